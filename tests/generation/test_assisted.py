@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support.generation import GREEDY, causal, prompts
+from support.generation import GREEDY, assert_same_text, causal, generate_and_check, prompts
 from support.tiny import converted, inputs_of, original, stir
 
 import linearize
@@ -46,26 +46,31 @@ def counted(model):
     return calls
 
 
+def generated(model, inputs, **options):
+    """Generate with the logits of every token."""
+    return model.generate(**inputs, **GREEDY, **options, return_dict_in_generate=True, output_logits=True)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_assisted_by_another_model(name):
     model, inputs = causal(name), prompts(batch=1, padded=False)
     same = drafting(copy.deepcopy(model), 20)
-    plain = model.generate(**inputs, **GREEDY)
     for assistant in (near(name), original(name, "AutoModelForCausalLM"), stir(causal(name))):
         calls = counted(model)
-        made = model.generate(**inputs, **GREEDY, assistant_model=drafting(assistant))
-        assert torch.equal(made, plain) and 1 < len(calls) <= 13
+        out = generated(model, inputs, assistant_model=drafting(assistant))
+        assert 1 < len(calls) <= 13
+        assert_same_text(model, inputs, out.sequences, out.logits)
     # Its own copy is always right, so that few forwards are left.
     calls = counted(model)
-    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=same), plain)
+    out = generated(model, inputs, assistant_model=same)
     assert len(calls) <= 4
+    assert_same_text(model, inputs, out.sequences, out.logits)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_softmax_model_assisted_by_a_converted_one(name):
     model, inputs = original(name, "AutoModelForCausalLM"), prompts(batch=1, padded=False)
-    plain = model.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=drafting(causal(name))), plain)
+    generate_and_check(model, inputs, **GREEDY, assistant_model=drafting(causal(name)))
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_softmax": [0]}], ids=["linear", "mixed"])
@@ -74,29 +79,25 @@ def test_prompt_lookup(name, options):
     model = causal(name, **options)
     ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])
     more = {**GREEDY, "max_new_tokens": 30}
-    plain = model.generate(ids, **more, return_dict_in_generate=True, output_logits=True)
-    made = model.generate(ids, **more, prompt_lookup_num_tokens=4, return_dict_in_generate=True, output_logits=True)
-    assert torch.equal(made.sequences, plain.sequences)
-    for mine, theirs in zip(made.logits, plain.logits, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    made = generate_and_check(model, {"input_ids": ids}, **more, prompt_lookup_num_tokens=4)
     # The cache holds what was said, and nothing that was only proposed.
-    assert made.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    cache = made.past_key_values
+    assert cache.get_seq_length() == made.sequences.shape[1] - 1
     with torch.no_grad():
-        token = made.sequences[:, -1:]
-        one, two = (model(token, past_key_values=x.past_key_values).logits for x in (made, plain))
-    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+        step = model(made.sequences[:, -1:], past_key_values=cache).logits[:, -1]
+    after = torch.cat([made.sequences, step.argmax(-1, keepdim=True)], dim=1)
+    assert_same_text(model, {"input_ids": ids}, after, [*made.logits, step])
 
 
 def test_an_encoder_decoder_is_assisted():
     model = converted("bart", "AutoModelForSeq2SeqLM")
     inputs = {key: x[:1] for key, x in inputs_of(model).items()}
     options = {**GREEDY, "forced_eos_token_id": None}
-    plain = model.generate(**inputs, **options)
     for more in (
         {"assistant_model": drafting(converted("bart", "AutoModelForSeq2SeqLM", "elu"))},
         {"prompt_lookup_num_tokens": 3},
     ):
-        assert torch.equal(model.generate(**inputs, **options, **more), plain)
+        generate_and_check(model, inputs, **options, **more)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -192,6 +193,4 @@ def test_assisted_by_a_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM
 
     assistant = drafting(AutoModelForCausalLM.from_pretrained(tmp_path / "assistant").eval())
-    assert torch.equal(
-        model.generate(**inputs, **GREEDY, assistant_model=assistant), model.generate(**inputs, **GREEDY)
-    )
+    generate_and_check(model, inputs, **GREEDY, assistant_model=assistant)

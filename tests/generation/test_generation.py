@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 import transformers
-from support.generation import GREEDY, assert_same_text, causal, prompts
+from support.generation import GREEDY, assert_same_beams, causal, generate_and_check, prompts
 from support.tiny import converted, inputs_of, original
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,16 +25,14 @@ KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
 @pytest.mark.parametrize("name", CAUSAL)
 def test_greedy_with_left_padding_equals_full_forwards(name, kernel):
     model, inputs = causal(name, kernel), prompts()
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    out = generate_and_check(model, inputs, **GREEDY)
     assert type(out.past_key_values).__name__ == "LinearizeCache"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_mixed_with_softmax_layers(name):
     model, inputs = causal(name, keep_softmax=[0]), prompts()
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    out = generate_and_check(model, inputs, **GREEDY)
     assert out.past_key_values.layers[0].keys.shape[2] == 9 + 11
     assert out.past_key_values.layers[1].state["kv"].shape[:2] == (
         3,
@@ -45,22 +43,19 @@ def test_mixed_with_softmax_layers(name):
 @pytest.mark.parametrize("chunk", [1, 2, 4, 100])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_prefill_in_pieces(name, chunk):
-    model, inputs = causal(name), prompts()
-    whole = model.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY, prefill_chunk_size=chunk), whole)
+    generate_and_check(causal(name), prompts(), **GREEDY, prefill_chunk_size=chunk)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_cache_handed_over_by_the_user(name):
     model, inputs = causal(name), prompts(padded=False)
-    whole = model.generate(**inputs, **GREEDY)
     cache = model.new_cache()
     with torch.no_grad():
         for part in inputs["input_ids"][:, :6].split([1, 3, 2], dim=1):
             model(part, past_key_values=cache)
     assert cache.get_seq_length() == 6
-    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), whole)
-    assert cache.get_seq_length() == whole.shape[1] - 1
+    made = generate_and_check(model, inputs, **GREEDY, past_key_values=cache).sequences
+    assert cache.get_seq_length() == made.shape[1] - 1
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -68,8 +63,7 @@ def test_cache_handed_over_by_the_user(name):
 def test_plain_cache_of_all_keys_works_too(name, padded):
     model, inputs = causal(name), prompts(padded=padded)
     plain = DynamicCache(config=model.config)
-    out = model.generate(**inputs, **GREEDY, past_key_values=plain, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    out = generate_and_check(model, inputs, **GREEDY, past_key_values=plain)
     assert out.past_key_values is plain
 
 
@@ -89,21 +83,18 @@ def test_forward_returns_a_cache_that_goes_on(name):
 def test_beams_equal_beams_without_cache(name):
     model, inputs = causal(name), prompts()
     options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
-    with_cache = model.generate(**inputs, **options)
-    assert torch.equal(with_cache, model.generate(**inputs, **options, use_cache=False))
-    assert with_cache.shape == (6, 21)
+    assert assert_same_beams(model, inputs, **options).sequences.shape == (6, 21)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_sampling_equals_sampling_without_cache(name):
+def test_sampling_draws_from_the_logits_of_full_forwards(name):
     model, inputs = causal(name), prompts()
     drawn = []
-    for use_cache in (True, False):
-        torch.manual_seed(7)
-        drawn.append(model.generate(**inputs, **{**GREEDY, "do_sample": True}, top_k=20, use_cache=use_cache))
-    assert torch.equal(*drawn)
-    torch.manual_seed(8)
-    assert not torch.equal(drawn[0], model.generate(**inputs, **{**GREEDY, "do_sample": True}, top_k=20))
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        sampled = {**GREEDY, "do_sample": True, "top_k": 20}
+        drawn.append(generate_and_check(model, inputs, greedy=False, **sampled).sequences)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -112,9 +103,9 @@ def test_encoder_decoder(beams):
     inputs = inputs_of(model)
     inputs["attention_mask"][0, -3:] = 0
     options = {**GREEDY, "num_beams": beams, "forced_eos_token_id": None}
-    made = model.generate(**inputs, **options, return_dict_in_generate=True)
+    check = generate_and_check if beams == 1 else assert_same_beams
+    made = check(model, inputs, **options)
     assert type(made.past_key_values.self_attention_cache).__name__ == "LinearizeCache"
-    assert torch.equal(made.sequences, model.generate(**inputs, **options, use_cache=False))
 
 
 def test_cache_bytes_do_not_grow():
@@ -186,9 +177,7 @@ def test_continuous_batching_is_refused_before_it_starts():
 def test_attention_weights_while_generating(name, options):
     """They are those of full forwards, [B, H, 1, S] at a step: the cache keeps all keys where they are asked for."""
     model, inputs = causal(name, **options), prompts()
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True, output_attentions=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
-    assert torch.equal(out.sequences, model.generate(**inputs, **GREEDY))
+    out = generate_and_check(model, inputs, **GREEDY, output_attentions=True)
     mask = torch.ones_like(out.sequences)
     mask[:, :9] = inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -261,14 +250,7 @@ def test_layers_that_share_keys(options):
     ids = torch.randint(3, 90, (2, 9))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    made = [
-        model.generate(
-            ids, attention_mask=mask, **GREEDY, use_cache=cache, return_dict_in_generate=True, output_logits=True
-        )
-        for cache in (True, False)
-    ]
-    for mine, theirs in zip(made[0].logits, made[1].logits, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    generate_and_check(model, {"input_ids": ids, "attention_mask": mask}, **GREEDY)
 
 
 @pytest.mark.parametrize("beams", [1, 2])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support.checkpoints import make_original, texts
-from support.generation import GREEDY, assert_same_text, causal, prompts
+from support.generation import GREEDY, causal, generate_and_check, prompts
 from support.tiny import converted, inputs_of, outputs
 from support.training import ALIGN, Fixed, batches, loud_converted, sharp
 
@@ -60,8 +60,7 @@ def test_saved_and_reloaded_to_the_bit(name, head, device, dtype, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_greedy_generation_equals_full_forwards(name, device):
     model, inputs = causal(name).to(device), moved(prompts(), device)
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    generate_and_check(model, inputs, **GREEDY)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

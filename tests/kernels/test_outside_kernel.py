@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
+from support.generation import GREEDY, generate_and_check
 from support.tiny import converted, inputs_of, outputs
 
 import linearize
@@ -74,9 +75,7 @@ def test_converts_saves_loads_and_decodes(sharp, window, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     inputs = inputs_of(model)
     assert all(torch.equal(x, y) for x, y in zip(outputs(model, inputs), outputs(again, inputs), strict=True))
-    ids = inputs["input_ids"][1:]
-    cached, plain = (again.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use) for use in (True, False))
-    assert torch.equal(cached, plain)
+    generate_and_check(again, {"input_ids": inputs["input_ids"][1:]}, **GREEDY)
 
 
 def test_saving_says_that_its_code_stays_behind(sharp, tmp_path):
@@ -192,8 +191,6 @@ def test_a_mixer_of_ones_own(sharp, tmp_path):
     model = converted("llama", "AutoModelForCausalLM", "averaging", layers={1: "sharp"})
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    ids = inputs_of(model)["input_ids"][1:]
-    cached, plain = (again.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use) for use in (True, False))
-    assert torch.equal(cached, plain)
+    generate_and_check(again, {"input_ids": inputs_of(model)["input_ids"][1:]}, **GREEDY)
     layer = next(iter(linear_attentions(again).values()))
     assert sum(p.numel() for p in layer.parameters()) == count_parameters("averaging", {}, layer.shape)

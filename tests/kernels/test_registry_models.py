@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from support.generation import GREEDY, generate_and_check, prompts
 from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.factory import count_parameters
@@ -64,30 +65,9 @@ def test_reload_with_a_window_is_exact(info, name, tmp_path):
     assert {layer.mixer.window for layer in linear_attentions(again).values()} == {4}
 
 
-def generated(model, use_cache):
-    """New tokens and their scores, from a left-padded batch."""
-    inputs = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(inputs)
-    mask[0, :4] = 0
-    with torch.no_grad():
-        out = model.generate(
-            inputs,
-            attention_mask=mask,
-            max_new_tokens=8,
-            do_sample=False,
-            use_cache=use_cache,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-    return out.sequences, torch.stack(out.scores)
-
-
 def assert_decodes(model):
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    (cached, scores), (plain, reference) = generated(model, True), generated(model, False)
-    assert torch.equal(cached, plain)
-    torch.testing.assert_close(scores, reference, rtol=1e-3, atol=1e-4)
+    for use_cache in (True, False):
+        generate_and_check(model, prompts(batch=2, tokens=11), **GREEDY, use_cache=use_cache)
 
 
 @pytest.mark.parametrize("info", [info for info in INFOS if info.causal and info.streamable], ids=lambda i: i.name)

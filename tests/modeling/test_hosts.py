@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import transformers
-from support.generation import GREEDY, assert_same_text, causal, prompts
+from support.generation import GREEDY, causal, generate_and_check, prompts
 from support.tiny import TEXT, converted, inputs_of
 from transformers import AutoModel, AutoModelForImageTextToText
 
@@ -46,8 +46,7 @@ def test_a_cache_under_another_name(name):
     linearize.convert(model)
     model.eval()
     inputs = prompts()
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    generate_and_check(model, inputs, **GREEDY)
 
 
 def test_eight_threads_generate_what_one_does():
@@ -161,12 +160,8 @@ def test_a_host_with_a_cache_class_of_its_own():
     linearize.convert(model)
     model.eval()
     ids = torch.arange(3, 12)[None]
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}
-    with_cache = model.generate(ids, **options, output_logits=True, return_dict_in_generate=True)
-    without = model.generate(ids, **options, use_cache=False, output_logits=True, return_dict_in_generate=True)
-    assert type(with_cache.past_key_values).__name__ == "MiniMaxCache"
-    for mine, theirs in zip(with_cache.logits, without.logits, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    made = generate_and_check(model, {"input_ids": ids}, **GREEDY | {"max_new_tokens": 5})
+    assert type(made.past_key_values).__name__ == "MiniMaxCache"
     with torch.no_grad():
         assert torch.isfinite(model(ids).logits).all()
 
@@ -179,8 +174,7 @@ def test_a_host_that_counts_the_keys_of_a_layer():
     linearize.convert(model)
     model.eval()
     inputs = prompts(padded=False)
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    generate_and_check(model, inputs, **GREEDY)
 
 
 def test_a_host_that_attends_twice_in_a_layer_keeps_its_keys():
@@ -198,8 +192,7 @@ def test_a_host_that_attends_twice_in_a_layer_keeps_its_keys():
 def _assert_generates_with_all_keys(model):
     """It writes what full forwards write, padding in front included, from a cache that grows; no other is taken."""
     inputs = prompts()
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    generate_and_check(model, inputs, **GREEDY)
     assert all(layer.cache_index is None for layer in linear_attentions(model).values())
     ids = torch.tensor([[5, 6, 7]])
     short, long = (model(ids.repeat(1, n), use_cache=True).past_key_values for n in (1, 3))
@@ -286,8 +279,7 @@ def test_layers_that_stay_keep_their_sinks():
     with observed(model, lambda *call: None):
         torch.testing.assert_close(model.eval()(**inputs).logits, before, rtol=1e-5, atol=1e-6)
     assert len(linear_attentions(model)) == 1
-    out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    generate_and_check(model, inputs, **GREEDY)
 
 
 def test_attentions_chosen_by_the_implementations_name(tmp_path):

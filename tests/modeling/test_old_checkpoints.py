@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.generation import bounded_logits, generate_and_check
 from transformers.core_model_loading import revert_weight_conversion
 
 import linearize
@@ -43,8 +44,12 @@ def test_a_checkpoint_written_before_gives_the_same_outputs(name):
     torch.testing.assert_close(out[real], expected["out"][real], rtol=1e-5, atol=1e-6)
     if "generated" in expected:
         ids, mask = inputs["input_ids"][1:], inputs["attention_mask"][1:]
-        made = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        assert torch.equal(made, expected["generated"])
+        made, steps = expected["generated"], expected["generated"].shape[1] - ids.shape[1]
+        exact, bound = bounded_logits(model, {"input_ids": ids, "attention_mask": mask}, made, steps)
+        # The likeliest, or level with it as far as fp32 can tell.
+        said = exact.gather(-1, made[:, -steps:, None])[..., 0]
+        assert bool((said >= exact.amax(-1) - 2 * bound).all())
+        generate_and_check(model, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=8, do_sample=False)
 
 
 def test_a_checkpoint_with_names_changed_twice(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from support.generation import GREEDY
+from support.generation import GREEDY, generate_and_check
 from support.tiny import CONFIGS, IMAGE, TEXT, converted, inputs_of, outputs, stir
 
 import linearize
@@ -55,8 +55,7 @@ def test_encoder_and_decoder(folders, tmp_path):
     assert len(linear_attentions(loaded)) == 4
     assert_same(model, loaded, inputs)
     del inputs["decoder_input_ids"]
-    made = loaded.generate(**inputs, **GREEDY)
-    assert torch.equal(made, loaded.generate(**inputs, **GREEDY, use_cache=False))
+    generate_and_check(loaded, inputs, **GREEDY)
 
 
 def test_image_encoder_and_decoder(folders, tmp_path):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support.generation import GREEDY, generate_and_check
 
 from linearize.attention import native
 from linearize.attention.native import build as building
@@ -103,15 +104,9 @@ def test_generation_equals_that_in_pytorch(switch):
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=64, bos_token_id=0, eos_token_id=0)
     model = linearize.convert(GPT2LMHeadModel(config).eval(), "hedgehog")
-    model = getattr(model, "model", model)
     prompt = torch.randint(1, 50, (2, 9))
     mask = torch.ones_like(prompt)
     mask[0, :4] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
-    ours = model.generate(prompt, **options)
-    switch(False)
-    theirs = model.generate(prompt, **options)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    for one, other in zip(ours.logits, theirs.logits, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for native_op in (True, False):
+        switch(native_op)
+        generate_and_check(model, {"input_ids": prompt, "attention_mask": mask}, **GREEDY | {"max_new_tokens": 20})

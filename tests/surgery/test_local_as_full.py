@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.generation import GREEDY, assert_same_text, causal, prompts
+from support.generation import GREEDY, causal, generate_and_check, prompts
 from support.tiny import converted, inputs_of, original, outputs, stir
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -73,9 +73,7 @@ def test_padding_reload_and_reach(name, options, tmp_path):
 def test_generation(name, options, tmp_path):
     model = causal(name, config=WINDOWED[name], local_as_full=True, **options)
     inputs = prompts()
-    made = {"return_dict_in_generate": True, "output_logits": True}
-    out = model.generate(**inputs, **GREEDY, **made)
-    assert_same_text(model, inputs, out.sequences, out.logits)
+    out = generate_and_check(model, inputs, **GREEDY)
     linearize.save(model, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(loaded.generate(**inputs, **GREEDY), out.sequences)
