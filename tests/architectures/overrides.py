@@ -74,6 +74,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         **{f"{part}hidden_size": 64 for part in ("", "text_config.", "vision_config.")},
     },
     "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGAZ": 5, "IMGIMGBZ": 6}},
+    "codegen": {"rotary_dim": 4},
     "d_fine": _DETECTOR,
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.kv_n_heads": 2, "attn_config.clip_qkv": 8.0},
     "deepseek_ocr2": {
@@ -89,6 +90,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config.num_experts": 4,
         "text_config.top_k_experts": 2,
         "text_config.moe_intermediate_size": 16,
+    },
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention"] * 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
     },
     "edgetam": {
         "vision_config.backbone_config.architecture": "resnet10t",
@@ -120,6 +128,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **{key: {"text_config.rope_parameters": _SECTIONS} for key in ("glm4v", "glm_image", "glm_ocr")},
     "glm4v_moe": {"text_config.rope_parameters": _HALF},
     **{key: {"text_config.rope_parameters": _SECTIONS} for key in ("qwen2_vl", "qwen2_5_vl")},
+    "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_experts_per_tok": 2},
     "bamba": {"attn_layer_indices": [1]},
     "informer": _SERIES,
