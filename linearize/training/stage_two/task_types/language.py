@@ -48,16 +48,23 @@ class Windows:
 
     Args:
         tokens: [N] int32.
-        starts: [W] first token of each window.
         length: tokens per window.
+        starts: [W] first token of each window; None: windows do not overlap.
         fresh: [W] first place of the whole row whose token a window predicts; None: all of the window.
         fixed: whether masks are the same each time.
     """
 
     def __init__(
-        self, tokens: np.ndarray, starts: np.ndarray, length: int, fresh: np.ndarray | None = None, fixed: bool = False
+        self,
+        tokens: np.ndarray,
+        length: int,
+        starts: np.ndarray | None = None,
+        fresh: np.ndarray | None = None,
+        fixed: bool = False,
     ) -> None:
-        self.tokens, self.starts, self.length, self.fresh, self.fixed = tokens, starts, length, fresh, fixed
+        self.tokens, self.length, self.fresh, self.fixed = tokens, length, fresh, fixed
+        # Without given starts full windows, or one short one if none is full.
+        self.starts = np.arange(0, max(1, len(tokens) - length + 1), length) if starts is None else starts
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -135,15 +142,15 @@ class CausalLanguage(CausalType):
         """
         train, valid, self.words, description = self.read_tokens(given, lambda tokens: max(2, tokens))
         length = self.options.max_length
-        _check_window(description, train, valid, length)
+        _need_tokens(description, f"a window of {length}", min(length, 2), train, valid)
         stride = self.options.stride or length - 1
         if stride >= length:
             raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
         starts, fresh = strided(len(valid), length, stride)
         return TaskData(
             self,
-            Windows(train, starts_of(len(train), length), length),
-            Windows(valid, starts, length, fresh),
+            Windows(train, length),
+            Windows(valid, length, starts, fresh),
             f"{description}; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}",
             facts={"context": length, "stride": stride, "words": self.words},
         )
@@ -180,7 +187,7 @@ class MaskedLanguage(LanguageType):
         """
         train, valid, _, description = self.read_tokens(given, lambda tokens: max(2, tokens))
         options = self.options
-        _check_window(description, train, valid, options.max_length)
+        _need_tokens(description, f"a window of {options.max_length}", min(options.max_length, 2), train, valid)
         if self.tokenizer.mask_token_id is None:
             raise ConfigError("masked language model: got a tokenizer without a mask token; use task causal-lm")
         around = sum(token is not None for token in (self.tokenizer.cls_token_id, self.tokenizer.sep_token_id))
@@ -189,10 +196,10 @@ class MaskedLanguage(LanguageType):
             raise ConfigError(
                 f"data, max_length: got {options.max_length}, expected more than the {around} special tokens"
             )
-        held = Windows(valid, starts_of(len(valid), length), length, fixed=True)
+        held = Windows(valid, length, fixed=True)
         return TaskData(
             self,
-            Windows(train, starts_of(len(train), length), length),
+            Windows(train, length),
             held,
             f"{description}; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}",
             facts={
@@ -230,10 +237,10 @@ class MaskedLanguage(LanguageType):
         return torch.stack([nll.sum(dim=1), counted.sum(dim=1)], dim=1)
 
 
-def _check_window(description: str, train: np.ndarray, valid: np.ndarray, length: int) -> None:
+def _need_tokens(description: str, what: str, least: int, train: np.ndarray, valid: np.ndarray) -> None:
     for name, row in (("training", train), ("validation", valid)):
-        if len(row) < min(length, 2):
-            raise DataError(f"{description}: got {len(row)} {name} tokens, expected a window of {length}")
+        if len(row) < least:
+            raise DataError(f"{description}: got {len(row)} {name} tokens, expected {what}")
 
 
 def tokens_of(table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
@@ -246,11 +253,6 @@ def tokens_of(table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -
         coded = tokenizer("".join(lines), add_special_tokens=False, return_attention_mask=False, verbose=False)
         parts.append(np.asarray(coded["input_ids"], dtype=np.int32))
     return np.concatenate(parts), words
-
-
-def starts_of(count: int, length: int) -> np.ndarray:
-    """Return the starts [W] of the full windows of a row of tokens, without overlap; one short one if none is full."""
-    return np.arange(0, max(1, count - length + 1), length)
 
 
 def strided(count: int, length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
@@ -274,23 +276,11 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return nll, (labels != IGNORED).float()
 
 
-class Copies:
-    """Passages of one long row of tokens, each twice.
-
-    Args:
-        tokens: [N] int32.
-        length: tokens of a passage.
-    """
-
-    def __init__(self, tokens: np.ndarray, length: int) -> None:
-        self.tokens, self.length, self.starts = tokens, length, starts_of(len(tokens), length)
-
-    def __len__(self) -> int:
-        return len(self.starts)
+class Copies(Windows):
+    """Passages of one long row of tokens, each twice: windows, read two times."""
 
     def __getitem__(self, place: int) -> Row:
-        start = int(self.starts[place])
-        passage = self.tokens[start : start + self.length].astype(np.int64)
+        passage = super().__getitem__(place)["input_ids"]
         labels = np.concatenate([np.full(len(passage), IGNORED), passage])
         # The first token of the second reading follows from nothing.
         labels[len(passage)] = IGNORED
@@ -318,9 +308,7 @@ class Copying(LanguageType):
             raise ConfigError(
                 f"data, max_length: got {self.options.max_length}, expected at least 4: each passage appears twice"
             )
-        for name, row in (("training", train), ("validation", valid)):
-            if len(row) < length:
-                raise DataError(f"{description}: got {len(row)} {name} tokens, expected a passage of {length}")
+        _need_tokens(description, f"a passage of {length}", length, train, valid)
         return TaskData(
             self,
             Copies(train, length),
