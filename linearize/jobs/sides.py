@@ -195,7 +195,8 @@ class Sides:
             check_trained(side.model, setup.task)
             model = move(load_for_task(side.model, data), setup.device).eval()
             fit_tokenizer(model, processor)
-        length = data.facts.get("max_length", data.facts.get("context", side.options.max_length))
+        facts = {"context": side.options.max_length, **data.facts}
+        length = facts.get("max_length", facts["context"])
         note = beyond_training(model, setup.task, length)
         with ablated(model, side.without) if side.without is not None else nullcontext():
             measured = measure_with_interval(model, data, batch_size=setup.batch_size or rows_per_batch(data.facts))

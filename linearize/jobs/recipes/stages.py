@@ -266,7 +266,8 @@ def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
     """
     split = hold_out(data, seed=seed)
     assert split.selection is not None
-    train = ConcatDataset([split.train, split.extra]) if split.extra else split.train
+    parts: Any = [split.train, split.extra]
+    train = ConcatDataset(parts) if split.extra else split.train
     return RowBatches(train, split.selection, data.collate, data.digest, options.batch_size, options.holdout, seed)
 
 
