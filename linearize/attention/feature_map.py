@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -172,7 +173,9 @@ class FeatureMapMixer(Mixer):
             phi, log_scale = map_with_gradient(spec, x, scale)
         else:
             x = x.float() if scale == 1.0 else x.float() * scale
-            own = map if map.symmetric else map.forward_queries if queries else map.forward_keys
+            own: Callable[..., Features] = map
+            if not map.symmetric:
+                own = map.forward_queries if queries else map.forward_keys
             phi, log_scale = own(x, positions)
         if groups > 1:
             phi = phi.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
