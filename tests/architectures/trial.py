@@ -325,4 +325,4 @@ class _Trial:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:600]
