@@ -32,6 +32,7 @@ from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
 from linearize.training.stage_one.run import Batches, Progress, Report, Run, RunState, check_inputs, frozen
+from linearize.training.stage_one.start import start_scales
 
 if TYPE_CHECKING:
     from linearize.checkpoint.loading import Loaded
@@ -189,6 +190,9 @@ class _Run(Run):
             for loss in layers:
                 loss.layer.train().requires_grad_(True)
             trainer = KernelTrainer(self.frozen, layers, self.config, self.accelerator)
+            if saved is None:
+                process = self.accelerator.process_index, self.accelerator.num_processes
+                start_scales(trainer, self.data.train_batches(0, *process), held_out)
             start = math.inf if saved is not None else trainer.evaluate(held_out)
             self.begin(number, number * steps, steps, trainer, saved, start)
             saved = None

@@ -1,0 +1,209 @@
+"""Start a hybrid's learned log-scales in closed form, by two weighted least-squares fits on a few rows.
+
+Next to a softmax window a far weight, exp(a_i + c_j) phi(q_i) . phi(k_j), has to be exp(s_ij), where
+s_ij = scaling q_i . k_j. With a_i = w . q_i + b and c_j = u . k_j (`linearize.attention.scale`) two sums are minimised:
+
+    over u, w, b:   sum over queries i and far keys j of  t_ij (s_ij - log phi(q_i) . phi(k_j) - a_i - c_j)^2
+    then w, b:      sum over queries i of  m_i (1 - m_i) (wanted_i - a_i)^2,
+                    wanted_i = logsumexp_j s_ij - logsumexp_j (log phi(q_i) . phi(k_j) + c_j), far keys only
+
+t_ij is softmax's weight and m_i the sum of those of the far keys. The second fit gives the far keys together the
+weight that softmax gives them; m_i (1 - m_i) is the curvature of stage one's cross-entropy in a_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linearize.attention.interface import observed
+from linearize.attention.layer import LinearAttention
+from linearize.core.registry import SCALES
+from linearize.fidelity.teacher.observe import run_body, softmax_output
+from linearize.fidelity.teacher.rows import all_rows, group, pieces, take
+from linearize.ops.window import NearKeys, Window
+from linearize.training.stage_one.loss import Targets
+from linearize.training.stage_one.observer import KernelTrainer, LayerLoss
+from linearize.training.stage_one.processes import autocast
+
+RIDGE = 1e-2
+"""Penalty on squared parameters, as a share of the mean diagonal of the normal equations."""
+ROWS = 4
+"""Rows that are fitted, at most."""
+JUDGED = 2
+"""Held-out batches on which a fit is compared with zero scales."""
+SMALL = 1e-3
+"""Products phi(q) . phi(k) below this share of the mean of a query's far ones count as that much."""
+
+
+def start_scales(
+    trainer: KernelTrainer, batches: Iterator[Mapping[str, Tensor]], held_out: list[dict[str, Tensor]]
+) -> None:
+    """Fit the log-scales that are zero, in place; a layer whose held-out loss does not fall keeps zero.
+
+    Args:
+        trainer: of stage one. In a run of several processes each fits its own rows, and the mean is used.
+        batches: model inputs; the first rows of the first one are used, if a layer needs them.
+        held_out: batches to compare on.
+    """
+    fresh = [loss for loss in trainer.layers if _is_zero(loss.layer)]
+    if not fresh:
+        return
+    trainer.evaluate(held_out[:JUDGED])
+    before = [loss.mean for loss in fresh]
+    hosts = {id(loss.host or loss.layer): loss for loss in fresh}
+
+    def observe(
+        layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        if id(layer) in hosts:
+            mine = hosts[id(layer)].layer
+            with torch.autocast(device_type=q.device.type, enabled=False):
+                fit_scales(mine, Targets(q, k, scaling, layer.shape.causal, mask))
+        return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+
+    moved = {name: value[:ROWS].to(trainer.device) for name, value in next(batches).items()}
+    with torch.no_grad(), observed(trainer.model, observe), autocast(trainer.accelerator, trainer.config.precision):
+        run_body(trainer.model, moved)
+        for loss in fresh:
+            for tensor in _fitted(loss.layer):
+                tensor.copy_(trainer.reduce(tensor) / trainer.accelerator.num_processes)
+    trainer.evaluate(held_out[:JUDGED])
+    _restore([loss for loss, worst in zip(fresh, before, strict=True) if not loss.mean < worst])
+
+
+def _restore(losses: list[LayerLoss]) -> None:
+    with torch.no_grad():
+        for loss in losses:
+            for tensor in _fitted(loss.layer):
+                tensor.zero_()
+
+
+def _is_zero(layer: LinearAttention) -> bool:
+    """Tell whether a layer has a window, and log-scales that are zero."""
+    if layer.hybrid.window is None or layer.hybrid.scale == SCALES[0]:
+        return False
+    return not any(
+        bool(x.any()) for scale in _scales(layer) for x in (scale.weight, scale.bias, scale.out) if x is not None
+    )
+
+
+def _scales(layer: LinearAttention) -> Any:
+    mixer: Any = layer.mixer
+    return mixer.query_scale, mixer.key_scale
+
+
+def _fitted(layer: LinearAttention) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys = _scales(layer)
+    return queries.weight, queries.bias, keys.weight
+
+
+@torch.no_grad()
+def fit_scales(layer: LinearAttention, targets: Targets) -> None:
+    """Fit the scales of a layer with a window, in place; they stay zero if no query has far keys.
+
+    Args:
+        layer: its scales are zero.
+        targets: what the frozen layer shows of all tokens.
+    """
+    mixer: Any = layer.mixer
+    window, size = mixer.form(targets.scaling), layer.shape.head_dim
+    key_heads, groups = layer.shape.key_heads, layer.shape.heads // layer.shape.key_heads
+    unknowns = groups * (size + 1) + size
+    moments = torch.zeros(key_heads, unknowns, unknowns, dtype=torch.float64)
+    right = torch.zeros(key_heads, unknowns, dtype=torch.float64)
+    for block in _blocks(layer, targets, replace(window, exact_keys=0)):
+        x, keys, weights = block.queries, block.keys[:, :, None], (block.scores - block.total).exp()
+        errors = weights * torch.where(weights > 0, block.scores - block.products, 0.0)
+        of_queries = x.transpose(-1, -2) @ (weights.sum(dim=-1, keepdim=True) * x)
+        crossed = x.transpose(-1, -2) @ (weights @ keys)
+        of_keys = keys.transpose(-1, -2) @ (weights.sum(dim=(2, 3))[:, :, None, :, None] * keys)
+        for g in range(groups):
+            part = slice(g * (size + 1), (g + 1) * (size + 1))
+            moments[:, part, part] += _summed(of_queries[:, :, g])
+            moments[:, part, -size:] += _summed(crossed[:, :, g])
+            moments[:, -size:, part] += _summed(crossed[:, :, g].transpose(-1, -2))
+        moments[:, -size:, -size:] += _summed(of_keys[:, :, 0])
+        right[:, :-size] += _summed((x.transpose(-1, -2) @ errors.sum(dim=-1, keepdim=True)).flatten(2))
+        right[:, -size:] += _summed((errors.sum(dim=(2, 3))[:, :, None] @ block.keys)[:, :, 0])
+    solved = _solve(moments, right)
+    _add(layer, solved[:, :-size].reshape(-1, size + 1), solved[:, -size:])
+    moments = torch.zeros(key_heads, groups, size + 1, size + 1, dtype=torch.float64)
+    right = torch.zeros(key_heads, groups, size + 1, dtype=torch.float64)
+    for block in _blocks(layer, targets, window):
+        logs = block.scores.logsumexp(dim=-1)
+        mass = (logs - block.total[..., 0]).exp()
+        wanted = torch.where(mass > 0, logs - block.products.logsumexp(dim=-1), 0.0)
+        weighted = block.queries * (mass * (1 - mass))[..., None]
+        moments += _summed(weighted.transpose(-1, -2) @ block.queries)
+        right += _summed((weighted * wanted[..., None]).sum(dim=-2))
+    _add(layer, _solve(moments, right).flatten(0, 1))
+
+
+class _Block(NamedTuple):
+    """Some queries of b rows.
+
+    Attributes:
+        queries: [b, K, G, C, D + 1], a one after each.
+        keys: [b, K, S, D].
+        scores: [b, K, G, C, S] s_ij of far keys, -inf elsewhere.
+        products: the kernel's log-weights of far keys, -inf elsewhere.
+        total: [b, K, G, C, 1] logsumexp of s_ij over all keys that a query sees.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    scores: Tensor
+    products: Tensor
+    total: Tensor
+
+
+def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterator[_Block]:
+    mixer: Any = layer.mixer
+    count = layer.shape.key_heads
+    for batch, tokens in pieces(targets.key_padding_mask):
+        q, k = (take(x, batch, tokens) for x in (targets.q, targets.k))
+        queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
+        key_scale, query_scale = keys.log_scale, group(queries.log_scale[..., None], count)
+        near = NearKeys(window, key_scale)
+        for rows in all_rows(q, targets.causal, None):
+            hidden = near.rows(rows.places, rows.seen)
+            hidden = hidden.unflatten(0, (-1, count)) if hidden.ndim == 4 else hidden
+            x, phi = (group(side.float(), count)[:, :, :, rows.part] for side in (q, queries.phi))
+            seen, phi_k = (side[:, :, : rows.seen].float() for side in (k, keys.phi))
+            scores = (x * targets.scaling) @ seen[:, :, None].transpose(-1, -2)
+            if rows.visible is not None:
+                scores.masked_fill_(~rows.visible, -torch.inf)
+                hidden = hidden | ~rows.visible
+            total = scores.logsumexp(dim=-1, keepdim=True)
+            products = (phi @ phi_k[:, :, None].transpose(-1, -2)).masked_fill_(hidden, 0.0)
+            mean = products.sum(dim=-1, keepdim=True) / (~hidden).sum(dim=-1, keepdim=True).clamp(min=1)
+            products = products.maximum(SMALL * mean).clamp(min=1e-30).log()
+            products = products + query_scale[:, :, :, rows.part] + key_scale[:, :, None, None, : rows.seen]
+            far = (side.masked_fill(hidden, -torch.inf) for side in (scores, products))
+            yield _Block(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1), seen, *far, total)
+
+
+def _summed(values: Tensor) -> Tensor:
+    """Add up rows [b, ...] in fp64."""
+    return values.double().sum(dim=0).cpu()
+
+
+def _solve(moments: Tensor, right: Tensor) -> Tensor:
+    """Solve the normal equations [..., n, n] x = [..., n] with a ridge; x is 0 where they are."""
+    ridge = (RIDGE * moments.diagonal(dim1=-2, dim2=-1).mean(dim=-1)).clamp(min=1e-12)
+    identity = torch.eye(moments.shape[-1], dtype=moments.dtype)
+    return torch.linalg.solve(moments + ridge[..., None, None] * identity, right)
+
+
+def _add(layer: LinearAttention, of_queries: Tensor, of_keys: Tensor | None = None) -> None:
+    """Add w and b [H, D + 1], and u [K, D], to the scales."""
+    weight, bias, keys = _fitted(layer)
+    weight += of_queries[:, :-1].to(weight)
+    bias += of_queries[:, -1].to(bias)
+    if of_keys is not None:
+        keys += of_keys.to(keys)
