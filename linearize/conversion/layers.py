@@ -233,6 +233,9 @@ def complete(
     info = kernel_info(kernel)
     if info.windowed:
         arguments = {**more, **arguments}
+        exact, longest = arguments.get("exact_keys"), max_length or current_length(model)
+        if isinstance(exact, int) and longest is not None and exact > longest:
+            raise ConfigError(f"exact-keys: got {exact}, but the model takes {longest} tokens; choose fewer")
         own = {name: value for name, value in arguments.items() if name not in HYBRID}
         arguments.setdefault("scale", default_scale(info, make_config(info, own), arguments.get("window")))
     if info.maximum_positions and arguments.get("max_positions") is None:

@@ -47,6 +47,19 @@ REFUSED = {
         f"finetune bert {TASK} --dataset rows.jsonl --report-to nobody --dry-run",
         "unknown report_to",
     ),
+    "no window": ("convert bert --kernel none --output o", "kernel 'none': got no window, and nothing else"),
+    "no scale": ("convert bert --kernel norm_elu --scale linear --output o", "kernel 'norm_elu' takes no scale"),
+    "no features": (
+        "convert bert --kernel none --window 4 --scale linear --output o",
+        "'none' has no features to scale",
+    ),
+    "keys of a block": ("convert bert --kernel diag_softmax --window 4 --output o", "'diag_softmax' takes no window"),
+    "exact keys alone": ("convert bert --exact-keys 4 --output o", "exact-keys: got 4 without a window"),
+    "many exact keys": (
+        "convert bert --window 4 --exact-keys 65 --output o",
+        "exact-keys: got 65, but the model takes 64 tokens; choose fewer",
+    ),
+    "window": ("convert bert --window auto:0 --output o", "got 'auto:0', expected a number of tokens such as 64"),
     "no folder": ("inspect ./nofolder", "'./nofolder' does not exist"),
 }
 
