@@ -110,8 +110,8 @@ def test_unknown_missing_and_wrong_options_are_refused():
         ConvertJob.of(kernel="elu")
     with pytest.raises(ConfigError, match="stage one, steps: got 'many', expected a whole number of at least 0"):
         ConvertJob.of(model="a", distill_steps="many")
-    with pytest.raises(ConfigError, match="options, window: got '4'"):
-        ConvertJob.of(model="a", window="4")
+    with pytest.raises(ConfigError, match="options, max_length: got '4'"):
+        ConvertJob.of(model="a", max_length="4")
 
 
 def test_effective_options_make_the_same_job_again():

@@ -49,8 +49,14 @@ PRESET = (
 )
 KEPT = "layers that keep softmax, such as 0,11; or 1/4 for the last of every four"
 KEPT_HEADS = (
-    "query heads that keep softmax, and so a cache of their keys: a number, for those with the largest share in the "
-    "error (copying included), or layer:head pairs such as 4:0,11:7"
+    "query heads that keep softmax, and so a cache of their keys: a number or a share such as 5%, for those with the "
+    "largest share in the error (copying included), or layer:head pairs such as 4:0,11:7"
+)
+WINDOW = 64
+"""Window of the reference of `--window auto`."""
+WINDOWS = (
+    f"softmax inside a window of W tokens, the kernel outside it; or {AUTO}:W, which chooses window, exact keys and "
+    f"kernel or none for every layer, with as much state in all as W in every layer ({AUTO} is {AUTO}:{WINDOW})"
 )
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
 EXAMPLE_INPUTS = (
@@ -86,6 +92,16 @@ def parse_layers(text: str) -> tuple[int, ...] | str:
     if parse_share(text) is not None:
         return text
     return tuple(parse_indices(text, "--keep-softmax")) if text else ()
+
+
+def parse_window(text: str) -> int | str:
+    """Read 64, auto or auto:64."""
+    auto, colon, count = text.partition(":")
+    if text.isdecimal():
+        return int(text)
+    if auto != AUTO or (colon and not (count.isdecimal() and int(count))):
+        raise ConfigError(f"window: got {text!r}, expected a number of tokens such as 64, auto or auto:64")
+    return text
 
 
 def rows_of(length: object, tokens: int) -> int:
@@ -210,7 +226,7 @@ class ConvertJob(StageOneJob):
     )
     example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
     local_as_full: bool = option(False, LOCAL_AS_FULL)
-    window: int | None = kernel_options.window()
+    window: str | int | None = option(None, WINDOWS, metavar="W", parse=parse_window)
     sinks: int = kernel_options.sinks()
     exact_keys: int = kernel_options.exact_keys()
     scale: str | None = kernel_options.scale()
@@ -242,10 +258,24 @@ class ConvertJob(StageOneJob):
     output: str | None = option(None, "folder to make (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
 
     @property
-    def softmax_heads_count(self) -> int | None:
-        """How many heads keep softmax; None if they are listed, or if none was asked for."""
+    def chooses_windows(self) -> bool:
+        """Whether every layer gets a window of its own."""
+        return isinstance(self.window, str)
+
+    @property
+    def usual_window(self) -> int | None:
+        """The window of every layer, or of the reference that windows are chosen by."""
+        return int(self.window.partition(":")[2] or WINDOW) if isinstance(self.window, str) else self.window
+
+    @property
+    def chooses_heads(self) -> bool:
+        """Whether the heads that keep softmax are counted, and not listed."""
+        return (self.keep_softmax_heads or "").removesuffix("%").isdecimal()
+
+    def softmax_heads(self, heads: int) -> int:
+        """Return how many of so many heads keep softmax, if they are counted."""
         given = self.keep_softmax_heads or ""
-        return int(given) if given.isdecimal() else None
+        return max(1, round(heads * int(given[:-1]) / 100)) if given.endswith("%") else int(given)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -274,7 +304,7 @@ class ConvertJob(StageOneJob):
             given = {f"--{name}": getattr(self.search, name) != getattr(usual, name) for name in alike}
             given["--search-steps"] = self.search.steps != usual.steps
             _refuse(
-                {**given, "--plan-out": self.plan_out, "--plot": self.plot},
+                {**given, "--plan-out": None if self.chooses_windows else self.plan_out, "--plot": self.plot},
                 f"nothing is searched without --kernel {AUTO}",
             )
 

@@ -12,7 +12,7 @@ from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, 
 from linearize.checkpoint.provenance import weights_were_trained
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.plan import convert_model, plan
-from linearize.conversion.plan_file import apply_file, read_plan
+from linearize.conversion.plan_file import apply_file, check_plan_target, read_plan, write_plan
 from linearize.conversion.positions import current_length, extend_processor, tokens_of_image_size
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.options import name_of, on_disk, recorded
@@ -41,7 +41,7 @@ from linearize.jobs.stages import (
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.training.stage_one.loop import usual_length, within
-from linearize.training.stage_one.processes import under_fsdp
+from linearize.training.stage_one.processes import is_main, under_fsdp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,17 +171,34 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
         file = read_plan(job.plan)
         decided = apply_file(loaded.model, decided, file, longest_input(job, loaded))
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
+    if job.chooses_windows:
+        decided = _choose_windows(context, job, decided, length)
     on_event(Planned(decided))
     put_in_kernels(context, decided)
-    if job.distill.steps or job.align.steps or job.softmax_heads_count:
+    if context.source is None and (job.distill.steps or job.align.steps or job.chooses_heads):
         # The model has its positions now, so rows may be as long as it takes.
         open_data(context, length, SKIP)
-    if job.softmax_heads_count:
+    if job.chooses_heads:
         on_event(Started("finding the heads that need softmax"))
         rows = context.source.holdout_batches()[:HEAD_BATCHES]
-        decided = keep_heads(loaded.model, decided, job.softmax_heads_count, rows)
+        count = job.softmax_heads(sum(layer.shape.heads for layer in decided.converted))
+        decided = keep_heads(loaded.model, decided, count, rows)
         on_event(Planned(decided))
     return context, decided
+
+
+def _choose_windows(context: Context, job: ConvertJob, decided: Plan, length: int) -> Plan:
+    """Choose every layer's window on rows of a length, as far as the model takes it before it is converted."""
+    from linearize.kernel_search.windows import choose_windows
+
+    open_data(context, length if job.max_length is None else within(context.loaded, length), "a number to --window")
+    context.on_event(Started("choosing the windows"))
+    chosen = choose_windows(context.loaded.model, context.source, decided)
+    context.provenance["plan"] = {"why": {str(number): why for number, why in chosen.why.items()}}
+    context.on_event(Noted(f"{chosen.text}."))
+    if job.plan_out is not None and is_main():
+        write_plan(job.plan_out, chosen.plan, chosen.why)
+    return chosen.plan
 
 
 def check_kernel(job: ConvertJob) -> None:
@@ -198,6 +215,12 @@ def check_kernel(job: ConvertJob) -> None:
         check_search(job)
     elif job.kernel is not None:
         make_config(kernel_info(job.kernel), job.kernel_args)
+    if job.chooses_windows and under_fsdp():
+        raise ConfigError(
+            f"window: got {job.window} under FSDP, expected one device or DDP; convert with --plan FILE.yaml"
+        )
+    if job.chooses_windows and job.plan_out is not None:
+        check_plan_target(job.plan_out, overwrite=job.overwrite)
 
 
 def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | None]:
@@ -229,11 +252,11 @@ def plan_of(
         job.kernel_args,
         layers=job.layers,
         keep_softmax=job.keep_softmax,
-        window=job.window,
+        window=job.usual_window,
         sinks=job.sinks,
         exact_keys=job.exact_keys,
         scale=job.scale,
-        softmax_heads=job.keep_softmax_heads if job.softmax_heads_count is None else None,
+        softmax_heads=None if job.chooses_heads else job.keep_softmax_heads,
         max_length=longest,
         seed=job.seed,
         local_as_full=job.local_as_full,

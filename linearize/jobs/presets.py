@@ -25,13 +25,18 @@ class Preset:
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "causal": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4}, causal=True),
+        "recall": Preset(
+            {"kernel": "hedgehog", "window": 64, "sinks": 4, "exact_keys": 16, "keep_softmax_heads": "5%"}, causal=True
+        ),
         "encoder": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=False),
     }
 )
-"""By name. Both have learned log-scales, the default with a window.
+"""By name. All have learned log-scales, the default with a window.
 
-`causal` is for language models; docs/benchmarks/hybrid.md says what its parts bring. `encoder` is for models that see
-both sides: the window keeps texts of up to 65 tokens exact, and in longer texts the kernel covers what lies beyond it.
+`causal` and `recall` are for language models; docs/benchmarks/hybrid.md says what their parts bring. Under `causal`
+memory is constant and the model can be exported. `recall` adds exact keys, and softmax heads that look up and copy;
+their cache grows with the text, and ONNX export refuses both. `encoder` is for models that see both sides: the window
+keeps texts of up to 65 tokens exact, and in longer texts the kernel covers what lies beyond it.
 """
 
 

@@ -1,0 +1,202 @@
+"""`--window auto`: the window and the exact keys of every layer, and whether it has a kernel, under a budget of state.
+
+Layers differ: one puts half of softmax's weight outside a window of 64 tokens, another a twelfth. All layers together
+may hold as much as a reference in every layer, the numbers of one sequence: (W + sinks + S) (D + V) for the keys and
+values that are held exactly, and F (V + 1) for the kernel's sums. Nothing is trained:
+
+1. Every choice of every layer computes outputs from the frozen model's q, k and v. Its log-scales are fitted in
+   closed form on other rows (`linearize.training.stage_one.start`).
+2. The squared error of a layer is weighed by how much of it reaches the whole model's last hidden state if only this
+   layer is replaced.
+3. The least sum of errors under the budget is a knapsack with one choice per layer.
+4. The whole model decides between that plan, the one without weights, and one choice for all layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import observed
+from linearize.attention.layer import LinearAttention
+from linearize.checkpoint.loading import move
+from linearize.core.errors import ConfigError
+from linearize.core.registry import SCALES, kernel_info, make_config
+from linearize.fidelity.teacher.observe import run_body, softmax_output
+from linearize.kernel_search.candidates import Layout
+from linearize.kernel_search.loop import carrier_of
+from linearize.kernel_search.table import Choice, Option, choose
+from linearize.kernel_search.trainer import Candidates, errors
+from linearize.kernel_search.whole import WholeModel
+from linearize.modeling.plan import LayerPlan, Plan
+from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.stage_one.loss import Targets
+from linearize.training.stage_one.run import Batches, frozen
+from linearize.training.stage_one.start import ROWS, fit_scales
+
+WINDOWS = (0.25, 0.5, 1, 2, 4)
+"""Windows to choose from, as multiples of the reference's."""
+EXACT_KEYS = (0, 0.5)
+"""Exact keys to choose from in addition to the reference's, as shares of its window."""
+HELD_OUT = 8
+"""Rows on which choices are compared, at most."""
+
+
+@dataclass(frozen=True)
+class ChosenWindows:
+    """A plan with a window, exact keys and a kernel or none for every layer.
+
+    Attributes:
+        plan: the plan.
+        why: why each layer has what it has, by number.
+        error: of the last hidden state before any training, relative to its spread.
+        reference: the same with the reference in every layer, which holds as much or more.
+    """
+
+    plan: Plan
+    why: Mapping[int, str]
+    error: float
+    reference: float
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        return (
+            f"Windows per layer: the last hidden state has the error {self.error:.3f} before training, and "
+            f"{self.reference:.3f} with the same window in every layer and as much state"
+        )
+
+
+def state_numbers(layer: LayerPlan) -> int:
+    """Return how many numbers a layer's state holds for one sequence."""
+    info, shape, hybrid = kernel_info(layer.kernel), layer.shape, layer.hybrid
+    held = (hybrid.window or 0) + hybrid.sinks + hybrid.exact_keys
+    numbers = held * (shape.head_dim + shape.value_dim)
+    if not info.needs_window and info.feature_dim is not None:
+        features = info.feature_dim(make_config(info, layer.arguments), shape.head_dim)
+        numbers += features * (shape.value_dim + 1)
+    return shape.key_heads * numbers
+
+
+def choices_of(layer: LayerPlan) -> dict[str, LayerPlan]:
+    """Return what a layer with a window can become, by label; the layer itself comes first."""
+    hybrid = layer.hybrid
+    assert hybrid.window is not None
+    choices = {_label(layer): layer}
+    windows = [max(1, round(factor * hybrid.window)) for factor in WINDOWS]
+    more = EXACT_KEYS if hybrid.scale != SCALES[0] else EXACT_KEYS[:1]
+    for window, factor in itertools.product(windows, more):
+        exact = hybrid.exact_keys + round(factor * hybrid.window)
+        one = replace(layer, hybrid=replace(hybrid, window=window, exact_keys=exact))
+        choices.setdefault(_label(one), one)
+    for window in windows:
+        alone = replace(hybrid, window=window, exact_keys=0, scale=SCALES[0])
+        one = replace(layer, kernel="none", arguments={}, hybrid=alone)
+        choices.setdefault(_label(one), one)
+    return choices
+
+
+def _label(layer: LayerPlan) -> str:
+    parts = {"window": layer.hybrid.window, "exact_keys": layer.hybrid.exact_keys}
+    return ":".join([layer.kernel, *(f"{name}={value}" for name, value in parts.items() if value)])
+
+
+def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenWindows:
+    """Choose the windows of a model that is not converted yet; the model is unchanged afterwards.
+
+    Args:
+        model: the model that `base` was made for.
+        data: training rows for the scales, held-out rows for the errors. Windows of more than half a row are left out,
+            because they would look exact.
+        base: a plan whose layers with a window are the reference.
+
+    Raises:
+        ConfigError: if no layer has a window, or there are no held-out rows.
+    """
+    layers = {layer.index: layer for layer in base.converted if layer.index is not None and layer.hybrid.window}
+    held_out = [{name: value[:HELD_OUT] for name, value in batch.items()} for batch in data.holdout_batches()[:1]]
+    if not layers or not held_out:
+        raise ConfigError(f"window: got auto, but {'no held-out rows' if layers else 'no layer takes a window'}")
+    options = {number: choices_of(layer) for number, layer in layers.items()}
+    reference: Choice = tuple(next(iter(own)) for own in options.values())
+    labels = list(dict.fromkeys(label for own in options.values() for label in own))
+    plans = {label: {n: own[label] for n, own in options.items() if label in own} for label in labels}
+    layout = Layout(base, layers, tuple(labels), plans, reference[0])
+    accelerator = make_accelerator(model)
+    move(model, accelerator.device)
+    kept = [layer if layer.index in layers else layer.bare() for layer in base.layers]
+    carrier = carrier_of(model, replace(base, layers=tuple(kept)))
+    with frozen(carrier):
+        candidates = Candidates(layout, carrier, accelerator.device)
+        rows = next(data.train_batches())
+        tokens = _fit(carrier, candidates, {name: value[:ROWS].to(accelerator.device) for name, value in rows.items()})
+        keys = [
+            (n, label)
+            for place, (n, own) in enumerate(options.items())
+            for label, one in own.items()
+            if label == reference[place] or (one.hybrid.window or 0) <= tokens // 2
+        ]
+        error = errors(carrier, candidates, keys, held_out, accelerator=accelerator)
+        whole = WholeModel(carrier, candidates, held_out, accelerator)
+        whole.head = False
+        alone = [
+            ("softmax",) * n + (label,) + ("softmax",) * (len(layers) - n - 1) for n, label in enumerate(reference)
+        ]
+        weights = {
+            number: one.score / max(error[number, label] ** 2, 1e-30)
+            for number, label, one in zip(layers, reference, whole.errors(alone), strict=True)
+        }
+        limit = sum(state_numbers(layer) for layer in layers.values())
+
+        def best(weights: Mapping[int, float]) -> Choice | None:
+            rows = [
+                [
+                    Option(label, state_numbers(own[label]) / limit, weights.get(n, 1.0) * error[n, label] ** 2)
+                    for label in own
+                    if (n, label) in error
+                ]
+                for n, own in options.items()
+            ]
+            return choose(rows, 1.0)
+
+        everywhere = [(label,) * len(layers) for label in labels if all((n, label) in error for n in layers)]
+        cheap = [
+            one
+            for one in everywhere
+            if sum(state_numbers(own[label]) for own, label in zip(options.values(), one, strict=True)) <= limit
+        ]
+        tried = [found for found in (best(weights), best({})) if found is not None] + [reference, *cheap]
+        found = whole.errors(tried)
+    chosen = min(zip(found, tried, strict=True), key=lambda pair: pair[0].score)[1]
+    why = {
+        number: f"error of the layer's output {error[number, label]:.3g}, with {usual} {error[number, usual]:.3g}"
+        for number, label, usual in zip(layers, chosen, reference, strict=True)
+    }
+    plan = layout.plan(chosen, {})
+    return ChosenWindows(plan, why, whole.known[chosen].hidden, whole.known[reference].hidden)
+
+
+def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Tensor]) -> int:
+    """Fit the scales of all candidates that are not too wide for the rows, and return the tokens of a row."""
+    tokens = 0
+
+    def observe(
+        layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        nonlocal tokens
+        tokens = max(tokens, q.shape[2])
+        number = candidates.number_of[id(layer)]
+        for (n, _), module in candidates.modules.items():
+            hybrid = module.hybrid
+            if n == number and hybrid.scale != SCALES[0] and (hybrid.window or 0) <= q.shape[2] // 2:
+                fit_scales(module, Targets(q, k, scaling, layer.shape.causal, mask))
+        return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+
+    with torch.no_grad(), observed(model, observe):
+        run_body(model, batch)
+    return tokens

@@ -1,0 +1,138 @@
+"""`--window auto`: layers that look far get more, all layers together hold no more than the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.checkpoints import make_original, texts
+from support.command_lines import run
+from support.training import Fixed, loud
+
+import linearize
+from linearize.attention.shape import HeadShape
+from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.conversion.plan_file import read_plan
+from linearize.core.errors import ConfigError
+from linearize.core.registry import Hybrid
+from linearize.jobs.config import ConvertJob
+from linearize.kernel_search.windows import choices_of, choose_windows, state_numbers
+from linearize.modeling.plan import LayerPlan
+
+CAUSAL = "AutoModelForCausalLM"
+
+
+def rows(tokens=40, count=4):
+    draw = torch.Generator().manual_seed(0)
+    return Fixed([{"input_ids": torch.randint(5, 30, (count, tokens), generator=draw)} for _ in range(2)])
+
+
+def layer(kernel="hedgehog", **hybrid):
+    return LayerPlan("x", 0, kernel, HeadShape(4, 2, 6, 8, True), hybrid=Hybrid(**hybrid))
+
+
+def test_a_state_is_what_is_held_exactly_and_the_kernels_sums():
+    hybrid = {"window": 10, "sinks": 2, "exact_keys": 3, "scale": "linear"}
+    # 2 key heads: 15 keys and values of 6 + 8 numbers, and 12 features of 8 + 1.
+    assert state_numbers(layer(**hybrid)) == 2 * (15 * 14 + 12 * 9)
+    assert state_numbers(layer("none", window=10, sinks=2)) == 2 * 12 * 14
+
+
+def test_what_a_layer_can_become():
+    labels = list(choices_of(layer(window=8, sinks=1, scale="linear")))
+    assert labels[0] == "hedgehog:window=8"
+    assert set(labels[1:]) == {
+        *(f"hedgehog:window={window}" for window in (2, 4, 16, 32)),
+        *(f"hedgehog:window={window}:exact_keys=4" for window in (2, 4, 8, 16, 32)),
+        *(f"none:window={window}" for window in (2, 4, 8, 16, 32)),
+    }
+    # Without scales there is nothing to choose keys by.
+    assert not any("exact" in label for label in choices_of(layer(window=8)))
+
+
+def test_a_layer_that_looks_far_gets_more_than_one_that_looks_near():
+    model = loud("llama", CAUSAL)
+    attentions = [block.self_attn for block in model.model.layers]
+    with torch.no_grad():
+        # Equal scores: all tokens weigh the same, and most of them are far.
+        attentions[1].q_proj.weight.zero_()
+        # The output of the first does not reach the hidden state.
+        attentions[0].o_proj.weight.zero_()
+    base = linearize.plan(model, "hedgehog", window=8, sinks=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = choose_windows(model, rows(), base)
+    first, second = found.plan.converted
+    assert state_numbers(second) > state_numbers(first)
+    assert sum(map(state_numbers, found.plan.converted)) <= sum(map(state_numbers, base.converted))
+    assert found.error < found.reference
+    assert set(found.why) == {0, 1} and "error of the layer's output" in found.why[1]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert found == choose_windows(model, rows(), base)
+
+
+def test_the_error_is_that_of_the_converted_model():
+    """A window alone has nothing to fit, so the figure can be computed from the applied plan."""
+    model = loud("llama", CAUSAL)
+    base = linearize.plan(model, "none", window=8)
+    data = rows()
+    found = choose_windows(model, data, base)
+    ids = data.holdout_batches()[0]["input_ids"][:8]
+    with torch.no_grad():
+        wanted = model.model(ids).last_hidden_state.double()
+        got = linearize.apply(model, found.plan).model(ids).last_hidden_state.double()
+    spread = (wanted - wanted.mean(dim=(0, 1))).square().sum()
+    assert found.error == pytest.approx(float(((got - wanted).square().sum() / spread).sqrt()), rel=1e-3)
+
+
+def test_windows_that_are_too_wide_to_judge_are_left_out():
+    model = loud("llama", CAUSAL)
+    found = choose_windows(model, rows(tokens=12), linearize.plan(model, "hedgehog", window=8))
+    assert all(one.hybrid.window in (2, 4, 8) for one in found.plan.converted)
+
+
+def test_layers_without_a_window_stay_as_planned():
+    model = loud("llama", CAUSAL)
+    base = linearize.plan(model, "hedgehog", window=8, layers={1: "diag_softmax"})
+    found = choose_windows(model, rows(), base)
+    assert found.plan.converted[1] == base.converted[1]
+    with pytest.raises(ConfigError, match="no layer takes a window"):
+        choose_windows(model, rows(), linearize.plan(model, "hedgehog"))
+
+
+def test_the_option():
+    def job(**more):
+        return ConvertJob.of(model="m", **more)
+
+    assert [job(window=text).usual_window for text in ("auto", "auto:32", "16")] == [64, 32, 16]
+    assert [job(window=text).chooses_windows for text in ("auto", "auto:32", "16")] == [True, True, False]
+    assert job().usual_window is None and job(preset="causal", window="auto").sinks == 4
+    for text in ("auto:0", "auto:", "wide", "-3"):
+        with pytest.raises(ConfigError, match="expected a number of tokens such as 64, auto or auto:64"):
+            job(window=text)
+
+
+def test_convert_chooses_and_writes_the_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "llama", "llama", CAUSAL)
+    texts(tmp_path, 60)
+    line = "convert llama --window auto:4 --dataset texts.jsonl --distill-length 24 --holdout 8"
+    code, out, err = run(
+        capsys,
+        *line.split(),
+        "--distill-steps",
+        2,
+        "--align-steps",
+        0,
+        "--plan-out",
+        "p.yaml",
+        "--device",
+        "cpu",
+        "--output",
+        "o",
+    )
+    assert code == 0, err
+    assert "Windows per layer: the last hidden state has the error" in out
+    info = inspect_checkpoint("o")
+    assert info.plan is not None
+    assert {layer.hybrid.window for layer in info.plan.converted} <= {1, 2, 4, 8, 16}
+    read = read_plan("p.yaml").layers
+    assert [one.arguments["window"] for one in read] == [layer.hybrid.window for layer in info.plan.converted]
