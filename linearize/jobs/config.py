@@ -259,7 +259,7 @@ class ConvertJob(StageOneJob):
 
     @property
     def chooses_windows(self) -> bool:
-        """Whether every layer gets a window of its own."""
+        """Whether each layer gets a separate window."""
         return isinstance(self.window, str)
 
     @property

@@ -82,8 +82,8 @@ class LongdocJob(Job):
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the options of a preset."""
-        return {"": dict(preset_options(values))}
+        """Return the options of a preset; `convert`, which gets the preset's name too, has more of them."""
+        return {"": {name: x for name, x in preset_options(values).items() if name in LongdocJob.__dataclass_fields__}}
 
     def attention(self) -> dict[str, Any]:
         """Return the options that `convert` has for the attention."""

@@ -12,6 +12,7 @@ from linearize.core.errors import ConfigError, UnknownNameError
 from linearize.core.options import effective, options_of
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import make_plan
+from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.presets import PRESETS
 from linearize.modeling.plan import SOFTMAX
 
@@ -26,6 +27,21 @@ def test_a_preset_is_the_options_that_it_stands_for(name):
     assert with_preset.pop("preset") == name
     assert written_out.pop("preset") is None
     assert with_preset == written_out != effective(ConvertJob.of(model="m"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_longdoc_hands_a_preset_on(name):
+    job = LongdocJob.of(model="m", task="text-classification", dataset="d", max_length=64, preset=name)
+    made = ConvertJob.of(model="m", **job.attention())
+    assert {option: getattr(made, option) for option in PRESETS[name].options} == dict(PRESETS[name].options)
+
+
+def test_softmax_heads_are_a_number_or_a_share():
+    counted = [ConvertJob.of(model="m", keep_softmax_heads=text) for text in ("14", "5%", "1%")]
+    assert [job.softmax_heads(270) for job in counted] == [14, 14, 3]
+    assert all(job.chooses_heads for job in counted)
+    assert not ConvertJob.of(model="m", keep_softmax_heads="4:0,11:7").chooses_heads
+    assert ConvertJob.of(model="m", keep_softmax_heads="1%").softmax_heads(8) == 1
 
 
 def test_what_is_given_comes_before_a_preset():

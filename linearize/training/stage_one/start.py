@@ -46,7 +46,7 @@ def start_scales(
     """Fit the log-scales that are zero, in place; a layer whose held-out loss does not fall keeps zero.
 
     Args:
-        trainer: of stage one. In a run of several processes each fits its own rows, and the mean is used.
+        trainer: of stage one. With several processes each fits its own rows, and the mean is used.
         batches: model inputs; the first rows of the first one are used, if a layer needs them.
         held_out: batches to compare on.
     """
