@@ -1,4 +1,4 @@
-"""The command line: one thin file per verb. `linearize.cli:main` is the console script."""
+"""The command line: `verbs` declares the verbs, other modules run them. `linearize.cli:main` is the console script."""
 
 from __future__ import annotations
 

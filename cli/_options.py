@@ -6,7 +6,8 @@ Names, types, defaults and help texts are defined in the configs alone.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,15 @@ from linearize.core.parsing import parse_yaml, read_text
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
+REMOVED = {
+    "--swaps": "the whole model chooses between the best plans and one kernel in every layer",
+    "--search-swaps": "the whole model chooses between the best plans and one kernel in every layer",
+    "--widths": "name numbers of features with the candidates, as in hedgehog:features=128",
+    "--goals": "run python -m benchmarks.goals in a checkout",
+    "--alignment": "run python -m benchmarks.steps alignment in a checkout",
+    "--stage-one": "run python -m benchmarks.steps stage-one in a checkout",
+}
+"""Options of earlier versions, and what to do instead."""
 LAST = "output"
 """The title of the group that help shows last."""
 FLAG = "--config"
@@ -59,17 +69,6 @@ def _add(parser: argparse._ActionsContainer, option: Option) -> None:
         if metadata.get("repeat"):
             how["action"] = "append"
     parser.add_argument(f"--{option.name.replace('_', '-')}", dest=option.name, **how)
-
-
-def add_json(parser: argparse._ActionsContainer, help: str = "print the result as JSON on stdout") -> None:
-    """Declare `--json`."""
-    parser.add_argument("--json", action="store_true", help=help)
-
-
-def add_dry_run(parser: argparse._ActionsContainer) -> None:
-    """Declare `--dry-run` of a verb that trains."""
-    text = "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing"
-    parser.add_argument("--dry-run", action="store_true", help=text)
 
 
 def take_options(args: argparse.Namespace, config: type[Config]) -> Config:
@@ -191,3 +190,33 @@ def parse_with_file(
         if value is not argparse.SUPPRESS and not hasattr(parsed, name):
             setattr(parsed, name, value)
     return parsed
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests what a mistyped option meant instead of printing the whole usage; long options are never abbreviated."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
+        """Refuse an unknown option first; argparse would rather report the missing one that it was meant to be."""
+        words = list(args)
+        options = [option for action in self._actions for option in action.option_strings]
+        for word in itertools.takewhile("--".__ne__, words):
+            name = word.partition("=")[0]
+            if name in REMOVED and name not in options:
+                raise ConfigError(f"option {name} was removed; leave it out: {REMOVED[name]}")
+            if name.startswith("--") and name not in options:
+                near = get_close_matches(name, options, n=1, cutoff=0.5)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")
+        file = config_file(words)
+        if file is not None:
+            return parse_with_file(self, words, read_options(file, self))
+        # Options may come between and before positional arguments, as in `run RECIPE --output DIR key=value`.
+        return super().parse_intermixed_args(words, namespace)
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise instead of printing and leaving."""
+        raise ConfigError(f"{message}; see: {self.prog} --help")

@@ -1,43 +1,30 @@
-"""What the verbs print: tables, progress and JSON. People read stderr and stdout, programs read stdout with --json."""
+"""What the verbs print: tables and JSON. People read stderr and stdout, programs read stdout with --json."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, Group
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from linearize.core.errors import printable
 from linearize.core.parsing import finite
+from linearize.modeling.plan import UNKNOWN, LayerPlan, Plan
 from linearize.training.stage_one.processes import is_main
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import ConsoleOptions, RenderableType
-    from rich.progress import TaskID
-
-    from linearize.kernel_search.result import SearchStep
-    from linearize.modeling.plan import LayerPlan, Plan
-    from linearize.training.alignment.loop import AlignStep
-    from linearize.training.stage_one.loop import StepReport
-    from linearize.training.stage_two.tuner import TuneStep
-
-    Report = StepReport | AlignStep | TuneStep | SearchStep
+ROOMY = 90
+"""Columns of a terminal with room for a bar, the layers' losses, and tables of many columns."""
 
 
 class Screen(Console):
@@ -66,72 +53,6 @@ def console(*, to_stderr: bool = False) -> Screen:
     stream = sys.stderr if to_stderr else sys.stdout
     known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False, quiet=not is_main())
-
-
-EVERY, SHARE, SELDOM = 8.0, 0.1, 300.0
-"""Seconds of silence in a log after which a heartbeat speaks: 8, later a tenth of the time so far, 300 at most."""
-
-
-class Heartbeat:
-    """Says in a log, after some silence, what is still being done, less and less often; use as a context.
-
-    A terminal has progress bars instead.
-    """
-
-    def __init__(self, out: Screen, what: str) -> None:
-        self.out, self.what, self.every = out, what, EVERY
-        self.start = time.monotonic()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        """Start."""
-        if not self.out.is_terminal:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Stop."""
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _silence(self) -> float:
-        return max(self.every, min(SELDOM, SHARE * (time.monotonic() - self.start)))
-
-    def _run(self) -> None:
-        while not self._over.wait(max(0.0, self.out.spoke + self._silence() - time.monotonic())):
-            if time.monotonic() - self.out.spoke >= self._silence():
-                self.out.print(f"... {self.what} ({time.monotonic() - self.start:.0f} s so far)", soft_wrap=True)
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what was kept."""
-
-
-@contextlib.contextmanager
-def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C in the block say what was kept and how to continue; `main` prints it.
-
-    A message of the work itself takes precedence. Of nested blocks the outer one decides: it knows the whole work.
-    """
-    try:
-        yield
-    except Interrupted:
-        raise Interrupted(kept()) from None
-    except KeyboardInterrupt as interrupt:
-        raise Interrupted(str(interrupt) or kept()) from None
-
-
-@contextlib.contextmanager
-def at_work(out: Screen, what: str, kept: Callable[[], str]) -> Iterator[tuple[StepProgress, Heartbeat]]:
-    """Give the progress bar and the heartbeat of long work; `kept` as in `on_interrupt`."""
-    progress = StepProgress(out)
-    try:
-        with Heartbeat(out, what) as beat, on_interrupt(kept):
-            yield progress, beat
-    finally:
-        progress.stop()
 
 
 def print_json(data: object) -> None:
@@ -212,8 +133,6 @@ def plan_table(plan: Plan) -> Group:
 
 def _alike(layer: LayerPlan) -> tuple[str, ...]:
     """Return what a plan's table says of a layer, and its module without numbers; equal layers share a row."""
-    from linearize.modeling.plan import UNKNOWN
-
     shape = layer.shape
     known = shape != UNKNOWN
     arguments = ", ".join(f"{name}={value}" for name, value in (layer.arguments | layer.hybrid.changed).items())
@@ -248,67 +167,3 @@ def number(value: float | None, digits: int = 3) -> str:
     if math.isfinite(value) and float(value).is_integer() and abs(value) > 1:
         return f"{value:.0f}"
     return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:.{digits}f}"
-
-
-ROOMY = 90
-"""Columns of a terminal with room for a bar and the layers' losses next to the count, the time and the loss."""
-
-
-class StepProgress:
-    """A bar with the loss on a terminal (without the bar on a narrow one), plain lines elsewhere."""
-
-    def __init__(self, out: Console) -> None:
-        self.out = out
-        self.bar: Progress | None = None
-        self.task: TaskID | None = None
-
-    def __call__(self, report: Report) -> None:
-        """Show a step."""
-        if not self.out.is_terminal:
-            if report.step == 1 or report.held_out is not None:
-                self.out.print(self._line(report))
-            return
-        roomy = self.out.width >= ROOMY
-        if self.bar is None:
-            count, loss = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}")
-            columns = [TextColumn("{task.description}"), count, TimeRemainingColumn(), loss]
-            if roomy:
-                columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
-            self.bar = Progress(*columns, console=self.out)
-            self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
-            self.bar.start()
-        assert self.task is not None
-        losses = list(report.losses.values())
-        layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
-        text = f"loss {report.loss:.3f}{layers}"
-        self.bar.update(self.task, description=self.stage(report), completed=report.step, loss=text)
-        if report.held_out is not None:
-            self.bar.console.print(self._line(report))
-
-    @staticmethod
-    def stage(report: Report) -> str:
-        """Return the stage of a step."""
-        return f"{report.stage}, {report.phase}" if report.phase else report.stage
-
-    @classmethod
-    def where(cls, report: Report) -> str:
-        """Return a step's number and times."""
-        stage = f"{cls.stage(report)}, " if report.phase else ""
-        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
-
-    @classmethod
-    def short(cls, report: Report) -> str:
-        """Return a step's number, times and loss."""
-        return f"{cls.where(report)}: loss {report.loss:.4f}"
-
-    @classmethod
-    def _line(cls, report: Report) -> str:
-        layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in report.losses.values())}" if report.losses else ""
-        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
-        return f"{cls.short(report)}{held_out}{layers}"
-
-    def stop(self) -> None:
-        """Remove the bar from the screen."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None

@@ -1,118 +1,225 @@
-"""What the verbs that train show while they work: events, tables of results, findings, and the bill of a dry run."""
+"""What people see of long work: a bar, or lines and a heartbeat in a log; results of stages, findings, bills."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console, Group
+from rich.console import Console, Group
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from linearize.cli._output import Heartbeat, Screen, StepProgress
+from linearize.cli._output import ROOMY, Screen, number, plan_table, table
+from linearize.jobs import events
+from linearize.jobs.events import Callback, Event
+
+if TYPE_CHECKING:
     from linearize.fidelity.measure import Fidelity
     from linearize.jobs.advice import Findings
-    from linearize.jobs.convert import ConvertResult
-    from linearize.jobs.dry_run import AnyJob
-    from linearize.jobs.events import Callback, Event
-    from linearize.kernel_search.result import SearchResult
-    from linearize.modeling.plan import Plan
-    from linearize.training.alignment.loop import AlignResult
-    from linearize.training.stage_one.loop import DistillResult
+    from linearize.kernel_search.result import SearchResult, SearchStep
+    from linearize.training.alignment.loop import AlignResult, AlignStep
+    from linearize.training.stage_one.loop import DistillResult, StepReport
+    from linearize.training.stage_two.tuner import TuneStep
+
+    Report = StepReport | AlignStep | TuneStep | SearchStep
+
+EVERY, SHARE, SELDOM = 8.0, 0.1, 300.0
+"""Seconds of silence in a log after which a heartbeat speaks: 8, later a tenth of the time so far, 300 at most."""
 
 
-def kept_states(target: str, *endings: str) -> str:
-    """Say what an interrupted search, stage one or alignment left on disk (folders `<target>.<ending>`)."""
-    from linearize.training.stage_one.run import StateFolder
+class Heartbeat:
+    """Says in a log, after some silence, what is still being done, less and less often; use as a context.
 
-    for ending in endings or ("align", "stage1", "search"):
-        folder = f"{target.rstrip('/')}.{ending}"
-        steps = StateFolder(folder, 1).steps()
-        if steps:
-            return f"the state of step {steps[-1]} is in {folder}; resume with the same line and --resume"
-    return "nothing was written; --save-every N keeps a state every N steps"
+    A terminal has progress bars instead.
+    """
+
+    def __init__(self, out: Screen, what: str) -> None:
+        self.out, self.what, self.every = out, what, EVERY
+        self.start = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        """Start."""
+        if not self.out.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _silence(self) -> float:
+        return max(self.every, min(SELDOM, SHARE * (time.monotonic() - self.start)))
+
+    def _run(self) -> None:
+        while not self._over.wait(max(0.0, self.out.spoke + self._silence() - time.monotonic())):
+            if time.monotonic() - self.out.spoke >= self._silence():
+                self.out.print(f"... {self.what} ({time.monotonic() - self.start:.0f} s so far)", soft_wrap=True)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what was kept."""
 
 
 @contextlib.contextmanager
-def shown(
-    out: Screen, target: str, planned: Callable[[Plan], None] | None = None, learns: str = "Stage one learns from"
-) -> Iterator[Callback]:
-    """Give a callback that shows the events of a conversion, distillation or alignment.
+def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C in the block say what was kept and how to continue; `main` prints it.
 
-    Args:
+    A message of the work itself takes precedence. Of nested blocks the outer one decides: it knows the whole work.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise Interrupted(kept()) from None
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(str(interrupt) or kept()) from None
+
+
+class StepProgress:
+    """A bar with the loss on a terminal (without the bar on a narrow one), plain lines elsewhere."""
+
+    def __init__(self, out: Console) -> None:
+        self.out = out
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
+
+    def __call__(self, report: Report) -> None:
+        """Show a step."""
+        if not self.out.is_terminal:
+            if report.step == 1 or report.held_out is not None:
+                self.out.print(self._line(report))
+            return
+        roomy = self.out.width >= ROOMY
+        if self.bar is None:
+            count, loss = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}")
+            columns = [TextColumn("{task.description}"), count, TimeRemainingColumn(), loss]
+            if roomy:
+                columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
+            self.bar = Progress(*columns, console=self.out)
+            self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
+            self.bar.start()
+        assert self.task is not None
+        losses = list(report.losses.values())
+        layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
+        text = f"loss {report.loss:.3f}{layers}"
+        self.bar.update(self.task, description=self.stage(report), completed=report.step, loss=text)
+        if report.held_out is not None:
+            self.bar.console.print(self._line(report))
+
+    @staticmethod
+    def stage(report: Report) -> str:
+        """Return the stage of a step."""
+        return f"{report.stage}, {report.phase}" if report.phase else report.stage
+
+    @classmethod
+    def where(cls, report: Report) -> str:
+        """Return a step's number and times."""
+        stage = f"{cls.stage(report)}, " if report.phase else ""
+        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
+
+    @classmethod
+    def short(cls, report: Report) -> str:
+        """Return a step's number, times and loss."""
+        return f"{cls.where(report)}: loss {report.loss:.4f}"
+
+    @classmethod
+    def _line(cls, report: Report) -> str:
+        layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in report.losses.values())}" if report.losses else ""
+        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
+        return f"{cls.short(report)}{held_out}{layers}"
+
+    def stop(self) -> None:
+        """Remove the bar from the screen."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+class Work:
+    """Shows the events of long work, as the callback of a job.
+
+    Attributes:
         out: the console.
-        target: the folder that the job makes.
-        planned: called with the plan once the model is loaded.
-        learns: introduces the data.
+        learns: introduces the line about the data.
+        beat: says in a log what is being done.
+        progress: the bar.
+        findings: what the job found, once it is over.
     """
-    from linearize.cli._output import at_work, plan_table
-    from linearize.jobs.events import Planned
 
-    with at_work(out, "loading the model", lambda: kept_states(target)) as (progress, beat):
+    def __init__(self, out: Screen, what: str, learns: str) -> None:
+        self.out, self.learns = out, learns
+        self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
+        self.findings: Findings | None = None
+        self._last: Report | None = None
 
-        def on_event(event: Event) -> None:
-            if isinstance(event, Planned):
-                out.print(plan_table(event.plan))
-                if planned is not None:
-                    planned(event.plan)
-            else:
-                show_training(event, out, progress, beat, learns)
-
-        yield on_event
-
-
-def show_result(out: Console, result: ConvertResult, *, as_json: bool) -> None:
-    """Print what a conversion, distillation or alignment made, and what it found."""
-    from linearize.cli._output import print_json
-
-    out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
-    if result.findings is not None:
-        show_findings(out, result.findings)
-    if as_json:
-        print_json(result.to_dict())
-
-
-def show_bill(job: AnyJob, *, as_json: bool, planned: Callable[[Console, Plan], None] | None = None) -> int:
-    """Check a job and print its plan and its bill.
-
-    Args:
-        job: the job.
-        as_json: whether stdout is for JSON.
-        planned: called with the console and the plan once the plan is made.
-
-    Returns:
-        0 if it fits, else 2.
-    """
-    from linearize.cli._output import Heartbeat, console, plan_table, print_json
-    from linearize.jobs import events
-    from linearize.jobs.dry_run import dry_run
-
-    out = console(to_stderr=as_json)
-    plans = []
-
-    def on_event(event: Event) -> None:
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        out, beat = self.out, self.beat
         match event:
             case events.Planned(plan):
-                plans.append(plan)
                 out.print(plan_table(plan))
-                if planned is not None:
-                    planned(out, plan)
             case events.PositionsExtended(report):
                 out.print(f"Inputs: {report.note}")
+            case events.DataOpened(description):
+                out.print(f"{self.learns}: {description}")
+                beat.what = "measuring the start"
+            case events.StepDone(report):
+                self._last = report
+                self.progress(report)
+                done = report.step == report.steps
+                beat.what = "measuring the result" if done else f"training, {self.progress.short(report)}"
+            case events.Logged(entry):
+                # A line of a log also says how much time is left, as the bar does on a terminal.
+                timed = self._last is not None and self._last.step == entry["step"]
+                out.print(log_line(entry, self.progress.where(self._last) if self._last and timed else None))
             case events.Noted(text):
                 out.print(text)
             case events.Started(what):
                 beat.what = what
-                if out.is_terminal:
-                    out.print(f"... {what}")
+            case events.Searched(searched):
+                self.progress.stop()
+                beat.what = "what follows the search"
+                show_search(out, searched)
+            case events.Distilled(distilled):
+                self.progress.stop()
+                beat.what = "what follows stage one"
+                out.print(summary_of(distilled))
+                title = "Kernel against softmax, before > after stage one"
+                title = f"{title} ({distilled.before.queries} held-out queries)"
+                out.print(fidelity_table(title, distilled.after, distilled.before))
+            case events.Aligned(aligned):
+                self.progress.stop()
+                out.print(closeness_table(aligned))
+            case events.Concluded(findings):
+                self.findings = findings
 
-    with Heartbeat(out, "checking") as beat:
-        bill = dry_run(job, on_event)
-    for line in bill.lines():
-        out.print(line, soft_wrap=True)
-    if as_json:
-        print_json((plans[0].to_dict() if plans else {}) | {"bill": bill.to_dict()})
-    return 2 if bill.problems else 0
+
+@contextlib.contextmanager
+def at_work(
+    out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written", learns: str = "Data"
+) -> Iterator[Work]:
+    """Show long work: its events, what is being done (first `what`), and what an interrupt left (`on_interrupt`)."""
+    work = Work(out, what, learns)
+    try:
+        with work.beat, on_interrupt(kept):
+            yield work
+    finally:
+        work.progress.stop()
+
+
+def as_lines(out: Console) -> Callback:
+    """Return a callback that prints a line at the start of anything slow."""
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, events.Started):
+            out.print(f"... {event.what}", markup=False)
+
+    return on_event
 
 
 def show_findings(out: Console, findings: Findings) -> None:
@@ -121,48 +228,15 @@ def show_findings(out: Console, findings: Findings) -> None:
         out.print(line, soft_wrap=True)
 
 
-def as_lines(out: Console) -> Callback:
-    """Return a callback that prints a line at the start of anything slow."""
-    from linearize.core.events import Started
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, Started):
-            out.print(f"... {event.what}", markup=False)
-
-    return on_event
+HIDDEN = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time")
 
 
-def show_training(
-    event: Event, out: Console, progress: StepProgress, beat: Heartbeat, learns: str = "Stage one learns from"
-) -> None:
-    """Show an event of a search, of stage one or of the alignment; `learns` introduces the data."""
-    from linearize.jobs import events
-
-    match event:
-        case events.PositionsExtended(report):
-            out.print(f"Inputs: {report.note}")
-        case events.DataOpened(description):
-            out.print(f"{learns}: {description}")
-            beat.what = "measuring how close the kernels are"
-        case events.StepDone(report):
-            progress(report)
-            beat.what = f"training, {progress.short(report)}"
-        case events.Noted(text):
-            out.print(text)
-        case events.Started(what):
-            beat.what = what
-        case events.Searched(result):
-            progress.stop()
-            beat.what = "what follows the search"
-            show_search(out, result)
-        case events.Distilled(result):
-            progress.stop()
-            beat.what = "what follows stage one"
-            out.print(summary_of(result))
-            out.print(fidelity_table(result.before, result.after))
-        case events.Aligned(result):
-            progress.stop()
-            out.print(closeness_table(result))
+def log_line(entry: dict[str, float], where: str | None = None) -> str:
+    """Write one entry of the trainer's log; `where` replaces its step."""
+    shown = {name: value for name, value in entry.items() if isinstance(value, float) and "per_second" not in name}
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in HIDDEN)
+    where = where or f"step {entry['step']}/{entry['steps']}"
+    return f"{where}: {figures}"
 
 
 def summary_of(result: DistillResult) -> str:
@@ -175,31 +249,27 @@ def summary_of(result: DistillResult) -> str:
     )
 
 
-def fidelity_table(before: Fidelity, after: Fidelity) -> Group:
-    """Show how close each layer is to softmax, before and after stage one."""
-    from linearize.cli._output import number, table
-
-    figures = ("kl", "total_variation", "negative_share", "output_error")
+def fidelity_table(title: str, after: Fidelity, before: Fidelity | None = None) -> Group:
+    """Show how close each layer is to softmax, if `before` is given before and after stage one."""
+    figures = ["kl", "total_variation", "negative_share", "output_error"]
     columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
-    rows = [
-        [new.module, new.kernel, *(f"{number(getattr(old, f))} > {number(getattr(new, f))}" for f in figures)]
-        for old, new in zip(before.layers, after.layers, strict=True)
-    ]
-    rows.append(["mean", "", *(f"{number(before.mean(f))} > {number(after.mean(f))}" for f in figures)])
-    if after.mean("window_error") is not None:
-        # The control: softmax's weight outside the window, and the error of the window alone.
-        for row, layer in zip(rows, after.layers, strict=False):
-            row += [number(layer.far_mass), number(layer.window_error)]
-        rows[-1] += [number(after.mean("far_mass")), number(after.mean("window_error"))]
-        columns += ["far mass", "window alone"]
-    title = f"Kernel against softmax, before > after stage one ({before.queries} held-out queries)"
+    rows = [[layer.module, layer.kernel, *(number(getattr(layer, f)) for f in figures)] for layer in after.layers]
+    rows.append(["mean", "", *(number(after.mean(f)) for f in figures)])
+    if before is not None:
+        earlier = [[getattr(layer, f) for f in figures] for layer in before.layers]
+        for row, values in zip(rows, [*earlier, [before.mean(f) for f in figures]], strict=True):
+            row[2:] = [f"{number(value)} > {text}" for value, text in zip(values, row[2:], strict=True)]
+        if after.mean("window_error") is not None:
+            # The control: softmax's weight outside the window, and the error of the window alone.
+            columns += ["far mass", "window alone"]
+            for row, layer in zip(rows, after.layers, strict=False):
+                row += [number(layer.far_mass), number(layer.window_error)]
+            rows[-1] += [number(after.mean("far_mass")), number(after.mean("window_error"))]
     return table(title, columns, rows, right=tuple(range(2, len(columns))))
 
 
 def closeness_table(result: AlignResult) -> Group:
     """Show how close the whole model is to its teacher, before and after the alignment."""
-    from linearize.cli._output import table
-
     before, after = result.before, result.after
     rows = [
         [f"hidden state, {name}", "relative error", f"{error:.3f} > {after.layers[name]:.3f}"]
@@ -215,7 +285,6 @@ def closeness_table(result: AlignResult) -> Group:
 
 def show_search(out: Console, result: SearchResult) -> None:
     """Print each layer's choice with its reason, and the points."""
-    from linearize.cli._output import table
     from linearize.kernel_search.result import WORTH
 
     rows = [[x.layer, x.module, x.label, f"{x.error:.3f}", f"{x.share:.3g}", x.why] for x in result.layers]

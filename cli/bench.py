@@ -1,75 +1,37 @@
-"""Measure speed and memory of kernels next to softmax (SDPA): one attention, decoding, whole models."""
+"""Run `bench`: speed and memory of kernels next to softmax."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from linearize.cli._backends import add_explain, explain_layers
-from linearize.cli._options import add_json, add_options, take_options
-from linearize.cli.native import add_native, prepare_native
+from rich.console import Group
+from rich.markup import escape
+from rich.status import Status
+
+from linearize.attention.interface import linear_attentions
+from linearize.cli._output import Screen, console, print_json, table
+from linearize.cli._progress import as_lines
+from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.errors import ConfigError
+from linearize.core.events import Event, Started
 from linearize.core.options import options_of
-from linearize.evaluation.bench.options import HOW, WHAT, BenchOptions
-
-if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.status import Status
-
-    from linearize.core.events import Event
-    from linearize.evaluation.bench.job import BenchResult
-    from linearize.evaluation.bench.rows import Row, Variant
-
-EPILOG = """examples:
-  linearize bench --kernel flexformer_n --kernel hedgehog
-  linearize bench --causal --backward --lengths 4096 --dtype bfloat16
-  linearize bench --features-given --causal
-  linearize bench --decode --lengths 8192,32768
-  linearize bench gpt2 --decode --lengths 1024,8192
-  linearize bench google/vit-base-patch16-224 --image-size 224,384,512
-  linearize bench bert-base --lengths 128,4096,16384
-  linearize bench bert-base --train --lengths 2048,4096 --batch-tokens 4096
-  linearize bench ./roberta-base-hedgehog --json --plot speed.png
-  linearize bench --config mine.yaml --device cpu
-
-Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or a
-folder, converted or not; `bert-base` has BERT's sizes with random weights, and needs no network. A model of images is
-measured at sizes in pixels. MODEL --decode decodes with a whole causal model, compares it with softmax and its cache,
-and shows what each keeps between two tokens.
-
-Softmax and kernel run in turns in one process; a turn of --decode is eight tokens, and the first of them, whose state
-softmax's turn has pushed out of the caches, has a separate column. Memory is the peak above what was there before, on
-the CPU in a separate process for each figure. The native op is compiled first if it is missing (`linearize native`),
-and used unless --no-native is given. Columns: seconds (median, and the distance of the quartiles over it) and MiB."""
+from linearize.evaluation.bench.job import LENGTHS, BenchResult, check_lengths, checked, make_suites, run_bench
+from linearize.evaluation.bench.machine import DTYPES
+from linearize.evaluation.bench.model_suites import OfModel
+from linearize.evaluation.bench.options import BenchOptions
+from linearize.evaluation.bench.plot import check_picture, write_plot
+from linearize.evaluation.bench.rows import Row, Variant
+from linearize.evaluation.bench.suites import SizedSuite
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    groups = add_options(parser, BenchOptions)
-    add = groups[WHAT].add_argument
-    add(
-        "--decode",
-        action="store_true",
-        help="one token after a context (--lengths): the attentions of all layers, or all of MODEL",
-    )
-    add("--train", action="store_true", help="a training step of the whole MODEL: forward, backward and AdamW")
-    add = groups[HOW].add_argument
-    add("--plot", metavar="FILE.png", help="draw time and memory against length")
-    add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-    add_native(groups[HOW])
-    add_explain(groups[HOW])
-    add_json(groups[HOW], "print every figure as JSON on stdout")
-
-
-def run(args: argparse.Namespace) -> int:
+def bench(job: BenchOptions, args: argparse.Namespace) -> None:
     """Measure and print."""
-    from linearize.cli._output import console, print_json
-    from linearize.evaluation.bench.job import run_bench
-    from linearize.evaluation.bench.plot import check_picture, write_plot
-
-    options = options_from(args)
+    # Flags of this verb alone are always set, options only if they were given.
+    known = options_of(BenchOptions)
+    given = {name for name, value in vars(args).items() if name in known or value not in (None, False)}
+    options = replace(job, suite=_suite(given))
     if args.plot:
         check_picture(args.plot, overwrite=args.overwrite)
     out = console(to_stderr=args.json)
@@ -84,22 +46,9 @@ def run(args: argparse.Namespace) -> int:
     show(out, result)
     if args.plot:
         write_plot(result.rows, args.plot)
-        out.print(f"Picture: {args.plot}", markup=False)
+        out.print(f"Picture: {args.plot}")
     if args.json:
         print_json(result.to_dict())
-    return 0
-
-
-def options_from(args: argparse.Namespace) -> BenchOptions:
-    """Turn parsed arguments into `BenchOptions`.
-
-    Raises:
-        ConfigError: for options that do not go together, or text that cannot be read.
-    """
-    known = options_of(BenchOptions)
-    # Flags of this verb alone are always set, options only if they were given.
-    given = {name for name, value in vars(args).items() if name in known or value not in (None, False)}
-    return replace(take_options(args, BenchOptions), suite=_suite(given))
 
 
 def _suite(given: Collection[str]) -> str:
@@ -130,26 +79,19 @@ def _refuse(given: Collection[str], names: tuple[str, ...], why: str) -> None:
 class Progress:
     """Shows what is being measured: with a spinner on a terminal, as plain lines elsewhere."""
 
-    def __init__(self, out: Console) -> None:
+    def __init__(self, out: Screen) -> None:
         self.out = out
         self.status: Status | None = None
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
-        from rich.markup import escape
-
-        from linearize.cli._progress import as_lines
-        from linearize.core.events import Started
-
         if not self.out.is_terminal:
             as_lines(self.out)(event)
-            return
-        if not isinstance(event, Started):
-            return
-        if self.status is None:
-            self.status = self.out.status("")
-            self.status.start()
-        self.status.update(escape(event.what))
+        elif isinstance(event, Started):
+            if self.status is None:
+                self.status = self.out.status("")
+                self.status.start()
+            self.status.update(escape(event.what))
 
     def stop(self) -> None:
         """Remove the spinner."""
@@ -158,18 +100,12 @@ class Progress:
             self.status = None
 
 
-def explain_suites(out: Console, options: BenchOptions) -> None:
+def explain_suites(out: Screen, options: BenchOptions) -> None:
     """Print the backends of all attentions that are measured, for inputs of the longest length.
 
     Raises:
         LinearizeError: one of its children, for everything the user can put right.
     """
-    from linearize.attention.interface import linear_attentions
-    from linearize.evaluation.bench.job import LENGTHS, check_lengths, checked, make_suites
-    from linearize.evaluation.bench.machine import DTYPES
-    from linearize.evaluation.bench.model_suites import OfModel
-    from linearize.evaluation.bench.suites import SizedSuite
-
     options = checked(options)
     longest = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)[-1]
     for suite in make_suites(options, longest):
@@ -186,7 +122,7 @@ def explain_suites(out: Console, options: BenchOptions) -> None:
         explain_layers(out, layers, tokens, options.device, DTYPES[options.dtype])
 
 
-def show(out: Console, result: BenchResult) -> None:
+def show(out: Screen, result: BenchResult) -> None:
     """Print the tables, from which length on kernels are faster, and the machine."""
     by_what: dict[str, list[Row]] = {}
     for row in result.rows:
@@ -194,19 +130,19 @@ def show(out: Console, result: BenchResult) -> None:
     for what, rows in by_what.items():
         out.print(_table(what, sorted(rows, key=lambda row: row.tokens)))
     for crossover in result.crossovers:
-        out.print(f"Faster than {crossover.reference} from: {crossover.text} ({crossover.what})", markup=False)
+        out.print(f"Faster than {crossover.reference} from: {crossover.text} ({crossover.what})")
     for note in result.notes:
-        out.print(note, markup=False)
+        out.print(note)
     machine = result.machine
     peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
-    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
+    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.")
     if machine.device == "cpu":
         use = "used (--no-native leaves it alone)" if machine.native else "not there (linearize native --build)"
-        out.print(f"Native op: {use}.", markup=False)
+        out.print(f"Native op: {use}.")
     else:
         use = "used (LINEARIZE_FLA=0 leaves it alone)" if machine.fla else "not there (extra: gpu)"
-        out.print(f"flash-linear-attention: {use}.", markup=False)
-    out.print(f"Noise: {result.noise.text}.", markup=False)
+        out.print(f"flash-linear-attention: {use}.")
+    out.print(f"Noise: {result.noise.text}.")
 
 
 SHOWN = {
@@ -225,8 +161,6 @@ SHOWN = {
 
 def _table(what: str, rows: list[Row]) -> Group:
     """Return one line per length: seconds (and their spread) of each variant, the ratio, memory of each variant."""
-    from linearize.cli._output import table
-
     first = rows[0]
     remembered = [name for name in first.variants if any(row.memory(name) is not None for row in rows)]
     derived = [key for key in SHOWN if any(row.figures.get(key) is not None for row in rows)]

@@ -1,50 +1,31 @@
-"""Print a script with which a shell completes verbs, options, kernels, tasks and recipes."""
+"""Run `completion`: a script with which a shell completes verbs, options, kernels, tasks and recipes."""
 
 from __future__ import annotations
 
 import argparse
 
-SHELLS = ("bash", "zsh", "fish")
+import shtab
 
-EPILOG = """examples:
-  linearize completion bash      # in ~/.bashrc: source <(linearize completion bash)
-  linearize completion zsh       # into ~/.zfunc/_linearize, with fpath+=~/.zfunc before compinit
-  linearize completion fish      # into ~/.config/fish/completions/linearize.fish
-
-The script is made from the verbs' own options by shtab; completing starts no Python."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-    parser.add_argument("--json", action="store_true", help="print JSON")
+from linearize.cli._output import print_json
+from linearize.cli.verbs import VERBS, build_parser
+from linearize.core.registry import kernel_infos
+from linearize.jobs.config import AUTO
+from linearize.jobs.presets import PRESETS
+from linearize.jobs.recipes.recipe import recipe_names
+from linearize.training.stage_two.tasks import TASKS
 
 
-def run(args: argparse.Namespace) -> int:
+def completion(args: argparse.Namespace) -> None:
     """Print the script."""
-    import shtab
-
-    from linearize.cli._output import print_json
-
     script = shtab.complete(whole_parser(), shell=args.shell)
     if args.json:
         print_json({"shell": args.shell, "script": script})
     else:
         print(script)
-    return 0
 
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return one parser of all verbs; its options list the names that they take, and files elsewhere."""
-    import shtab
-
-    from linearize.cli.main import VERBS, build_parser
-    from linearize.core.registry import kernel_infos
-    from linearize.jobs.config import AUTO
-    from linearize.jobs.presets import PRESETS
-    from linearize.jobs.recipes.recipe import recipe_names
-    from linearize.training.stage_two.tasks import TASKS
-
     kernels = [info.name for info in kernel_infos()]
     values = {"kernel": kernels, "preset": list(PRESETS), "task": list(TASKS), "device": ["auto", "cpu", "cuda", "mps"]}
     trained = [name for name, task in TASKS.items() if task.head.name != "feature-extraction"]
@@ -53,7 +34,7 @@ def whole_parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser("linearize")
     whole.add_argument("--version", action="store_true", help="print the version")
     verbs = whole.add_subparsers(dest="verb")
-    for verb, help in VERBS.items():
+    for verb in VERBS:
         parser = build_parser(verb)
         for action in parser._actions:
             if action.choices is None and action.nargs != 0:
@@ -62,5 +43,5 @@ def whole_parser() -> argparse.ArgumentParser:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         # `add_parser` would build a new parser.
         verbs._name_parser_map[verb] = parser
-        verbs._choices_actions.append(verbs._ChoicesPseudoAction(verb, [], help))
+        verbs._choices_actions.append(verbs._ChoicesPseudoAction(verb, [], VERBS[verb].summary))
     return whole

@@ -1,73 +1,85 @@
-"""Measure a checkpoint on a task; with --compare also its original, at its own length and in chunks."""
+"""Run `evaluate` and `longdoc`: checkpoints measured on a task, next to each other."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from linearize.cli._options import add_json, add_options, take_options
+from rich.console import RenderableType
+
+from linearize.cli._output import Screen, console, number, print_json, table
+from linearize.cli._progress import at_work, summary_of
+from linearize.jobs import events
+from linearize.jobs.evaluate import Evaluation, SideResult, Times, evaluate_checkpoint
+from linearize.jobs.events import Event
+from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.task_config import EvaluateJob
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from linearize.jobs.evaluate import Evaluation
-    from linearize.jobs.events import Event
-    from linearize.jobs.sides import SideResult, Times
-    from linearize.training.stage_two.tasks import Task
-
-EPILOG = """examples:
-  linearize evaluate bert-cola-linear --task cola --compare bert-cola
-  linearize evaluate bert-long --task text-classification --dataset reviews.jsonl --compare bert-tuned --memory
-  linearize evaluate gpt2-hedgehog --task causal-lm --dataset wiki.txt --max-length 1024 --stride 512 --compare gpt2
-  linearize evaluate gpt2-window --task causal-lm --dataset wiki.txt --ablate kernel,window
-  linearize evaluate vit-linear --task image-classification --dataset ./photos --json
-
-Each side reads as many tokens of a row as it takes (or was tuned with). Rows that the original has to cut are also read
-as chunks of that length, whose logits (of `similarity`: embeddings) are averaged. Differences are taken on the same
-rows, with a paired bootstrap interval; if 0 is in it, the difference is within the noise."""
+from linearize.training.stage_two.tasks import Task
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_options(parser, EvaluateJob)
-    add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def evaluate(job: EvaluateJob, args: argparse.Namespace) -> None:
     """Measure and print."""
-    from linearize.cli._output import Heartbeat, console, print_json
-    from linearize.jobs import events
-    from linearize.jobs.evaluate import evaluate_checkpoint
-
-    job = take_options(args, EvaluateJob)
     out = console(to_stderr=args.json)
-    beat = Heartbeat(out, "reading the data")
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, events.Started):
-            beat.what = event.what
-
-    with beat:
-        result = evaluate_checkpoint(job, on_event)
+    with at_work(out, "reading the data") as work:
+        result = evaluate_checkpoint(job, work)
     if args.json:
         print_json(asdict(result))
-        return 0
+        return
     out.print(f"Data: {result.data}")
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.facts.items())
     title = f"{job.model} on {job.task.name}{f' ({facts})' if facts else ''}"
-    print_alone(out, title, result, job.task) if len(result.sides) == 1 else print_compared(
-        out, title, result, job.task
-    )
+    show = print_alone if len(result.sides) == 1 else print_compared
+    show(out, title, result, job.task)
+
+
+def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
+    """Run all steps and print the comparison."""
+    from linearize.jobs.longdoc import run_longdoc
+    from linearize.jobs.longdoc_data import work_folder
+
+    if args.dry_run:
+        from linearize.cli.train import show_bill
+
+        return show_bill(job, as_json=args.json)
+    out, folder = console(to_stderr=args.json), work_folder(job.target())
+
+    def kept() -> str:
+        if not folder.exists():
+            return "nothing was written"
+        return f"finished steps are in {folder}; continue with the same line and --resume"
+
+    def on_event(event: Event) -> None:
+        match event:
+            case events.Started(what):
+                work.progress.stop()
+                work(event)
+                out.print(what[0].upper() + what[1:], style="bold" if what.startswith("step") else None)
+            case events.Distilled(stage_one):
+                work.progress.stop()
+                out.print(summary_of(stage_one))
+            case events.Planned() | events.Concluded():
+                pass
+            case _:
+                work(event)
+
+    with at_work(out, "looking at model and data", kept) as work:
+        result = run_longdoc(job, on_event)
+    if args.json:
+        print_json(asdict(result))
+        return 0
+    title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
+    out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
+    for line in [*(one.sentence for one in result.differences), *result.notes, result.times.text]:
+        out.print(line)
+    out.print(result.verdict, style="bold")
+    files = "original/, linear/, results.json and times.json"
+    out.print(f"Saved {result.output} ({result.seconds:.0f} s): {files}.")
     return 0
 
 
-def print_alone(out: Console, title: str, result: Evaluation, task: Task) -> None:
+def print_alone(out: Screen, title: str, result: Evaluation, task: Task) -> None:
     """Print what one model reaches."""
-    from linearize.cli._output import number, table
-
     rows = [[name, number(value, 4)] for name, value in result.figures.items()]
     rows.append([f"score ({', '.join(task.score)})", percent(result.score, task)])
     rows.append(["95 % interval", between(result.interval, task)])
@@ -79,7 +91,7 @@ def print_alone(out: Console, title: str, result: Evaluation, task: Task) -> Non
         out.print(line)
 
 
-def print_compared(out: Console, title: str, result: Evaluation, task: Task) -> None:
+def print_compared(out: Screen, title: str, result: Evaluation, task: Task) -> None:
     """Print a model and its original, and what the differences are worth."""
     out.print(sides_table(title, result.sides, task, result.times, chance=result.chance))
     print_positions(out, result)
@@ -91,10 +103,8 @@ def print_compared(out: Console, title: str, result: Evaluation, task: Task) -> 
         out.print(f"{result.recovered:.1f} % of the original's score{above} is recovered.")
 
 
-def print_positions(out: Console, result: Evaluation) -> None:
+def print_positions(out: Screen, result: Evaluation) -> None:
     """Print the loss by position, where there is more than one range of them."""
-    from linearize.cli._output import table
-
     by_side = [{one.first: one for one in side.by_position} for side in result.sides]
     firsts = sorted(set().union(*by_side))
     if len(firsts) < 2:
@@ -113,8 +123,6 @@ def sides_table(
     title: str, sides: Sequence[SideResult], task: Task, times: Times | None, *, chance: float | None = None
 ) -> RenderableType:
     """Build the table of a comparison, one row per side."""
-    from linearize.cli._output import number, table
-
     more = [name for name in sides[0].metrics if (name,) != task.score and name != "tokens"]
     costs = {} if times is None else {one.name: one for one in times.sides}
     memory = any(one.peak_bytes is not None for one in costs.values())

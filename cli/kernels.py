@@ -1,24 +1,26 @@
-"""List the kernels with what was measured of them, explain one, or advise on the kernel for a model."""
+"""Run `kernels`: list them, explain one, or advise on the kernel for a model."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from linearize.core.registry import KernelInfo
-
-EPILOG = """examples:
-  linearize kernels
-  linearize kernels hedgehog
-  linearize kernels --for roberta-base              # which of them suit this model, and what they take there
-  linearize kernels --json
-
-KL: how far from softmax, nats per query, on MiniLM: smaller is closer, and only figures of one letter compare. Faster:
-against SDPA on a CPU with the native op. State: what decoding keeps per sequence instead of a cache that grows."""
+from linearize.attention.factory import count_parameters, state_bytes
+from linearize.attention.shape import HeadShape
+from linearize.cli._output import ROOMY, console, print_json, table
+from linearize.core.errors import ConfigError
+from linearize.core.registry import KernelInfo, kernel_info, kernel_infos
+from linearize.evaluation.bench.measured import (
+    EXPERIMENTS,
+    FORWARD,
+    SPEED,
+    SPEED_SOURCE,
+    default_quality,
+    quality_of,
+    speed_of,
+)
 
 FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
 LIMITS = ("low", "high", "multiple_of", "choices")
@@ -26,19 +28,8 @@ LIMITS = ("low", "high", "multiple_of", "choices")
 BERT_BASE = {"layers": 12, "heads": 12, "head_dim": 64}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="kernel to explain")
-    parser.add_argument("--for", dest="model", metavar="MODEL", help="advise for a model: Hub name or folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def describe(info: KernelInfo) -> dict[str, Any]:
     """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
-    from linearize.attention.factory import count_parameters, state_bytes
-    from linearize.attention.shape import HeadShape
-    from linearize.evaluation.bench.measured import SPEED, SPEED_SOURCE, quality_of
-
     config, size = info.config(), BERT_BASE["head_dim"]
     shape = HeadShape(BERT_BASE["heads"], BERT_BASE["heads"], size, size, False)
     arguments = [
@@ -48,7 +39,7 @@ def describe(info: KernelInfo) -> dict[str, Any]:
             "help": f.metadata.get("help", ""),
             **{key: f.metadata[key] for key in LIMITS if f.metadata.get(key) is not None},
         }
-        for f in dataclasses.fields(info.config)
+        for f in fields(info.config)
     ]
     features = None if info.feature_dim is None else info.feature_dim(config, size)
     return {
@@ -58,8 +49,8 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         "source": info.source,
         "url": info.url,
         "choose": info.choose,
-        "quality": [dataclasses.asdict(one) for one in quality_of(info.name)],
-        "speed": [dataclasses.asdict(one) for one in SPEED if one.kernel == info.name],
+        "quality": [asdict(one) for one in quality_of(info.name)],
+        "speed": [asdict(one) for one in SPEED if one.kernel == info.name],
         "speed_source": SPEED_SOURCE,
         "feature_size": features,
         "state_bytes_bert_base": state_bytes(info, config, [shape] * BERT_BASE["layers"]),
@@ -68,17 +59,17 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         **{flag: getattr(info, flag) for flag in FLAGS},
         "positive": info.is_positive(config),
         "arguments": arguments,
-        "stage_one": dataclasses.asdict(info.training(config)),
+        "stage_one": asdict(info.training(config)),
     }
 
 
-def run(args: argparse.Namespace) -> int:
+def kernels(args: argparse.Namespace) -> None:
     """Print the table, one kernel, or the advice."""
-    from linearize.cli._output import print_json
-    from linearize.core.registry import kernel_info, kernel_infos
-
     if args.model:
-        return _advise(args)
+        if args.name:
+            raise ConfigError(f"kernels: got the kernel {args.name!r} and --for, expected one of them; drop one")
+        _advise(args.model, as_json=args.json)
+        return
     facts = [describe(info) for info in ([kernel_info(args.name)] if args.name else kernel_infos())]
     if args.json:
         print_json(facts[0] if args.name else facts)
@@ -86,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
         _explain(facts[0])
     else:
         _list(facts)
-    return 0
 
 
 COLUMNS = ["kernel", "features", "parameters", "state, MiB", "KL", "faster", "choose it"]
@@ -94,17 +84,14 @@ NARROW = (0, 4, 5, 6)
 """Columns for a narrow terminal; `kernels NAME` shows the others."""
 
 
-def _print(out: Console, title: str, rows: list[list[Any]]) -> None:
+def _print(title: str, rows: Sequence[Sequence[Any]]) -> None:
     """Print kernels, and where their figures come from.
 
     Args:
-        out: the console.
         title: of the table.
         rows: name, features, parameters, bytes of the state, nats, experiment, times faster, advice.
     """
-    from linearize.cli._output import ROOMY, table
-    from linearize.evaluation.bench.measured import EXPERIMENTS, FORWARD, SPEED_SOURCE, speed_of
-
+    out = console()
     kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
     cells = [
         [
@@ -129,9 +116,6 @@ def _print(out: Console, title: str, rows: list[list[Any]]) -> None:
 
 def _list(facts: list[dict[str, Any]]) -> None:
     """Print all kernels."""
-    from linearize.cli._output import console
-    from linearize.evaluation.bench.measured import default_quality, speed_of
-
     rows = []
     for fact in facts:
         quality, speed = default_quality(fact["name"]), speed_of(fact["name"])
@@ -139,46 +123,38 @@ def _list(facts: list[dict[str, Any]]) -> None:
         closeness = (None, None) if quality is None else (quality.kl, quality.experiment.key)
         times = None if speed is None else speed.times
         rows.append([fact["name"], *sizes, *closeness, times, fact["choose"] or fact["summary"]])
-    title = f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)"
-    _print(console(), title, rows)
+    _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows)
 
 
 def _mebibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:,.2f}"
 
 
-def _advise(args: argparse.Namespace) -> int:
+def _advise(model: str, *, as_json: bool) -> None:
     """Print which kernels suit a model."""
-    from linearize.cli._output import console, print_json
-    from linearize.core.errors import ConfigError
     from linearize.jobs.choose import advise
 
-    if args.name:
-        raise ConfigError(f"kernels: got the kernel {args.name!r} and --for, expected one of them; drop one")
-    advice = advise(args.model)
-    if args.json:
-        print_json(advice.to_dict())
-        return 0
+    advice = advise(model)
+    if as_json:
+        print_json(asdict(advice))
+        return
     names = ("kernel", "features", "parameters", "state", "kl", "experiment", "times", "choose")
     rows = [[getattr(one, name) for name in names] for one in advice.candidates if not one.why_not]
     sizes = ", ".join(map(str, advice.head_dims))
     longest = "any number of" if advice.longest is None else f"{advice.longest:,}"
     sees = "causal" if advice.causal else "both ways"
+    _print(f"{model}: {advice.attentions} attentions, {sees}, heads of size {sizes}, takes {longest} tokens", rows)
     out = console()
-    title = f"{advice.model}: {advice.attentions} attentions, {sees}, heads of size {sizes}, takes {longest} tokens"
-    _print(out, title, rows)
-    lines = [f"Not {one.kernel}: {one.why_not}" for one in advice.candidates if one.why_not]
-    lines += [*advice.notes, *(f"{what.capitalize()}: {kernel}" for what, kernel in advice.picks.items())]
-    for line in lines:
+    for one in advice.candidates:
+        if one.why_not:
+            out.print(f"Not {one.kernel}: {one.why_not}")
+    for line in [*advice.notes, *(f"{what.capitalize()}: {kernel}" for what, kernel in advice.picks.items())]:
         out.print(line)
     out.print(f"Next: {advice.command}", soft_wrap=True)
-    return 0
 
 
 def _explain(facts: dict[str, Any]) -> None:
     """Print everything about one kernel."""
-    from linearize.cli._output import console, table
-
     size = (
         f"{facts['feature_size'] or 'no'} features, {facts['parameters_per_head']} parameters per head and layer "
         f"({facts['extra_parameters_bert_base']:,} for BERT-base); state of BERT-base: "

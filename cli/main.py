@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import _thread
-import argparse
 import contextlib
 import errno
 import importlib
-import itertools
 import os
 import shlex
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from difflib import get_close_matches
-from typing import Any
 
-from linearize.core.errors import (
-    ConfigError,
-    LinearizeError,
-    NotSavedError,
-    first_line,
-    missing_package,
-    printable,
-    unknown_name,
-)
-
-VERBS = {
-    "convert": "convert a checkpoint: plan, distil, save",
-    "search": "choose the kernel of every layer under a budget",
-    "distill": "continue the distillation of a converted checkpoint",
-    "align": "bring a converted checkpoint as a whole close to its original",
-    "finetune": "tune a checkpoint on a task",
-    "evaluate": "measure a checkpoint on a task, and its original",
-    "longdoc": "long documents from end to end: convert, tune, compare with the original and its chunks",
-    "init": "make an untrained linear model from a config",
-    "run": "run a recipe: a published table, or a demonstration",
-    "recipes": "list the recipes, print one, or write one to start from",
-    "results": "show the table of a run, with the paper's figures",
-    "kernels": "list the kernels, explain one, or advise for a model",
-    "inspect": "show what a model or a converted checkpoint is",
-    "export": "write a converted checkpoint as ONNX, checked in onnxruntime",
-    "push": "upload a converted checkpoint to the Hub",
-    "report": "show a converted checkpoint: pictures, figures, one page",
-    "compare": "compare several conversions",
-    "bench": "measure speed and memory of softmax and kernels",
-    "native": "compile the optional native op for the CPU, or say whether it is there",
-    "completion": "print a script with which a shell completes verbs, options and names",
-    "demo": "convert a small real model here, without a network",
-}
+from linearize.cli._options import take_options
+from linearize.cli.verbs import VERBS, build_parser
+from linearize.core.errors import LinearizeError, NotSavedError, first_line, missing_package, printable, unknown_name
 
 EPILOG = """examples:
   linearize convert roberta-base --kernel hedgehog --max-length 4096
@@ -60,66 +26,14 @@ EPILOG = """examples:
 
 linearize VERB --help explains a verb."""
 
-REMOVED = {
-    "--swaps": "the whole model chooses between the best plans and one kernel in every layer",
-    "--search-swaps": "the whole model chooses between the best plans and one kernel in every layer",
-    "--widths": "name numbers of features with the candidates, as in hedgehog:features=128",
-    "--goals": "run python -m benchmarks.goals in a checkout",
-    "--alignment": "run python -m benchmarks.steps alignment in a checkout",
-    "--stage-one": "run python -m benchmarks.steps stage-one in a checkout",
-}
-"""Options of earlier versions, and what to do instead."""
 INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 """The disk, the quota or a limit on files: errors that need no traceback."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Suggests what a mistyped option meant instead of printing the whole usage; long options are never abbreviated."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """Refuse an unknown option first; argparse would rather report the missing one that it was meant to be."""
-        from linearize.cli._options import config_file, parse_with_file, read_options
-
-        words = list(args)
-        options = [option for action in self._actions for option in action.option_strings]
-        for word in itertools.takewhile("--".__ne__, words):
-            name = word.partition("=")[0]
-            if name in REMOVED and name not in options:
-                raise ConfigError(f"option {name} was removed; leave it out: {REMOVED[name]}")
-            if name.startswith("--") and name not in options:
-                near = get_close_matches(name, options, n=1, cutoff=0.5)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")
-        file = config_file(words)
-        if file is not None:
-            return parse_with_file(self, words, read_options(file, self))
-        # Options may come between and before positional arguments, as in `run RECIPE --output DIR key=value`.
-        return super().parse_intermixed_args(words, namespace)
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise instead of printing and leaving."""
-        raise ConfigError(f"{message}; see: {self.prog} --help")
-
-
-def build_parser(verb: str) -> Parser:
-    """Build the parser of one verb; heavy imports happen only when the verb runs."""
-    from linearize.cli._options import add_config_file
-
-    module = importlib.import_module(f"linearize.cli.{verb}")
-    parser = Parser(prog=f"linearize {verb}", description=module.__doc__, epilog=module.EPILOG)
-    module.add_arguments(parser)
-    add_config_file(parser)
-    return parser
-
-
 def overview() -> str:
     """Return the text of `linearize --help`."""
-    lines = "\n".join(f"  {name:<10} {what}" for name, what in VERBS.items())
+    lines = "\n".join(f"  {name:<10} {verb.summary}" for name, verb in VERBS.items())
     usage = "usage: linearize VERB [options]\n\nLinear attention for any pretrained Transformer."
     return f"{usage}\n\nverbs:\n{lines}\n\n{EPILOG}"
 
@@ -134,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 for success, 2 for what the user can put right, 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Checkpoints record the line that made them (`linearize.jobs.command`).
+    # Checkpoints record the line that made them (`linearize.jobs.advice`).
     before, sys.argv = sys.argv, ["linearize", *arguments]
     # Long work shows its own progress, which these would overwrite.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -208,7 +122,7 @@ def _end_at_once(*_: object) -> None:
 
 def saving(arguments: Sequence[str], error: NotSavedError) -> str:
     """Return the line that saves what was trained: the same line, resumed, perhaps with another output."""
-    from linearize.jobs.command import without
+    from linearize.jobs.advice import without
 
     words = without(error.command or arguments, ["--resume"])
     if error.output is not None:
@@ -217,19 +131,26 @@ def saving(arguments: Sequence[str], error: NotSavedError) -> str:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    verb = arguments[0] if arguments else ""
-    if verb in ("", "-h", "--help", "help"):
+    name = arguments[0] if arguments else ""
+    if name in ("", "-h", "--help", "help"):
         print(overview())
         return 0 if arguments else 2
-    if verb in ("-V", "--version"):
+    if name in ("-V", "--version"):
         from linearize import __version__
 
         print(f"linearize {__version__}")
         return 0
-    if verb not in VERBS:
-        raise unknown_name("verb", verb, VERBS)
+    if name not in VERBS:
+        raise unknown_name("verb", name, VERBS)
     try:
-        parsed = build_parser(verb).parse_args(arguments[1:])
+        parsed = build_parser(name).parse_args(arguments[1:])
     except SystemExit as stop:
         return int(stop.code or 0)
-    return int(importlib.import_module(f"linearize.cli.{verb}").run(parsed) or 0)
+    # Options are checked before the verb's module and all that it needs are imported.
+    verb = VERBS[name]
+    given = (parsed,) if verb.job is None else (take_options(parsed, verb.job), parsed)
+    run = getattr(importlib.import_module(f"linearize.cli.{verb.module}"), name)
+    return int(run(*given) or 0)
+
+
+__all__ = ["VERBS", "build_parser", "main"]

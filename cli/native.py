@@ -1,49 +1,30 @@
-"""Compile the native op, linear attention on the CPU in C, and check it; or say whether it is there."""
+"""Run `native`; and what other verbs do with the native op and the other backends before they start."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+import torch
 
-EPILOG = """examples:
-  linearize native
-  linearize native --build
-  linearize native --remove
-
-The native op is optional: it makes converted models and stage one faster on the CPU, and everything works without it.
-The first `convert`, `demo` or `bench` compiles it in some seconds, if there is a C compiler (gcc or clang); --build
-compiles it now and compares it with the ops in PyTorch. The library is stored in the user's cache folder. It is loaded
-from there only if other users cannot write there and if it is the library that was built. LINEARIZE_NATIVE=0, or
---no-native of those verbs, turns off compiling and using it; LINEARIZE_NATIVE=1 uses an existing library and compiles
-nothing. If the processor multiplies bf16 numbers directly ("bf16 products"), the kernels of a bf16 model round their
-projections to bf16, as the model's other layers do."""
+from linearize.attention.backends.choose import Explanation, explain
+from linearize.attention.factory import build_mixer
+from linearize.attention.mixer import Mixer
+from linearize.attention.native import SWITCH, engine
+from linearize.attention.native import build as building
+from linearize.attention.native.locate import cache_folder, compiled, shipped
+from linearize.checkpoint.loading import check_device
+from linearize.cli._output import Screen, console, print_json, table
+from linearize.core.errors import ConfigError
+from linearize.modeling.plan import Plan
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--build", action="store_true", help="compile it, and compare it with the ops in PyTorch")
-    what.add_argument("--remove", action="store_true", help="delete what was compiled")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_native(parser: argparse._ActionsContainer) -> None:
-    """Declare `--no-native` of a verb that profits from the native op."""
-    parser.add_argument(
-        "--no-native",
-        action="store_true",
-        help="neither compile nor use the native op for the CPU, as LINEARIZE_NATIVE=0 (see `linearize native`)",
-    )
-
-
-def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -> None:
+def prepare_native(args: argparse.Namespace, device: str, out: Screen | None) -> None:
     """Compile the native op if it is wanted and missing, or say in one line why not; never an error.
 
     Args:
@@ -51,32 +32,25 @@ def prepare_native(args: argparse.Namespace, device: str, out: Console | None) -
         device: where the verb runs.
         out: console for the line; None if nothing is compiled.
     """
-    from linearize.attention.native import SWITCH
-    from linearize.attention.native.build import obstacle, worth_building
-    from linearize.checkpoint.loading import check_device
-
     if args.no_native:
         # Also for the processes that measure memory.
         os.environ[SWITCH] = "0"
     elif out is None or int(os.environ.get("WORLD_SIZE", "1")) > 1 or check_device(device) != "cpu":
         return
-    elif worth_building():
+    elif building.worth_building():
         _build_once(out)
-    elif why := obstacle():
+    elif why := building.obstacle():
         out.print(f"Native op: not compiled, continuing without it ({why}).", soft_wrap=True)
 
 
-def _build_once(out: Console) -> None:
-    from linearize.attention.native.build import agreement, build, check_agreement, note_failure
-    from linearize.core.errors import ConfigError
-
+def _build_once(out: Screen) -> None:
     start = time.perf_counter()
     try:
         with out.status("compiling the native op, once"):
-            build()
-            check_agreement(agreement())
+            building.build()
+            building.check_agreement(building.agreement())
     except ConfigError as error:
-        note_failure(error)
+        building.note_failure(error)
         why = str(error).removeprefix("native op: ")
         out.print(f"Native op: not compiled, continuing without it ({why}).", soft_wrap=True)
         return
@@ -85,41 +59,35 @@ def _build_once(out: Console) -> None:
     out.print(f"{text} (--no-native turns it off; linearize native --remove deletes it).", soft_wrap=True)
 
 
-def run(args: argparse.Namespace) -> int:
+def native(args: argparse.Namespace) -> None:
     """Build, remove or say what is there."""
-    from linearize.attention.native import SWITCH, engine
-    from linearize.attention.native.build import agreement, build, check_agreement, compiler, remove
-    from linearize.attention.native.locate import cache_folder, compiled, shipped
-    from linearize.cli._output import console, print_json, table
-    from linearize.core.errors import ConfigError
-
     out = console(to_stderr=args.json)
-    removed = remove() if args.remove else []
+    removed = building.remove() if args.remove else []
     if args.build:
         with out.status("compiling"):
-            build()
+            building.build()
     library, problem = _library(compiled, shipped)
     if library is None and cache_folder() is None:
         raise ConfigError(
             "native op: got no home folder, expected one for what is compiled; set HOME or XDG_CACHE_HOME"
         )
     loaded = engine()
-    rows = agreement() if args.build and loaded is not None else []
+    rows = building.agreement() if args.build and loaded is not None else []
     facts = {
         "library": None if library is None else str(library),
         "built": library is not None,
         "used": loaded is not None,
         "threads": "torch's" if loaded is not None and loaded.parallel else "one",
         "bf16_products": loaded is not None and loaded.pairs,
-        "compiler": compiler(),
+        "compiler": building.compiler(),
         "problem": problem,
         "removed": [str(file) for file in removed],
         "agreement": [row._asdict() for row in rows],
     }
     if args.json:
         print_json(facts)
-        check_agreement(rows)
-        return 0
+        building.check_agreement(rows)
+        return
     words = {True: "yes", False: "no", None: "none found"}
     lines = [("removed", file) for file in removed]
     names = ("library", "built", "used", "threads", "bf16_products", "compiler", *(["problem"] if problem else []))
@@ -134,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if rows:
         cells = [[row.kernel, row.direction, f"{row.error:.1e}"] for row in rows]
         out.print(table("largest difference to the ops in PyTorch, relative", ["kernel", "", ""], cells, right=(2,)))
-    check_agreement(rows)
-    return 0
+    building.check_agreement(rows)
 
 
 def _library(*finders: Callable[[], Path | None]) -> tuple[Path | None, str]:
@@ -148,3 +115,53 @@ def _library(*finders: Callable[[], Path | None]) -> tuple[Path | None, str]:
         except OSError as error:
             problem = problem or " ".join(str(error).split())
     return None, problem
+
+
+def explain_plan(out: Screen, plan: Plan, tokens: int, device: str) -> None:
+    """Print the backends of a plan's layers, equal layers together."""
+    device = check_device(device)
+    layers: dict[str, Mixer] = {}
+    built: dict[str, Mixer] = {}
+    for number, layer in enumerate(plan.layers):
+        if not layer.converted:
+            continue
+        key = repr(layer.mixer)
+        if key not in built:
+            built[key] = build_mixer(*layer.mixer)
+            built[key].reset_parameters(torch.Generator().manual_seed(0))
+            built[key].to(device)
+        layers[str(number if layer.index is None else layer.index)] = built[key]
+    explain_layers(out, layers, tokens, device)
+
+
+def explain_layers(
+    out: Screen, layers: Mapping[str, Mixer], tokens: int, device: str, dtype: torch.dtype | None = None
+) -> None:
+    """Print the backends of layers by name, equal ones together."""
+    known: dict[int, list[Explanation]] = {}
+    folded: dict[tuple[Any, ...], list[str]] = {}
+    for name, mixer in layers.items():
+        if id(mixer) not in known:
+            known[id(mixer)] = explain(mixer, tokens, device=device, dtype=dtype or torch.float32)
+        folded.setdefault((mixer.info.name, *known[id(mixer)]), []).append(name)
+    for (kernel, *explanations), names in folded.items():
+        out.print(f"Backends of {_ranges(names)}, {kernel}:")
+        for explanation in explanations:
+            out.print(f"  {explanation.call}: {explanation.backend}")
+            reasons: dict[str, list[str]] = {}
+            for backend, why in explanation.declined:
+                reasons.setdefault(why, []).append(backend)
+            for why, backends in reasons.items():
+                out.print(f"    declined, {why}: {'; '.join(backends)}", soft_wrap=True)
+
+
+def _ranges(names: list[str]) -> str:
+    """Write layer numbers as ranges: layers 0-3, 5; other names as they are."""
+    if not all(name.isdecimal() for name in names):
+        return ", ".join(names)
+    runs = [
+        [number for _, number in run]
+        for _, run in itertools.groupby(enumerate(map(int, names)), key=lambda pair: pair[1] - pair[0])
+    ]
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'s' if len(names) > 1 else ''} {text}"

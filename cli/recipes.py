@@ -1,29 +1,28 @@
-"""List the recipes, print one, or write one to start from."""
+"""Run `recipes`, `run` and `results`: tables of kernels by tasks."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
+from pathlib import Path
 
+import yaml
+from rich.console import Group
+
+from linearize.cli._output import Screen, console, print_json, table
+from linearize.cli._progress import StepProgress, log_line
 from linearize.core.errors import ConfigError, printable
-
-EPILOG = """examples:
-  linearize recipes
-  linearize recipes minilm-glue
-  linearize recipes --new mine.yaml                 # every key explained; then linearize run mine.yaml --dry-run"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
-    parser.add_argument("--new", metavar="FILE.yaml", help="write a recipe to start from, every key explained")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+from linearize.core.events import Callback, Event
+from linearize.evaluation.bench.plot import check_picture
+from linearize.jobs.events import DataOpened, Logged, StepDone
+from linearize.jobs.recipes import formats
+from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
+from linearize.jobs.recipes.results import Table, make_table, tables
+from linearize.jobs.recipes.schema import Recipe
 
 
-def run(args: argparse.Namespace) -> int:
+def recipes(args: argparse.Namespace) -> None:
     """Print the list or one recipe, or write a new one."""
-    from linearize.cli._output import console, print_json, table
-    from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
-
     if args.new:
         if args.name:
             raise ConfigError(f"recipes: got {args.name!r} and --new, expected one of them; drop one")
@@ -31,29 +30,106 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json({"file": str(path)})
         else:
-            console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", markup=False, soft_wrap=True)
-        return 0
+            console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", soft_wrap=True)
+        return
     if args.name:
         recipe = load_recipe(args.name)
         print_json(plain(recipe)) if args.json else print(printable(recipe_text(args.name)), end="")
-        return 0
+        return
     facts = []
     for name in recipe_names():
         recipe = load_recipe(name)
         paper = "" if recipe.paper is None else f"{recipe.paper.title}, {recipe.paper.table}"
-        facts.append(
-            {
-                "name": name,
-                "summary": recipe.summary,
-                "paper": paper,
-                "cells": len(cells(recipe)),
-                "needs": recipe.needs,
-            }
-        )
+        sizes = {"cells": len(cells(recipe)), "needs": recipe.needs}
+        facts.append({"name": name, "summary": recipe.summary, "paper": paper, **sizes})
     if args.json:
         print_json(facts)
-        return 0
+        return
+    columns = ["recipe", "what", "paper", "cells", "needs"]
     rows = [list(fact.values()) for fact in facts]
-    title = f"{len(rows)} recipes (linearize run NAME)"
-    console().print(table(title, ["recipe", "what", "paper", "cells", "needs"], rows, right=(3,)))
-    return 0
+    console().print(table(f"{len(rows)} recipes (linearize run NAME)", columns, rows, right=(3,)))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the recipe, or show what would be run."""
+    from linearize.jobs.recipes.run import check_data, run_recipe
+
+    recipe = load_recipe(args.recipe, args.changes)
+    name = Path(args.recipe).stem
+    if args.dry_run:
+        check_data(recipe)
+        print_json(plain(recipe)) if args.json else _show(recipe, name)
+        return
+    out = console(to_stderr=args.json)
+    folder = args.output or f"runs/{name}"
+    try:
+        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=_show_events(out))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"finished stages are in {folder}; continue with --resume") from None
+    out.print(results_table(make_table(recipe, rows, name)))
+    out.print(f"Results: {folder}/results.jsonl")
+    if args.json:
+        print_json(rows)
+
+
+def _show(recipe: Recipe, name: str) -> None:
+    """Print a checked recipe and the cells of its table."""
+    table = cells(recipe)
+    print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
+    out = console()
+    out.print(f"\n{name}: {len(table)} cells, flow {recipe.flow}. {recipe.needs}")
+    for cell in table:
+        data = cell.job.data or cell.job.column.make or cell.job.task.dataset or "no data set; name one"
+        out.print(f"  {cell.key}: {', '.join(cell.job.task.score)} on {data}", soft_wrap=True)
+    for line in recipe.differs:
+        out.print(f"Differs from the paper: {line}")
+
+
+def _show_events(out: Screen) -> Callback:
+    from linearize.jobs.recipes.run import CellDone, CellStarted
+
+    def on_event(event: Event) -> None:
+        match event:
+            case CellStarted(number, count, key):
+                out.print(f"[{number}/{count}] {key}")
+            case DataOpened(description):
+                out.print(f"  data: {description}", soft_wrap=True)
+            case Logged(entry):
+                out.print(f"  {log_line(entry)}", soft_wrap=True)
+            case StepDone(report) if report.held_out is not None:
+                stage = StepProgress.stage(report)
+                out.print(f"  {stage} {report.step}/{report.steps}: held out {report.held_out:.4f}")
+            case CellDone(row):
+                share = "" if row["recovered"] is None else f", {row['recovered']:.1f} % of softmax above chance"
+                if row["recovered"] is None and row["original"] is not None:
+                    share = ", softmax is not above chance"
+                out.print(f"  {row['cell']}: score {row['score']:.4f}{share}")
+
+    return on_event
+
+
+def results(args: argparse.Namespace) -> None:
+    """Print the tables."""
+    if args.plot:
+        check_picture(args.plot, overwrite=args.overwrite)
+    made = tables(args.folder)
+    kind = "json" if args.json else args.format
+    out = console(to_stderr=kind != "table")
+    if kind == "json":
+        print_json([asdict(table) for table in made])
+    elif kind != "table":
+        print(formats.FORMATS[kind](made), end="")
+    else:
+        for one in made:
+            out.print(results_table(one))
+            for line in formats.notes(one):
+                out.print(line)
+    if args.plot:
+        formats.write_results_plot(made, args.plot)
+        out.print(f"Picture: {args.plot}")
+
+
+def results_table(results: Table) -> Group:
+    """Build the table."""
+    right = tuple(range(1, len(results.columns) + 1))
+    return table(results.title, ["", *results.columns], formats.lines_of(results), right=right)

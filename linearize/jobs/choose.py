@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from linearize.attention.factory import build_mixer, count_parameters, state_bytes
 from linearize.attention.shape import HeadShape
@@ -13,7 +13,7 @@ from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.core.registry import KernelInfo, kernel_infos
 from linearize.evaluation.bench.measured import CAUSAL, FORWARD, default_quality, speed_of
-from linearize.jobs.command import line
+from linearize.jobs.advice import line
 from linearize.modeling.plan import LayerPlan
 
 SHORT = 512
@@ -74,10 +74,6 @@ class Advice:
     picks: dict[str, str]
     notes: tuple[str, ...]
     command: str
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        return asdict(self)
 
 
 def advise(name: str) -> Advice:

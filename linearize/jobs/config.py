@@ -17,7 +17,7 @@ from linearize.data.config import DataConfig
 from linearize.jobs.presets import PRESETS, preset_options
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
+from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, RunConfig
 
 KERNEL = "hedgehog"
 """Default kernel of a conversion."""
@@ -135,7 +135,7 @@ class TrainingJob(Job):
 
     Attributes:
         ending: ending of the default output folder.
-        endings: endings of the folders of states, by section.
+        endings: endings of the folders of states, by section; the first one is the job's stage.
         row_length: the option with the tokens per row.
     """
 
@@ -159,9 +159,10 @@ class TrainingJob(Job):
         check(self, "options")
 
     @property
-    def stage(self) -> DistillConfig | AlignConfig | SearchConfig:
-        """The section that says how states are kept."""
-        raise NotImplementedError
+    def stage(self) -> RunConfig:
+        """The section of the stage, which says how states are kept."""
+        stage: RunConfig = getattr(self, next(iter(self.endings)))
+        return stage
 
     @property
     def keeps_states(self) -> bool:
@@ -202,11 +203,6 @@ class StageOneJob(TrainingJob):
     distill_length: int | None = option(None, LENGTH, group=STAGE_ONE, low=1)
     distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
     report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
-
-    @property
-    def stage(self) -> DistillConfig:
-        """The section that says how states are kept."""
-        return self.distill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,11 +349,6 @@ class AlignJob(TrainingJob):
     report_to: str = option("none", TENSORBOARD, group="alignment")
     output: str | None = option(None, "folder to make (<folder>-aligned)", group=OUTPUT, metavar="DIR")
 
-    @property
-    def stage(self) -> AlignConfig:
-        """The section that says how states are kept."""
-        return self.align
-
     def sources(self) -> list[str | None]:
         """Return what is read, which the output must not replace."""
         return [self.teacher, *super().sources()]
@@ -388,11 +379,6 @@ class SearchJob(TrainingJob):
     overwrite: bool = option(
         False, "replace the plan file, the picture and the states of an interrupted search", group=OUTPUT
     )
-
-    @property
-    def stage(self) -> SearchConfig:
-        """The section that says how states are kept."""
-        return self.search
 
 
 @dataclass(frozen=True)

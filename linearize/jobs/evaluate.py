@@ -1,29 +1,338 @@
-"""A checkpoint measured on a task, and its original too: each at its own length, the original also in chunks."""
+"""Checkpoints compared on the same rows of a task: each at its own length, the original also in chunks.
+
+Their differences are paired, and they are timed in turns.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from linearize.checkpoint.loading import check_device
-from linearize.jobs.events import Callback, ignore
-from linearize.jobs.sides import (
-    Setup,
-    Side,
-    SideDifference,
-    SideResult,
-    Sides,
-    Times,
-    chunk_options,
-    original_options,
-    why_no_chunks,
-)
+import torch
+
+from linearize.checkpoint.loading import check_device, move
+from linearize.core.errors import ConfigError
+from linearize.evaluation.bench.memory import peak_of_reading
+from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
+from linearize.evaluation.report.paired import SideDifference, score_difference
+from linearize.fidelity.ablate import ablated
+from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_one.processes import check_alone, under_fsdp
-from linearize.training.stage_two.prepared import Facts
-from linearize.training.stage_two.tasks import recovery
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.load import (
+    beyond_training,
+    check_trained,
+    fit_tokenizer,
+    length_limit,
+    load_for_task,
+    load_processor,
+    whole_length,
+)
+from linearize.training.stage_two.metrics import BALANCED, Measured, PositionLoss
+from linearize.training.stage_two.prepare import Given, prepare
+from linearize.training.stage_two.prepared import Facts, TaskData
+from linearize.training.stage_two.task_types.text import TOKENS
+from linearize.training.stage_two.tasks import Task, above_chance, recovery
+from linearize.training.stage_two.trainer import measure_with_interval
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks averaged"
 """Names of the sides."""
+MOST_ROWS = 32
+"""The most rows of a batch by default."""
+TIMED_ROWS, TURNS = 8, 7
+"""Rows that every side reads per turn, and turns."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One checkpoint, and how it reads the rows.
+
+    Attributes:
+        name: for tables.
+        model: folder or Hub name.
+        options: lengths and limits; with `chunks`, outputs are averaged over chunks of `max_length`.
+        without: the part of its attention that is removed (`linearize.fidelity.ablate.PARTS`), or None.
+    """
+
+    name: str
+    model: str
+    options: DataOptions
+    without: str | None = None
+
+
+@dataclass(frozen=True)
+class SideResult:
+    """The score of one side, as plain data.
+
+    Attributes:
+        name: for tables.
+        model: folder or Hub name.
+        max_length: tokens that it reads of a row, or of a chunk; None if rows are not texts.
+        chunks: whether it reads rows as chunks.
+        cut_share: share of the rows that were cut; None if rows cannot be cut.
+        score: the task's main metric.
+        interval: its 95 % bootstrap interval.
+        metrics: all metrics.
+        note: that it read more tokens than in training; None if it did not.
+        by_position: of causal language models, the loss by the number of tokens before the predicted one.
+        learned: whether it is above chance: by its score, or by macro-F1 if classes are uneven.
+        balanced: macro-F1 and its interval, if the task has it and classes are uneven.
+    """
+
+    name: str
+    model: str
+    max_length: int | None
+    chunks: bool
+    cut_share: float | None
+    score: float
+    interval: tuple[float, float] | None
+    metrics: dict[str, float]
+    note: str | None = None
+    by_position: tuple[PositionLoss, ...] = ()
+    learned: bool = True
+    balanced: tuple[float, tuple[float, float]] | None = None
+
+
+@dataclass(frozen=True)
+class SideTime:
+    """Time and memory of one side, as plain data.
+
+    Attributes:
+        name: of the side.
+        seconds: of the model's forward pass, per row; median over the turns.
+        spread: distance of the quartiles over the median.
+        peak_bytes: that reading the longest row adds to the loaded model; None: not measured.
+    """
+
+    name: str
+    seconds: float
+    spread: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of all sides: the same rows, in turns, so that other work of the machine slows all of them alike.
+
+    Attributes:
+        sides: one entry each.
+        rows: rows per turn.
+        turns: number of turns.
+        noise: how quiet the machine was, one line.
+        noisy: whether the machine was too noisy for a verdict.
+    """
+
+    sides: tuple[SideTime, ...]
+    rows: int
+    turns: int
+    noise: str
+    noisy: bool
+
+    @property
+    def text(self) -> str:
+        """One or two sentences."""
+        if self.noisy:
+            return f"No verdict on speed, the machine was {self.noise}."
+        times = ", ".join(f"{side.seconds:.2g} s ({side.name})" for side in self.sides)
+        return f"Time per row, medians of {self.turns} turns over {self.rows} rows: {times}."
+
+
+@dataclass(frozen=True)
+class Read:
+    """A measured side: its rows, its model and its score."""
+
+    side: Side
+    data: TaskData
+    model: PreTrainedModel
+    measured: Measured
+    result: SideResult
+
+
+@dataclass
+class Sides:
+    """Measures checkpoints on the same rows and times them in turns; every checkpoint is loaded once.
+
+    Attributes:
+        task: the task.
+        dataset: as in `linearize.training.stage_two.prepare.prepare`.
+        device: where models run.
+        on_event: called with `Started` before each side.
+        batch_size: rows per batch; None: as many as have `TOKENS` tokens, `MOST_ROWS` at most.
+        memory: whether the peak memory of the longest row is measured, in a separate process.
+        read: the sides that were measured.
+    """
+
+    task: Task
+    dataset: Given | None
+    device: str
+    on_event: Callback
+    batch_size: int | None = None
+    memory: bool = False
+    read: list[Read] = field(default_factory=list)
+
+    def measure(self, side: Side) -> Read:
+        """Measure one side; the rows are made with its own tokenizer or image processor.
+
+        Raises:
+            LinearizeError: one of its children, for everything the user can correct.
+        """
+        task = self.task
+        self.on_event(Started(f"measuring: {side.name}"))
+        processor = load_processor(side.model, task.modality)
+        data = prepare(task, processor, side.options, data=self.dataset)
+        model = next((read.model for read in self.read if read.side.model == side.model), None)
+        if model is None:
+            check_trained(side.model, task)
+            model = move(load_for_task(side.model, data), self.device).eval()
+            fit_tokenizer(model, processor)
+        facts = {"context": side.options.max_length, **data.facts}
+        length = facts.get("max_length", facts["context"])
+        note = beyond_training(model, task, length)
+        with ablated(model, side.without) if side.without is not None else nullcontext():
+            measured = measure_with_interval(model, data, batch_size=self.batch_size or rows_per_batch(data.facts))
+        balanced = measured.balanced
+        scores = [measured] if balanced is None else [measured, balanced]
+        result = SideResult(
+            name=side.name,
+            model=side.model,
+            max_length=length if task.modality == "text" else None,
+            chunks=side.options.chunks,
+            cut_share=data.facts.get("cut_share"),
+            score=measured.score,
+            interval=measured.interval,
+            metrics=measured.metrics,
+            note=note,
+            by_position=measured.by_position,
+            learned=any(above_chance(task, one.score, chance=one.chance, interval=one.interval) for one in scores),
+            balanced=None if balanced is None or balanced.interval is None else (balanced.score, balanced.interval),
+        )
+        self.read.append(Read(side, data, model, measured, result))
+        return self.read[-1]
+
+    def differences(self, ours: Read) -> tuple[SideDifference, ...]:
+        """Compare one side with all others, also by macro-F1 if classes are uneven.
+
+        Sides whose rows are not the same (windows of other lengths) are left out.
+        """
+        task, differences = self.task, []
+        for other in (read for read in self.read if read is not ours):
+            names, pair = (ours.side.name, other.side.name), (ours.measured, other.measured)
+            balanced = (ours.measured.balanced, other.measured.balanced)
+            differences.append(score_difference(task, ", ".join(task.score), *names, *pair))
+            differences.append(score_difference(task, BALANCED, *names, *balanced))
+        return tuple(difference for difference in differences if difference is not None)
+
+    def times(self) -> Times:
+        """Time all sides in turns on some rows, short and long ones; measure their memory if the setup says so."""
+        self.on_event(Started("timing all sides in turns"))
+        text = self.task.modality == "text"
+        timed = [read for read in self.read if read.side.without is None]
+        rows = _spread_rows([read.data for read in timed], text=text)
+        watch = NoiseWatch(self.device)
+        calls = {read.side.name: self._reading(read, rows) for read in timed}
+        timings = in_turns(calls, TURNS)
+        noise = watch.stop()
+        sides = []
+        for read in timed:
+            timing = timings[read.side.name]
+            sides.append(SideTime(read.side.name, timing.seconds / len(rows), timing.spread, self._peak(read)))
+        return Times(tuple(sides), len(rows), TURNS, noise.text, noise.too_noisy)
+
+    def _reading(self, read: Read, numbers: Sequence[int]) -> Call:
+        """Return a call that reads some rows, in batches of the size that they were measured in."""
+        size = self.batch_size or rows_per_batch(read.data.facts)
+        rows = [read.data.validation[number] for number in numbers]
+        batches = [read.data.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+        moved = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
+        return partial(_forward, read.data.type.wrap(read.model), moved)
+
+    def _peak(self, read: Read) -> int | None:
+        """Measure the peak memory of reading the longest row; None if that was not asked for."""
+        most = read.result.max_length
+        if not self.memory or most is None:
+            return None
+        longest = read.data.facts.get("longest_row", most)
+        pieces = -(-longest // most) if read.side.options.chunks else 1
+        tokens = min(longest, most)
+        head = self.task.head.auto_class
+        return peak_of_reading(read.side.model, head, min(pieces, max(1, TOKENS // tokens)), tokens, self.device)
+
+
+@torch.no_grad()
+def _forward(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> None:
+    for batch in batches:
+        model(**batch)
+
+
+def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
+    """Choose up to `TIMED_ROWS` rows that all sides have, evenly over their lengths; fewer if rows are very long."""
+    count = min(len(side.validation) for side in data)
+    lengths = [0] * count
+    if text:
+        lengths = [max(len(side.validation[row].get("input_ids", ())) for side in data) for row in range(count)]
+    order = sorted(range(count), key=lambda row: lengths[row])
+    wanted = max(1, min(TIMED_ROWS, count, TOKENS // max(1, max(lengths))))
+    return [order[(2 * number + 1) * count // (2 * wanted)] for number in range(wanted)]
+
+
+def rows_per_batch(facts: Facts) -> int:
+    """Return the rows of a batch: as many as have `TOKENS` tokens, `MOST_ROWS` at most."""
+    lengths = [facts.get("max_length"), facts.get("context"), facts.get("longest_row")]
+    return rows_of_tokens(TOKENS, min((length for length in lengths if length is not None), default=1))
+
+
+def rows_of_tokens(tokens: int, length: int) -> int:
+    """Return how many rows of a length have at most so many tokens, from 1 to `MOST_ROWS`."""
+    return max(1, min(MOST_ROWS, tokens // max(1, length)))
+
+
+def original_options(name: str, options: DataOptions, task: Task) -> DataOptions:
+    """Return how a softmax original reads rows that another model reads by `options`: at the original's length."""
+    if task.modality != "text":
+        return options
+    if options.auto_length:
+        return replace(options, max_length=whole_length(name, task))
+    return replace(options, max_length=min(options.max_length, length_limit(name) or options.max_length))
+
+
+def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOptions:
+    """Return how an original reads rows in chunks.
+
+    Args:
+        name: the original.
+        options: how it reads cut rows.
+        length: tokens per chunk; None: as many as it reads of a cut row.
+
+    Raises:
+        ConfigError: if the chunks are longer than the original takes.
+    """
+    most = length_limit(name)
+    if length is not None and most is not None and length > most:
+        raise ConfigError(
+            f"chunk_length: got {length}, but {name!r} takes at most {most} tokens; lower it, or leave it out"
+        )
+    return replace(options, max_length=length or options.max_length, auto_length=False, chunks=True)
+
+
+def why_no_chunks(data: TaskData, length: int, title: str = "the original") -> str | None:
+    """Return why rows cannot be read in chunks of `length` tokens; None if they can."""
+    if not data.chunkable:
+        return f"No chunks: task {data.task.name} does not read one text a row (or the tokenizer is a slow one)."
+    longest = data.facts["longest_row"]
+    if longest <= length:
+        return (
+            f"The longest row has {longest:,} tokens, and {title} reads {length:,}: nothing is cut, so that chunks "
+            "would be whole rows, and a greater length cannot decide here."
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -62,7 +371,7 @@ class Evaluation:
     sides: tuple[SideResult, ...] = ()
     differences: tuple[SideDifference, ...] = ()
     times: Times | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evaluation:
@@ -77,9 +386,8 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
     """
     if under_fsdp():
         check_alone("evaluate")
-    setup = Setup(job.task, job.dataset, job.batch_size, check_device(job.device), job.memory)
     others = _others(job)
-    sides = Sides(setup, on_event)
+    sides = Sides(job.task, job.dataset, check_device(job.device), on_event, job.batch_size, job.memory)
     # First, so that a part that the model lacks is refused before slow work.
     for part in job.ablate:
         sides.measure(Side(f"this model without its {part}", job.model, job.data, part))
@@ -95,6 +403,10 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
             sides.measure(side)
         elif original.data.chunkable or original.data.facts.get("cut_share"):
             skipped.append(note)
+    results = tuple(read.result for read in sides.read)
+    failed = ", ".join(result.name for result in results if not result.learned)
+    notes = [f"Not above chance: {failed}."] if failed else []
+    notes += [result.note for result in results if result.note is not None]
     found = Evaluation(
         task=ours.data.task.name,
         data=ours.data.description,
@@ -103,10 +415,10 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         facts={"rows": ours.measured.rows, **ours.data.facts},
         interval=ours.measured.interval,
         chance=ours.measured.chance,
-        sides=tuple(read.result for read in sides.read),
+        sides=results,
         differences=sides.differences(ours),
         times=sides.times() if others else None,
-        notes=(*_notes(sides), *skipped),
+        notes=(*notes, *skipped),
     )
     if original is None:
         return found
@@ -118,14 +430,6 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         original_interval=interval,
         recovered=recovery(ours.data.task, found.score, score, chance=found.chance, interval=interval),
     )
-
-
-def _notes(sides: Sides) -> list[str]:
-    """Name the sides that learned nothing, and those that read more tokens than in training."""
-    results = [read.result for read in sides.read]
-    failed = ", ".join(result.name for result in results if not result.learned)
-    notes = [f"Not above chance: {failed}."] if failed else []
-    return notes + [result.note for result in results if result.note is not None]
 
 
 def _others(job: EvaluateJob) -> list[Side]:

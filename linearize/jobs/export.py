@@ -66,8 +66,9 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
     with claim(job.output, overwrite=job.overwrite, sources=[job.model]):
         loaded = load_converted(job.model)
         model = loaded.model.float().eval()
-        _check_lengths(job.time, model)
-        _check_additions(model)
+        # None if the inputs are no tokens, or not limited.
+        longest = current_length(model) if model.main_input_name == "input_ids" else None
+        _check(job, model, longest)
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}
         for graph in graphs:
@@ -76,7 +77,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         with atomic_folder(job.output, overwrite=job.overwrite) as folder:
             onnx.write(models, folder)
             on_event(Started("comparing with PyTorch in onnxruntime"))
-            checked = onnx.check(graphs, model, folder, _tokens(model))
+            checked = onnx.check(graphs, model, folder, min(CHECKED_TOKENS, longest or CHECKED_TOKENS))
             for name, check in checked.items():
                 on_event(Noted(f"{name}.onnx differs from PyTorch by {check.difference:.1e} of {check.largest:.1e}"))
             described = {f"{graph.name}.onnx": _described(graph) for graph in graphs}
@@ -91,30 +92,16 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         return ExportResult(job.output, described, checked, times)
 
 
-def _longest(model: PreTrainedModel) -> int | None:
-    """Return how many tokens a model takes; None if its inputs are no tokens, or not limited."""
-    return current_length(model) if model.main_input_name == "input_ids" else None
-
-
-def _tokens(model: PreTrainedModel) -> int:
-    """Return how many tokens the check takes."""
-    return min(CHECKED_TOKENS, _longest(model) or CHECKED_TOKENS)
-
-
-def _check_additions(model: PreTrainedModel) -> None:
-    """Refuse what a graph cannot do: choose keys by size, or keep a growing cache in a kernel's state."""
+def _check(job: ExportJob, model: PreTrainedModel, longest: int | None) -> None:
+    """Refuse lengths that the model does not take, and what a graph cannot do: choose keys by size, keep a cache."""
+    if longest is not None and job.time and max(job.time) > longest:
+        raise ConfigError(f"time: got {max(job.time)} tokens, expected at most {longest}: the model takes no more")
     for name in ("exact_keys", "softmax_heads"):
         if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
             raise UnsupportedModelError(
                 f"export: got a model with {name.replace('_', ' ')}, expected a window, sinks and scales at most; "
                 "convert again without them"
             )
-
-
-def _check_lengths(lengths: tuple[int, ...], model: PreTrainedModel) -> None:
-    longest = _longest(model)
-    if longest is not None and lengths and max(lengths) > longest:
-        raise ConfigError(f"time: got {max(lengths)} tokens, expected at most {longest}: the model takes no more")
 
 
 def _described(graph: Graph) -> dict[str, object]:

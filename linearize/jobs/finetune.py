@@ -15,8 +15,7 @@ from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of
-from linearize.jobs.advice import after_tuning
-from linearize.jobs.command import add_command
+from linearize.jobs.advice import add_command, after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main, own_device, under_fsdp, wait_for_all

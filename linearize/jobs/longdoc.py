@@ -22,6 +22,16 @@ from linearize.core.options import recorded
 from linearize.jobs.align import align_checkpoint
 from linearize.jobs.config import AlignJob, ConvertJob, Job
 from linearize.jobs.convert import convert_checkpoint
+from linearize.jobs.evaluate import (
+    Side,
+    SideDifference,
+    SideResult,
+    Sides,
+    Times,
+    chunk_options,
+    rows_of_tokens,
+    why_no_chunks,
+)
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.longdoc_config import LongdocJob
@@ -37,17 +47,6 @@ from linearize.jobs.longdoc_data import (
     quick,
     remove,
     write_texts,
-)
-from linearize.jobs.sides import (
-    Setup,
-    Side,
-    SideDifference,
-    SideResult,
-    Sides,
-    Times,
-    chunk_options,
-    rows_of_tokens,
-    why_no_chunks,
 )
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import check_alone
@@ -218,7 +217,7 @@ def compare(
 ) -> LongdocResult:
     """Measure all sides on the same rows."""
     on_event(Started(f"step 5 of {STEPS}: comparison"))
-    sides = Sides(Setup(job.task, job.dataset, None, device, job.memory), on_event)
+    sides = Sides(job.task, job.dataset, device, on_event, memory=job.memory)
     short = replace(job.rows, max_length=lengths.original, seed=job.seed)
     original, linear = str(work / ORIGINAL), str(work / LINEAR)
     sides.measure(Side(f"original at {lengths.original:,}", original, short))

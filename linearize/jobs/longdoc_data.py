@@ -17,8 +17,8 @@ from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
 from linearize.core.options import name_of, recorded
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import check_kernel, make_plan
+from linearize.jobs.evaluate import chunk_options
 from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.sides import check_chunk_length
 from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_processor
@@ -136,8 +136,8 @@ def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
             f"model: {job.model!r} has no limit to its input, expected one whose inputs are cut; compare at other "
             "lengths: linearize evaluate MODEL --compare ORIGINAL --max-length N"
         )
-    check_chunk_length(job.model, job.chunk_length)
     options = replace(job.rows, max_length=job.max_length or NO_LIMIT, seed=job.seed)
+    chunk_options(job.model, options, job.chunk_length)
     data = prepare(job.task, load_processor(job.model, "text"), options, data=job.dataset)
     longest = data.facts["longest_row"]
     if job.max_length is None and longest > limit:

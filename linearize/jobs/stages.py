@@ -17,8 +17,7 @@ from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import kernel_merit
-from linearize.jobs.advice import longest_row
-from linearize.jobs.command import add_command
+from linearize.jobs.advice import add_command, longest_row
 from linearize.jobs.config import AlignJob, SearchJob, StageOneJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
 from linearize.modeling.plan import Plan
@@ -233,17 +232,16 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     wait_for_all()
 
 
+def _record(result: DistillResult | AlignResult, *names: str) -> dict[str, Any]:
+    """Return figures of a stage as plain data, and what was measured before and after it."""
+    record = {name: getattr(result, name) for name in ("steps", "best_step", *names, "stopped", "seconds")}
+    return record | {"before": result.before.to_dict(), "after": result.after.to_dict()}
+
+
 def distillation_record(result: DistillResult) -> dict[str, Any]:
     """Return what stage one did as plain data."""
-    return {
-        "steps": result.steps,
-        "best_step": result.best_step,
-        "held_out_loss": result.held_out,
-        "stopped": result.stopped,
-        "seconds": result.seconds,
-        "before": result.before.to_dict(),
-        "after": result.after.to_dict(),
-    }
+    record = _record(result, "held_out")
+    return {"held_out_loss" if name == "held_out" else name: value for name, value in record.items()}
 
 
 def without_heads(record: dict[str, Any]) -> dict[str, Any]:
@@ -263,14 +261,7 @@ def alignment_record(
     config: AlignConfig | None = None,
 ) -> dict[str, object]:
     """Return what a checkpoint says about its alignment."""
-    record: dict[str, object] = {
-        "steps": result.steps,
-        "best_step": result.best_step,
-        "stopped": result.stopped,
-        "seconds": result.seconds,
-        "before": result.before.to_dict(),
-        "after": result.after.to_dict(),
-    }
+    record = _record(result)
     if teacher is not None:
         record["teacher"] = name_of(teacher)
     if data is not None and data.dataset is not None:

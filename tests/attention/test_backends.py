@@ -14,7 +14,7 @@ from linearize.attention.backends.causal import CAUSAL_OPS, FlaOp, causal_op
 from linearize.attention.backends.choose import BACKENDS, choose, explain
 from linearize.attention.backends.fla import exact_enough
 from linearize.attention.call import AttentionCall
-from linearize.cli._backends import explain_layers
+from linearize.cli.native import explain_layers
 from linearize.core.registry import kernel_info
 
 FEATURES = [info for info in KERNELS if info.feature_dim is not None]

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 from support.command_lines import run
 
-from linearize.cli.completion import SHELLS, whole_parser
-from linearize.cli.main import VERBS
+from linearize.cli.completion import whole_parser
+from linearize.cli.verbs import SHELLS, VERBS
 
 pytest.importorskip("shtab")
 

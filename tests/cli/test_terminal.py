@@ -15,8 +15,9 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.cli import _output
-from linearize.cli._output import Heartbeat, Screen, StepProgress, console, print_json, table
+from linearize.cli import _progress
+from linearize.cli._output import Screen, console, print_json, table
+from linearize.cli._progress import Heartbeat, StepProgress
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError
 from linearize.jobs.events import Saved
@@ -172,7 +173,7 @@ def show(*reports):
 
 
 def heard(work, monkeypatch, stream):
-    monkeypatch.setattr(_output, "EVERY", 0.1)
+    monkeypatch.setattr(_progress, "EVERY", 0.1)
     with redirect_stdout(stream):
         out = console()
         with Heartbeat(out, "reading") as beat:
@@ -199,17 +200,17 @@ def test_a_log_hears_of_longer_work_less_often():
     beat = Heartbeat(console(), "reading")
     lines, now = 0, 0.0
     while now < 4200:
-        now += max(_output.EVERY, min(_output.SELDOM, _output.SHARE * now))
+        now += max(_progress.EVERY, min(_progress.SELDOM, _progress.SHARE * now))
         lines += 1
     beat.start = time.monotonic() - 1000
     assert lines < 60 and beat._silence() == pytest.approx(100, abs=1)
     beat.start = time.monotonic()
-    assert beat._silence() == _output.EVERY
+    assert beat._silence() == _progress.EVERY
 
 
 def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
     now, spoken = [0.0], [5.0, 12.0, 15.0, 30.0]
-    monkeypatch.setattr(_output, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def wait(seconds):
         """Let the time pass, with what is said in it; the work is over after 37 seconds."""
@@ -232,8 +233,8 @@ def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
 
 def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
     """Their work takes minutes on a busy machine: never ten seconds of a log without a line."""
-    assert _output.EVERY < 10
-    monkeypatch.setattr(_output, "EVERY", 0.1)
+    assert _progress.EVERY < 10
+    monkeypatch.setattr(_progress, "EVERY", 0.1)
     beats, say = threading.Semaphore(0), Screen.print
 
     def spy(self, *objects, **options):
@@ -248,8 +249,8 @@ def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
 
     monkeypatch.setattr(Screen, "print", spy)
 
-    monkeypatch.setattr("linearize.jobs.demo.run_demo", slow)
-    monkeypatch.setattr("linearize.jobs.convert.convert_checkpoint", slow)
+    monkeypatch.setattr("linearize.cli.train.run_demo", slow)
+    monkeypatch.setattr("linearize.cli.train.convert_checkpoint", slow)
     for verb in (["demo"], ["convert", "bert", "--output", "nowhere"]):
         code, out, _ = run(capsys, *verb)
         assert code == 2 and out.count("... loading the model") >= 2
@@ -394,16 +395,13 @@ def test_ctrl_c_while_convert_tunes_leaves_the_converted_model(folders, tmp_path
 
 
 def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatch):
-    import linearize.checkpoint.push
-    import linearize.jobs.demo
-
     def demo(job, on_event):
         if job.tokens > 100:
             on_event(Saved(tmp_path))
         interrupt()
 
-    monkeypatch.setattr(linearize.jobs.demo, "run_demo", demo)
-    monkeypatch.setattr(linearize.checkpoint.push, "push", interrupt)
+    monkeypatch.setattr("linearize.cli.train.run_demo", demo)
+    monkeypatch.setattr("linearize.checkpoint.push.push", interrupt)
     assert "nothing was written" in run(capsys, "demo", "--tokens", 10)[2]
     code, _, err = run(capsys, "demo", "--tokens", 1000, "--output", tmp_path / "made")
     assert code == 130 and f"the converted model is in {tmp_path / 'made'}" in err

@@ -153,7 +153,7 @@ def test_its_interval_is_that_of_the_mean_of_differences():
 
 
 def test_from_the_command_line(place, few_draws, capsys, monkeypatch):
-    monkeypatch.setattr("linearize.jobs.sides.peak_of_reading", lambda *what: 3 * 2**20)
+    monkeypatch.setattr("linearize.jobs.evaluate.peak_of_reading", lambda *what: 3 * 2**20)
     line = ["evaluate", str(place / "linear"), "--task", "text-classification", "--dataset", str(place / "long")]
     line += ["--device", "cpu", "--compare", str(place / "original"), "--memory"]
     assert main(line) == 0

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 import linearize
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.events import Noted
-from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.evaluate import evaluate_checkpoint, rows_per_batch
 from linearize.jobs.finetune import finetune_checkpoint
-from linearize.jobs.sides import rows_per_batch
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, load_processor, whole_length

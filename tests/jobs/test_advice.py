@@ -14,8 +14,7 @@ import linearize
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import Hybrid
 from linearize.jobs import advice
-from linearize.jobs.advice import trend, worst_layer
-from linearize.jobs.command import add_command, again, data_options, line
+from linearize.jobs.advice import add_command, again, data_options, line, trend, worst_layer
 from linearize.jobs.config import ConvertJob
 from linearize.modeling.plan import LayerPlan, Plan
 

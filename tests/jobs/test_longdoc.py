@@ -14,11 +14,10 @@ from linearize.cli import main
 from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs import events, longdoc_data
 from linearize.jobs.dry_run import dry_run
-from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.evaluate import SideDifference, SideResult, SideTime, Times, evaluate_checkpoint
 from linearize.jobs.longdoc import in_batches, run_longdoc, verdict
 from linearize.jobs.longdoc_config import LongdocJob
 from linearize.jobs.longdoc_data import Lengths, examine, quick, write_texts
-from linearize.jobs.sides import SideDifference, SideResult, SideTime, Times
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_two.config import TuneConfig
 

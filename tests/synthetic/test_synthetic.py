@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from linearize.core.errors import ConfigError, DataError, UnknownNameError
-from linearize.jobs.synthetic import listops, recall, retrieval
-from linearize.jobs.synthetic.pixels import pixel_text
+from linearize.jobs.synthetic import sequences
+from linearize.jobs.synthetic import texts as made_texts
+from linearize.jobs.synthetic.sequences import pixel_text
 from linearize.jobs.synthetic.sets import SETS, make
 from linearize.jobs.synthetic.tokenizers import SPECIAL, make_tokenizer
 
@@ -20,11 +21,11 @@ def evaluate(text: str) -> int:
     """Compute the value of a list from its text."""
     stack: list[tuple[str, list[int]]] = [("", [])]
     for token in text.split():
-        if token in listops.OPERATORS:
+        if token in sequences.OPERATORS:
             stack.append((token, []))
-        elif token == listops.END:
+        elif token == sequences.END:
             name, values = stack.pop()
-            stack[-1][1].append(listops.OPERATORS[name](values))
+            stack[-1][1].append(sequences.OPERATORS[name](values))
         else:
             stack[-1][1].append(int(token))
     return stack[0][1][0]
@@ -45,41 +46,41 @@ def test_listops_values(text, value):
 
 
 def test_listops_rows_are_right_and_of_the_published_lengths():
-    config = listops.ListOps(train=6, validation=3)
-    found = listops.tables(config)
+    config = sequences.ListOps(train=6, validation=3)
+    found = config.make()[0]
     assert len(found["train"]) == 6 and len(found["validation"]) == 3
     texts = [row["text"] for rows in found.values() for row in rows]
     assert len(set(texts)) == 9
     for rows in found.values():
         for row in rows:
             tokens = row["text"].split()
-            assert 500 <= len(tokens) <= 2000 and set(tokens) <= set(listops.TOKENS)
+            assert 500 <= len(tokens) <= 2000 and set(tokens) <= set(sequences.TOKENS)
             assert evaluate(row["text"]) == row["label"]
             depth = deepest = 0
             for token in tokens:
-                depth += (token in listops.OPERATORS) - (token == "]")
+                depth += (token in sequences.OPERATORS) - (token == "]")
                 deepest = max(deepest, depth)
             assert depth == 0 and deepest < 10
-    assert found == listops.tables(config)
-    assert found != listops.tables(listops.ListOps(train=6, validation=3, seed=1))
+    assert found == config.make()[0]
+    assert found != sequences.ListOps(train=6, validation=3, seed=1).make()[0]
 
 
 def test_listops_grammar():
-    config = listops.ListOps(shortest=1)
+    config = sequences.ListOps(shortest=1)
     chance, operators = random.Random(0), 0
     for _ in range(2000):
         tokens: list[str] = []
         try:
-            listops.draw(chance, config, tokens, 1)
-        except listops.TooLongError:
+            sequences.draw(chance, config, tokens, 1)
+        except sequences.TooLongError:
             continue
         operators += len(tokens) > 1
     assert 0.2 < operators / 2000 < 0.3
 
 
 def test_recall_ends_in_a_key_seen_before():
-    config = recall.AssociativeRecall(train=20, validation=5)
-    found = recall.tables(config)
+    config = sequences.AssociativeRecall(train=20, validation=5)
+    found = config.make()[0]
     for row in found["train"]:
         tokens = row["text"].split()
         assert len(tokens) == 128 and len(set(tokens)) <= 40
@@ -91,20 +92,20 @@ def test_recall_ends_in_a_key_seen_before():
     assert all(row["positions"] == [127] for row in found["validation"])
     keys = sum(len(row["text"].split()) // 2 for row in found["train"]) / 20 / 20
     assert keys == pytest.approx(3.2), "a key comes up three times on average, as in the paper"
-    assert recall.tables(config) == found
+    assert config.make()[0] == found
 
 
 def test_recall_with_easy_rows():
-    config = recall.AssociativeRecall(fewest_keys=2, shortest=8)
-    rows = recall.rows(config, 200, 0, "all", easy=True)
+    config = sequences.AssociativeRecall(fewest_keys=2, shortest=8)
+    rows = sequences.recall_rows(config, 200, 0, "all", easy=True)
     counts = {len(set(row["text"].split()[::2])) for row in rows}
     assert min(counts) <= 4 and max(counts) >= 17
     lengths = {len(row["text"].split()) for row in rows}
     assert min(lengths) < 16 and max(lengths) > 112 and min(lengths) >= 8
-    assert {len(row["text"].split()) for row in recall.rows(config, 5, 0, "all")} == {128}
+    assert {len(row["text"].split()) for row in sequences.recall_rows(config, 5, 0, "all")} == {128}
     assert all(row["positions"] for row in rows)
     with pytest.raises(ConfigError, match="got fewest_keys 21"):
-        recall.AssociativeRecall(fewest_keys=21)
+        sequences.AssociativeRecall(fewest_keys=21)
 
 
 def test_made_sets_have_tables_and_tokenizers():
@@ -158,7 +159,7 @@ def test_pathfinder(tmp_path):
 
 def test_retrieval(tmp_path):
     texts = [f"{chr(97 + i) * 4}{chr(65 + i) * 4}" for i in range(9)]
-    rows = retrieval.halves(retrieval.Halves(longest=3), texts)
+    rows = made_texts.halves(made_texts.Halves(longest=3), texts)
     for row in rows:
         assert len(row["text1"]) == len(row["text2"]) == 3
         assert (row["text1"][0] == row["text2"][0].lower()) == bool(row["label"])
@@ -167,21 +168,21 @@ def test_retrieval(tmp_path):
         for label in (0, 1):
             assert len({row[half] for row in rows if row["label"] == label}) == 9, "no half tells the label by itself"
     long = [f"{text}{text.upper()}" for text in texts[:5]]
-    rows = retrieval.halves(retrieval.Halves(longest=8, shortest=16), texts + long)
+    rows = made_texts.halves(made_texts.Halves(longest=8, shortest=16), texts + long)
     assert len(rows) == 10 and all(len(row["text1"]) == len(row["text2"]) == 8 for row in rows), "no length tells"
     with pytest.raises(DataError, match=r"got 1 texts of 16 characters or more"):
-        retrieval.halves(retrieval.Halves(shortest=16), texts + long[:1])
+        made_texts.halves(made_texts.Halves(shortest=16), texts + long[:1])
     texts_of_ten = [f"{n}{n}{n}abcd{n}{n}{n}" for n in range(4)]
-    for row in retrieval.halves(retrieval.Halves(longest=6, overlap=4), texts_of_ten):
+    for row in made_texts.halves(made_texts.Halves(longest=6, overlap=4), texts_of_ten):
         first, second = row["text1"], row["text2"]
         assert first[2:] == second[:4] == "abcd" and (first[0] == second[-1]) == bool(row["label"])
     for wrong in ({"shortest": -1}, {"overlap": -1}, {"longest": 5, "overlap": 5}):
         with pytest.raises(ConfigError, match=r"retrieval, (shortest|overlap): got -1|expected less than longest"):
-            retrieval.Halves(**wrong)
+            made_texts.Halves(**wrong)
     (tmp_path / "set.txt").write_text("\n".join(texts * 6))
     made = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
     assert set(made.tables["train"].column_names) == {"text1", "text2", "label"}
-    for name in retrieval.RELEASED.values():
+    for name in made_texts.RELEASED.values():
         (tmp_path / name).write_text('1\t3\t4\tone text\tanother\n0.0\t5\t6\ta "b\tc\n')
     made = make("retrieval", {}, str(tmp_path))
     assert made.tables["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}

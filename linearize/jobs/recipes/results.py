@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from linearize.core.errors import ConfigError, DataError, first_line
 from linearize.core.parsing import parse_json, parse_yaml, read_text
@@ -90,29 +90,8 @@ class Table:
     changes: Changes = field(default_factory=Changes)
 
 
-class ResultRow(TypedDict, total=False):
-    """A line of a run's results, one per cell; `linearize.jobs.recipes.run` makes it."""
-
-    cell: str
-    row: str
-    kernel: str
-    task: str
-    source: str | None
-    seed: int
-    score: float
-    metrics: dict[str, float]
-    facts: dict[str, object]
-    percent: bool
-    lower_is_better: bool
-    interval: list[float] | None
-    chance: float | None
-    original: float | None
-    recovered: float | None
-    paper: float | None
-    fidelity: dict[str, dict[str, float]] | None
-    distil: dict[str, float] | None
-    align: dict[str, object] | None
-    finetune: dict[str, object]
+ResultRow = dict[str, Any]
+"""A line of a run's results, one per cell; `linearize.jobs.recipes.run` makes it."""
 
 
 def append_row(folder: Path, row: ResultRow) -> None:

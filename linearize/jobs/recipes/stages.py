@@ -25,12 +25,13 @@ from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback
+from linearize.core.options import options_of
 from linearize.data.columns import column_kinds, find_column
 from linearize.data.source import RowBatches
+from linearize.jobs.evaluate import rows_per_batch
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.recipes.recipe import PRETRAIN, Cell, Job, resolve
 from linearize.jobs.recipes.schema import SOFTMAX, Batches, Model, Recipe, Row
-from linearize.jobs.sides import rows_per_batch
 from linearize.jobs.stages import alignment_record, distillation_record, without_heads
 from linearize.jobs.synthetic.sets import SETS, make
 from linearize.jobs.synthetic.tokenizers import LEARNED, make_tokenizer
@@ -307,8 +308,7 @@ def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
     processor: Processor | None = None
     if job.column.make is not None:
         source = None if job.data is None else str(located(job.task, job.data))
-        names = {field.name for field in dataclasses.fields(SETS[job.column.make].config)}
-        seeded = {"seed": seed} if "seed" in names else {}
+        seeded = {"seed": seed} if "seed" in options_of(SETS[job.column.make]) else {}
         made = make(job.column.make, seeded | job.column.options, source)
         given, processor = made.tables, made.tokenizer
     if model.pretrained:

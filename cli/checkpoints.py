@@ -1,0 +1,125 @@
+"""Run what makes, shows, writes and uploads checkpoints: `init`, `inspect`, `export`, `push`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from linearize.checkpoint import push as hub
+from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.cli._output import console, plan_table, print_json
+from linearize.cli._progress import at_work, on_interrupt
+from linearize.core.errors import UnsupportedModelError
+from linearize.jobs import events
+from linearize.jobs.config import ExportJob, InitJob
+from linearize.jobs.events import Event
+from linearize.modeling.plan import Plan
+
+if TYPE_CHECKING:
+    from linearize.export.timing import Timed
+
+
+def init(job: InitJob, args: argparse.Namespace) -> None:
+    """Make the model and show what it is."""
+    from linearize.jobs.init import init_checkpoint
+
+    if job.kernel is None and job.layers is None:
+        job = replace(job, kernel="hedgehog")
+    plan = init_checkpoint(job)
+    out = console(to_stderr=args.json)
+    assert plan is not None
+    out.print(plan_table(plan))
+    out.print(f"Saved {job.output}, untrained.")
+    if args.json:
+        print_json({"output": job.output, "plan": plan.to_dict()})
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """Print the facts."""
+    info = inspect_checkpoint(args.model)
+    plan = info.plan if info.converted else _plan_of_original(args.model)
+    if args.json:
+        named = {"plan": None if plan is None else plan.to_dict(), "provenance": info.provenance.to_dict()}
+        print_json(asdict(info) | named)
+        return
+    out = console()
+    for label, value in info.rows():
+        out.print(f"{label:<20}{value}")
+    if plan is not None:
+        out.print(plan_table(plan))
+
+
+def _plan_of_original(name: str) -> Plan | None:
+    """Plan a conversion that is not carried out: it lists every attention and whether it can be converted."""
+    from linearize.checkpoint.loading import load_model
+    from linearize.conversion.plan import plan
+
+    try:
+        return plan(load_model(name).model, "hedgehog")
+    except UnsupportedModelError:
+        return None
+
+
+def export(job: ExportJob, args: argparse.Namespace) -> None:
+    """Export and say how close it is."""
+    from linearize.jobs.export import export_checkpoint
+
+    out = console(to_stderr=args.json)
+
+    def on_event(event: Event) -> None:
+        work(event)
+        if isinstance(event, events.Started):
+            out.print(f"... {event.what}")
+
+    with at_work(out, "exporting") as work:
+        result = export_checkpoint(job, on_event)
+    for row in result.times:
+        out.print(_line(row), soft_wrap=True)
+    out.print(f"Saved {result.output}.")
+    if args.json:
+        print_json(result.to_dict())
+
+
+def _line(row: Timed) -> str:
+    where = "" if row.tokens is None else f" {'after' if row.what == 'step' else 'of'} {row.tokens:,} tokens"
+    sides = [("PyTorch" if row.pytorch_alone is None else "PyTorch with the native op", row.pytorch)]
+    sides += [] if row.pytorch_alone is None else [("without", row.pytorch_alone)]
+    sides.append(("onnxruntime", row.onnxruntime))
+    times = [f"{name} {timing.seconds * 1e3:.2f} ms (spread {timing.spread:.0%})" for name, timing in sides]
+    return f"{row.what}{where}: {', '.join(times)}"
+
+
+def push(args: argparse.Namespace) -> None:
+    """Upload, or show what would be sent."""
+    if not args.dry_run:
+        url = upload(args.folder, args.repo, private=args.private, include=args.include, to_stderr=args.json)
+        if args.json:
+            print_json({"url": url})
+        return
+    hub.check_repo(args.repo)
+    if args.json:
+        sent, left = hub.files_to_push(args.folder, args.include)
+        print_json({"url": None, "files": sent, "left_out": left})
+    else:
+        _print_files(args.folder, args.repo, args.include, to_stderr=False)
+
+
+def upload(folder: str, repo: str, *, private: bool, include: Sequence[str] = (), to_stderr: bool) -> str:
+    """Print the files, upload them, and print and return the address."""
+    again = f"the checkpoint is in {folder}, the upload is not complete; continue with: linearize push {folder} {repo}"
+    with on_interrupt(lambda: again):
+        _print_files(folder, repo, include, to_stderr=to_stderr)
+        url = hub.push(folder, repo, private, include=include)
+    console(to_stderr=to_stderr).print(f"Uploaded {folder} to {url}")
+    return url
+
+
+def _print_files(folder: str, repo: str, include: Sequence[str], *, to_stderr: bool) -> None:
+    sent, left = hub.files_to_push(folder, include)
+    out = console(to_stderr=to_stderr)
+    out.print(f"Files for {repo}: {', '.join(sent)}")
+    if left:
+        more = f" and {len(left) - 10} more" if len(left) > 10 else ""
+        out.print(f"Not sent (--include PATTERN sends them): {', '.join(left[:10])}{more}")

@@ -1,0 +1,250 @@
+"""Run what trains: `convert`, `distill`, `align`, `finetune`, `search`, `demo`; and the dry run of all that train."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+from typing import TypeVar
+
+from linearize.checkpoint.push import check_repo
+from linearize.cli._output import Screen, console, plan_table, print_json, table
+from linearize.cli._progress import Work, at_work, on_interrupt, show_findings
+from linearize.cli.checkpoints import upload
+from linearize.cli.native import explain_plan, prepare_native
+from linearize.core.errors import NotSavedError
+from linearize.evaluation.bench.rows import mebibytes
+from linearize.jobs import events
+from linearize.jobs.advice import line
+from linearize.jobs.align import align_checkpoint
+from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
+from linearize.jobs.convert import ConvertResult, convert_checkpoint, distill_checkpoint
+from linearize.jobs.demo import run_demo
+from linearize.jobs.dry_run import AnyJob, dry_run
+from linearize.jobs.events import Callback, Event
+from linearize.jobs.finetune import finetune_checkpoint
+from linearize.jobs.search import search_checkpoint
+from linearize.jobs.task_config import TuneJob
+from linearize.modeling.plan import Plan
+from linearize.training.stage_one.processes import is_main
+from linearize.training.stage_one.run import StateFolder
+from linearize.training.stage_two.save import last_checkpoint
+from linearize.training.stage_two.tasks import above_chance, task
+from linearize.training.stage_two.trainer import TuneResult
+
+EXPLAINED_TOKENS = 512
+"""Length of the inputs of --explain-backend without --max-length."""
+LEARNS = "Stage one learns from"
+Job = TypeVar("Job", ConvertJob, DistillJob, AlignJob)
+Planned = Callable[[Screen, Plan], None]
+
+
+def convert(job: ConvertJob, args: argparse.Namespace) -> int:
+    """Convert, or show the plan and the bill; then tune and upload the result, if that was asked for."""
+    # Wrong names are refused before the first slow step.
+    if args.finetune:
+        task(args.finetune)
+    if args.push_to_hub:
+        check_repo(args.push_to_hub)
+
+    def planned(out: Screen, plan: Plan) -> None:
+        prepare_native(args, job.device, None if args.dry_run else out)
+        if args.explain_backend:
+            explain_plan(out, plan, job.max_length or EXPLAINED_TOKENS, job.device)
+
+    if args.dry_run:
+        prepare_native(args, job.device, None)
+    code = _train(job, args, convert_checkpoint, planned=planned)
+    if args.dry_run:
+        return code
+    if args.finetune:
+        tune_in_place(job, args.finetune, to_stderr=args.json)
+    if args.push_to_hub and is_main():
+        upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
+    return 0
+
+
+def distill(job: DistillJob, args: argparse.Namespace) -> int:
+    """Continue stage one."""
+    return _train(job, args, distill_checkpoint)
+
+
+def align(job: AlignJob, args: argparse.Namespace) -> int:
+    """Align with the original."""
+    return _train(job, args, align_checkpoint, learns="The alignment learns from")
+
+
+def _train(
+    job: Job,
+    args: argparse.Namespace,
+    run: Callable[[Job, Callback], ConvertResult],
+    *,
+    planned: Planned | None = None,
+    learns: str = LEARNS,
+) -> int:
+    """Run a job and show what it does and makes, or its bill; `planned` is called with the console and the plan."""
+    if args.dry_run:
+        return show_bill(job, as_json=args.json, planned=planned)
+    # With --json stdout is for programs, and people read stderr.
+    out = console(to_stderr=args.json)
+    with at_work(out, "loading the model", lambda: kept_states(job.target()), learns) as work:
+
+        def on_event(event: Event) -> None:
+            work(event)
+            if planned is not None and isinstance(event, events.Planned):
+                planned(out, event.plan)
+
+        result = run(job, on_event)
+    out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
+    if result.findings is not None:
+        show_findings(out, result.findings)
+    if args.json:
+        print_json(result.to_dict())
+    return 0
+
+
+def finetune(job: TuneJob, args: argparse.Namespace) -> int:
+    """Tune and print the metrics."""
+    if args.dry_run:
+        return show_bill(job, as_json=args.json)
+    result, work = tune(job, console(to_stderr=args.json))
+    if args.json:
+        figures = {name: getattr(result, name) for name in ("metrics", "score", "steps", "selection")}
+        findings = {} if work.findings is None else work.findings.to_dict()
+        print_json({"output": str(job.target()), **figures, "findings": findings})
+    return 0
+
+
+def tune_in_place(converted: ConvertJob, name: str, *, to_stderr: bool) -> None:
+    """Tune a converted checkpoint with the defaults and put the result in its place."""
+    model = converted.target()
+    options: dict[str, object] = {
+        "task": name,
+        "output": model,
+        "overwrite": True,
+        "device": converted.device,
+        "seed": converted.seed,
+    }
+    if converted.data.sources:
+        options["dataset"] = ",".join(name for name, _ in converted.data.sources)
+    again = line("finetune", model, options)
+    with on_interrupt(lambda: f"the converted model is in {model}, untuned; continue with: {again} --resume"):
+        try:
+            tune(TuneJob.of(model=model, **options), console(to_stderr=to_stderr))
+        except NotSavedError as error:
+            error.command = shlex.split(again)[1:]
+            raise
+
+
+def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Work]:
+    """Tune, print what happens, and return the result and what showed it."""
+    with at_work(out, "loading the model and its data", lambda: kept_checkpoint(job)) as work:
+        target, result = finetune_checkpoint(job, work)
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+    chosen = result.selection
+    kept = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
+    if not result.best_step:
+        kept = f"Kept the start, as none of {result.steps} steps ({result.stopped}) measured better"
+    out.print(f"{kept}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}")
+    if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
+        out.print(f"Not above chance, which reaches a score of {result.chance:.4f}.")
+    out.print(f"Saved {target} ({result.seconds:.0f} s).")
+    if work.findings is not None:
+        show_findings(out, work.findings)
+    return result, work
+
+
+def kept_checkpoint(job: TuneJob) -> str:
+    """Say what an interrupted stage two left on disk, and how to resume it."""
+    folder = f"{job.target()}.training"
+    last = last_checkpoint(folder)
+    kept = "no checkpoint was written yet" if last is None else f"{last.name} is in {folder}"
+    return f"{kept}; resume with the same line and --resume"
+
+
+def search(job: SearchJob, args: argparse.Namespace) -> None:
+    """Choose kernels."""
+    out = console(to_stderr=args.json)
+    prepare_native(args, job.device, out)
+    learns = "The search learns from"
+    with at_work(out, "loading the model", lambda: kept_states(job.target(), "search"), learns) as work:
+        result = search_checkpoint(job, work)
+    if job.plan_out:
+        out.print(f"Plan: {job.plan_out}; carry it out: linearize convert {job.model} --plan {job.plan_out}")
+    if job.plot:
+        out.print(f"Picture: {job.plot}")
+    if args.json:
+        print_json({"plan": result.plan.to_dict(), **result.to_dict()})
+
+
+def demo(job: DemoJob, args: argparse.Namespace) -> None:
+    """Convert a small model, and show the gain."""
+    out = console(to_stderr=args.json)
+    saved = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, events.Saved):
+            saved.append(event.output)
+        if isinstance(event, events.Planned):
+            prepare_native(args, "cpu", out)
+        else:
+            work(event)
+
+    def kept() -> str:
+        return f"the converted model is in {job.output}" if saved else "nothing was written"
+
+    with at_work(out, "loading the model", kept, LEARNS) as work:
+        result = run_demo(job, on_event)
+    comparison = result.comparison
+    rows = [
+        ["softmax (SDPA)", f"{comparison.softmax_seconds:.2f}", mebibytes(comparison.softmax_bytes)],
+        [f"linear ({job.kernel})", f"{comparison.linear_seconds:.2f}", mebibytes(comparison.linear_bytes)],
+    ]
+    title = f"One document of {comparison.tokens:,} tokens, whole model: {comparison.speedup:.1f} times faster"
+    out.print(table(title, ["attention", "seconds", "peak memory, MiB"], rows, right=(1, 2)))
+    out.print(f"The converted model is in {job.output}.")
+    if args.json:
+        print_json(result.to_dict())
+
+
+def kept_states(target: str, *endings: str) -> str:
+    """Say what an interrupted search, stage one or alignment left on disk (folders `<target>.<ending>`)."""
+    for ending in endings or ("align", "stage1", "search"):
+        folder = f"{target.rstrip('/')}.{ending}"
+        if steps := StateFolder(folder, 1).steps():
+            return f"the state of step {steps[-1]} is in {folder}; resume with the same line and --resume"
+    return "nothing was written; --save-every N keeps a state every N steps"
+
+
+def show_bill(job: AnyJob, *, as_json: bool, planned: Planned | None = None) -> int:
+    """Check a job and print its plan and its bill.
+
+    Args:
+        job: the job.
+        as_json: whether stdout is for JSON.
+        planned: called with the console and the plan once the plan is made.
+
+    Returns:
+        0 if it fits, else 2.
+    """
+    out = console(to_stderr=as_json)
+    plans = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, events.Planned):
+            plans.append(event.plan)
+            out.print(plan_table(event.plan))
+            if planned is not None:
+                planned(out, event.plan)
+        elif not isinstance(event, events.DataOpened):
+            work(event)
+            if isinstance(event, events.Started) and out.is_terminal:
+                out.print(f"... {event.what}")
+
+    with at_work(out, "checking") as work:
+        bill = dry_run(job, on_event)
+    for text in bill.lines():
+        out.print(text, soft_wrap=True)
+    if as_json:
+        print_json((plans[0].to_dict() if plans else {}) | {"bill": bill.to_dict()})
+    return 2 if bill.problems else 0

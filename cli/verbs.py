@@ -1,0 +1,376 @@
+"""The verbs of the command line: what each is called, takes and runs. Importing this loads nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+
+from linearize.cli._options import Parser, add_config_file, add_options
+from linearize.cli._verb import Groups, Verb, add_flags
+from linearize.cli.verbs_train import Align, Convert, Demo, Distill, Evaluate, Finetune, Longdoc, Search
+from linearize.evaluation.bench.options import HOW, WHAT, BenchOptions
+from linearize.evaluation.report.options import CompareOptions, ReportOptions
+from linearize.jobs.config import ExportJob, InitJob
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+class Init(Verb):
+    """Make an untrained model with linear attention from a config of any architecture.
+
+    examples:
+      linearize init config.json --kernel hedgehog --task masked-lm --output fresh-bert
+      linearize init my-gpt2.yaml --layers 0-2=diag_softmax,3-5=norm_1elu --task causal-lm --output fresh-gpt2
+      linearize init config.json --kernel elu --task text-classification --num-labels 9 --tokenizer ./tok --output fresh
+
+    CONFIG is a JSON or YAML file with model_type and what differs from its defaults, or a folder with a config.json.
+    """
+
+    summary = "make an untrained linear model from a config"
+    module = "checkpoints"
+    job = InitJob
+
+
+class Run(Verb):
+    """Run a recipe: every cell of a published table, or of a demonstration.
+
+    examples:
+      linearize run minilm-glue data=./glue kernels=[softmax,hedgehog] --output runs/minilm
+      linearize run associative-recall --dry-run
+      linearize run minilm-glue data=./glue --output runs/minilm --resume
+      linearize run minilm-glue data=./glue --output runs/minilm --resume --only '*-stsb-*'
+      linearize run my-recipe.yaml finetune.epochs=1 tasks=[cola]
+
+    Finished stages stay: continue an interrupted run with --resume, which may also add kernels, tasks or seeds. More
+    than one process may fill a folder, each with --resume and --only, as long as no two share a task. The table:
+    linearize results FOLDER.
+    """
+
+    summary = "run a recipe: a published table, or a demonstration"
+    module = "recipes"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the recipe, its changes, and the run's folder."""
+        add = parser.add_argument
+        add("recipe", metavar="RECIPE", help="name of a recipe (see `linearize recipes`) or a YAML file")
+        add("changes", nargs="*", metavar="key=value", help="changes to it; keys with dots, values as in YAML")
+        add("--output", metavar="DIR", help="folder of the run (runs/<recipe>)")
+        add("--dry-run", action="store_true", help="check it, print it and do nothing")
+        add("--resume", action="store_true", help="continue an interrupted run, or add kernels, tasks or seeds to one")
+        only = "these cells only, as *-mrpc-*; may be repeated"
+        add("--only", action="append", default=[], metavar="PATTERN", help=only)
+
+
+class Recipes(Verb):
+    """List the recipes, print one, or write one to start from.
+
+    examples:
+      linearize recipes
+      linearize recipes minilm-glue
+      linearize recipes --new mine.yaml                 # every key explained; then linearize run mine.yaml --dry-run
+    """
+
+    summary = "list the recipes, print one, or write one to start from"
+    module = "recipes"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare what is printed or written."""
+        parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
+        parser.add_argument("--new", metavar="FILE.yaml", help="write a recipe to start from, every key explained")
+
+
+class Results(Verb):
+    """Show the table of a recipe's run with the paper's figures; also as Markdown, CSV, LaTeX or a picture.
+
+    examples:
+      linearize results runs/minilm-glue
+      linearize results runs
+      linearize results runs/minilm-glue --format latex
+      linearize results runs --format csv --plot results.png
+
+    A cell shows our figure, in brackets the share of softmax's score above chance (if softmax is above chance), and
+    after a bar the paper's figure. With more than one seed ours is the mean, with its standard deviation after +-; n is
+    the number of seeds, if some are missing. The last row is chance: the best score of an answer that ignores the
+    input. A star marks what was not made as the package's recipe says (fewer steps, other arguments ...); notes below
+    say how.
+    """
+
+    summary = "show the table of a run, with the paper's figures"
+    module = "recipes"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the folder and the format."""
+        add, formats = parser.add_argument, ("table", "md", "csv", "latex", "json")
+        add("folder", metavar="FOLDER", help="folder of a run, or of runs")
+        add("--format", choices=formats, default="table", metavar="F", help=f"{', '.join(formats)} (table)")
+        add("--plot", metavar="FILE.png", help="draw means and deviations, and the paper's figures")
+        add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
+
+
+class Kernels(Verb):
+    """List the kernels with what was measured of them, explain one, or advise on the kernel for a model.
+
+    examples:
+      linearize kernels
+      linearize kernels hedgehog
+      linearize kernels --for roberta-base              # which of them suit this model, and what they take there
+      linearize kernels --json
+
+    KL: how far from softmax, nats per query, on MiniLM: smaller is closer, and only figures of one letter compare.
+    Faster: against SDPA on a CPU with the native op. State: what decoding keeps per sequence instead of a cache that
+    grows.
+    """
+
+    summary = "list the kernels, explain one, or advise for a model"
+    module = "kernels"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the kernel or the model."""
+        parser.add_argument("name", nargs="?", metavar="NAME", help="kernel to explain")
+        parser.add_argument("--for", dest="model", metavar="MODEL", help="advise for a model: Hub name or folder")
+
+
+class Inspect(Verb):
+    """Show the attentions of a model, or what a converted checkpoint is and how it was made.
+
+    examples:
+      linearize inspect roberta-base
+      linearize inspect ./roberta-base-hedgehog
+      linearize inspect ./roberta-base-hedgehog --json
+    """
+
+    summary = "show what a model or a converted checkpoint is"
+    module = "checkpoints"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the model."""
+        parser.add_argument("model", metavar="MODEL_OR_DIR", help="Hub name, folder or GGUF file, converted or not")
+
+
+class Export(Verb):
+    """Write a converted checkpoint as ONNX with dynamic sizes, and compare it with PyTorch in onnxruntime.
+
+    examples:
+      linearize export ./roberta-base-hedgehog --format onnx --output roberta-onnx
+      linearize export ./gpt2-hedgehog --output gpt2-onnx --last-logits
+      linearize export ./gpt2-hedgehog --output gpt2-onnx --time 128,1024   # and PyTorch, native op on and off
+
+    An encoder or an image model becomes one graph, model.onnx. A causal model becomes two: model.onnx reads prompts
+    (padding in front) and returns logits and the state after them, as present.*; step.onnx reads one token and that
+    state, as past.*, and returns the next. Both read the weights from weights.bin, in fp32; export.json describes them.
+    """
+
+    summary = "write a converted checkpoint as ONNX, checked in onnxruntime"
+    module = "checkpoints"
+    job = ExportJob
+
+
+class Push(Verb):
+    """Upload a converted checkpoint to the Hub, with its model card.
+
+    examples:
+      linearize push ./roberta-base-hedgehog alice/roberta-base-hedgehog
+      linearize push ./roberta-base-hedgehog alice/roberta-base-hedgehog --private --dry-run
+
+    Only the files of a checkpoint are sent: weights, config, tokenizer, card, code, log. The list is printed first.
+
+    Log in first: hf auth login (or set HF_TOKEN). The token is neither printed nor stored by linearize.
+    """
+
+    summary = "upload a converted checkpoint to the Hub"
+    module = "checkpoints"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the folder, the repository and the files."""
+        add = parser.add_argument
+        add("folder", metavar="DIR", help="folder that `linearize convert` made")
+        add("repo", metavar="USER/NAME", help="repository on the Hub; created if missing")
+        add("--private", action="store_true", help="make a new repository private")
+        add("--include", metavar="PATTERN", action="append", default=[], help="also send these files (onnx/*)")
+        add("--dry-run", action="store_true", help="print what would be sent, and send nothing")
+
+
+class Report(Verb):
+    """Make a page about a converted checkpoint: its attention and softmax's in pictures, speed, changed predictions.
+
+    examples:
+      linearize report ./roberta-base-hedgehog
+      linearize report ./roberta-base-hedgehog --dataset reviews.jsonl --original roberta-base --output report/
+      linearize report ./vit-hedgehog --dataset ./photos --inputs 4
+      linearize report ./roberta-base-hedgehog --lengths 512,4096,16384
+
+    The page is one file without scripts that needs no network. Its pictures are saved next to it as PNG files, its
+    numbers in report.json. It opens with a sentence: how close, how fast, up to what length.
+
+    Without --dataset the inputs are of the data that the checkpoint was taught on by its record, if that is in this
+    folder, next to the checkpoint or on the Hub; else the built-in data of `linearize convert`. For a classifier or
+    regression the page lists the texts whose prediction changed most (--original names the tuned original).
+    """
+
+    summary = "show a converted checkpoint: pictures, figures, one page"
+    module = "report"
+    job = ReportOptions
+    output = "report"
+
+
+class Compare(Verb):
+    """Compare several conversions on the same inputs: which kernel, how close, how fast. One table and one picture.
+
+    examples:
+      linearize compare ./roberta-base-hedgehog ./roberta-base-luna
+      linearize compare ./a ./b ./c --dataset reviews.jsonl --original roberta-base --lengths 4096
+      linearize compare ./a ./b --json --lengths none
+
+    The output folder gets comparison.png and comparison.json. Of --lengths the longest that a model takes is timed. The
+    lines below the table name the best by each figure, and the differences that are within noise: over the inputs by
+    paired 95 % intervals (comparison.json has them), over the turns of the timing by the quartiles.
+    """
+
+    summary = "compare several conversions"
+    module = "report"
+    job = CompareOptions
+    output = "comparison"
+
+
+class Bench(Verb):
+    """Measure speed and memory of kernels next to softmax (SDPA): one attention, decoding, whole models.
+
+    examples:
+      linearize bench --kernel flexformer_n --kernel hedgehog
+      linearize bench --causal --backward --lengths 4096 --dtype bfloat16
+      linearize bench --features-given --causal
+      linearize bench --decode --lengths 8192,32768
+      linearize bench gpt2 --decode --lengths 1024,8192
+      linearize bench google/vit-base-patch16-224 --image-size 224,384,512
+      linearize bench bert-base --lengths 128,4096,16384
+      linearize bench bert-base --train --lengths 2048,4096 --batch-tokens 4096
+      linearize bench ./roberta-base-hedgehog --json --plot speed.png
+      linearize bench --config mine.yaml --device cpu
+
+    Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or
+    a folder, converted or not; `bert-base` has BERT's sizes with random weights, and needs no network. A model of
+    images is measured at sizes in pixels. MODEL --decode decodes with a whole causal model, compares it with softmax
+    and its cache, and shows what each keeps between two tokens.
+
+    Softmax and kernel run in turns in one process; a turn of --decode is eight tokens, and the first of them, whose
+    state softmax's turn has pushed out of the caches, has a separate column. Memory is the peak above what was there
+    before, on the CPU in a separate process for each figure. The native op is compiled first if it is missing
+    (`linearize native`), and used unless --no-native is given. Columns: seconds (median, and the distance of the
+    quartiles over it) and MiB.
+    """
+
+    summary = "measure speed and memory of softmax and kernels"
+    module = "bench"
+    job = BenchOptions
+    flags = ()
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the suites and the picture, in the groups of the options."""
+        add = groups[WHAT].add_argument
+        what = "one token after a context (--lengths): the attentions of all layers, or all of MODEL"
+        add("--decode", action="store_true", help=what)
+        add("--train", action="store_true", help="a training step of the whole MODEL: forward, backward and AdamW")
+        add = groups[HOW].add_argument
+        add("--plot", metavar="FILE.png", help="draw time and memory against length")
+        add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
+        add_flags(groups[HOW], "--no-native", "--explain-backend", "--json")
+
+
+class Native(Verb):
+    """Compile the native op, linear attention on the CPU in C, and check it; or say whether it is there.
+
+    examples:
+      linearize native
+      linearize native --build
+      linearize native --remove
+
+    The native op is optional: it makes converted models and stage one faster on the CPU, and everything works without
+    it. The first `convert`, `demo` or `bench` compiles it in some seconds, if there is a C compiler (gcc or clang);
+    --build compiles it now and compares it with the ops in PyTorch. The library is stored in the user's cache folder.
+    It is loaded from there only if other users cannot write there and if it is the library that was built.
+    LINEARIZE_NATIVE=0, or --no-native of those verbs, turns off compiling and using it; LINEARIZE_NATIVE=1 uses an
+    existing library and compiles nothing. If the processor multiplies bf16 numbers directly ("bf16 products"), the
+    kernels of a bf16 model round their projections to bf16, as the model's other layers do.
+    """
+
+    summary = "compile the optional native op for the CPU, or say whether it is there"
+    module = "native"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare what to do with the library."""
+        what = parser.add_mutually_exclusive_group()
+        what.add_argument("--build", action="store_true", help="compile it, and compare it with the ops in PyTorch")
+        what.add_argument("--remove", action="store_true", help="delete what was compiled")
+
+
+class Completion(Verb):
+    """Print a script with which a shell completes verbs, options, kernels, tasks and recipes.
+
+    examples:
+      linearize completion bash      # in ~/.bashrc: source <(linearize completion bash)
+      linearize completion zsh       # into ~/.zfunc/_linearize, with fpath+=~/.zfunc before compinit
+      linearize completion fish      # into ~/.config/fish/completions/linearize.fish
+
+    The script is made from the verbs' own options by shtab; completing starts no Python.
+    """
+
+    summary = "print a script with which a shell completes verbs, options and names"
+    module = "completion"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the shell."""
+        parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
+def build_parser(name: str) -> Parser:
+    """Build the parser of one verb."""
+    verb = VERBS[name]
+    description, _, epilog = inspect.cleandoc(verb.__doc__ or "").partition("\n\n")
+    parser = Parser(prog=f"linearize {name}", description=description, epilog=epilog)
+    groups = {} if verb.job is None else add_options(parser, verb.job)
+    verb.declare(parser, groups)
+    if verb.output:
+        replaces = "replace the output, if linearize wrote it and it holds nothing else"
+        parser.add_argument("--output", default=verb.output, metavar="DIR", help=f"folder to make ({verb.output})")
+        parser.add_argument("--overwrite", action="store_true", help=replaces)
+    add_flags(parser, *verb.flags)
+    add_config_file(parser)
+    return parser
+
+
+VERBS: dict[str, type[Verb]] = {
+    verb.__name__.lower(): verb
+    for verb in (
+        Convert,
+        Search,
+        Distill,
+        Align,
+        Finetune,
+        Evaluate,
+        Longdoc,
+        Init,
+        Run,
+        Recipes,
+        Results,
+        Kernels,
+        Inspect,
+        Export,
+        Push,
+        Report,
+        Compare,
+        Bench,
+        Native,
+        Completion,
+        Demo,
+    )
+}
+"""By name, in the order of the overview."""

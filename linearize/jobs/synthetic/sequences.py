@@ -1,0 +1,300 @@
+"""Sequences of tokens that are drawn or read here: ListOps, associative recall, pixels and Pathfinder."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from linearize.core.errors import ConfigError, DataError
+from linearize.core.options import check, option
+from linearize.core.parsing import read_text
+from linearize.data.images import decode
+from linearize.jobs.synthetic import MadeSet, Rows
+from linearize.jobs.synthetic.tokenizers import fixed_tokenizer
+from linearize.training.stage_two.prepare import View, open_splits
+from linearize.training.stage_two.tasks import task
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
+
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MAX": max,
+    "[MIN": min,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+END = "]"
+OPERATOR_SHARE = 0.25
+TOKENS = (*OPERATORS, END, *(str(digit) for digit in range(10)))
+
+
+@dataclass(frozen=True)
+class ListOps(MadeSet):
+    """Nested lists of digits under MAX, MIN, MEDIAN and SUM MOD 10; the answer is a digit.
+
+    Grammar of Nangia & Bowman (2018, https://arxiv.org/abs/1804.06028) with the sizes of Long Range Arena
+    (https://arxiv.org/abs/2011.04006): a node is an operator with probability 1/4 below the deepest level, else a
+    digit; an operator has 2 to `most_arguments` arguments; sequences of 500 to 2,000 tokens are kept. Round brackets of
+    the binary tree are left out, as in Long Range Arena's input pipeline.
+    """
+
+    train: int = option(96_000, "training rows")
+    validation: int = option(2_000, "validation rows")
+    shortest: int = option(500, "tokens of a row, at least", low=1)
+    longest: int = option(2_000, "tokens of a row, at most", low=1)
+    depth: int = option(10, "deepest nesting", low=2)
+    most_arguments: int = option(10, "arguments of an operator, at most", low=2)
+    seed: int = option(0, "of all rows")
+
+    def __post_init__(self) -> None:
+        check(self, "listops")
+        if self.shortest > self.longest:
+            raise ConfigError(f"listops: got shortest {self.shortest}, expected at most longest ({self.longest})")
+        if self.most_arguments**self.depth < self.shortest:
+            raise ConfigError(f"listops: no list of depth {self.depth} has {self.shortest} tokens; lower shortest")
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Draw both splits, which have no row in common: `text` (tokens between blanks) and `label` (0 to 9)."""
+        chance, drawn = random.Random(self.seed), dict[str, int]()
+        while len(drawn) < self.train + self.validation:
+            tokens: list[str] = []
+            try:
+                value = draw(chance, self, tokens, 1)
+            except TooLongError:
+                continue
+            if len(tokens) >= self.shortest:
+                drawn.setdefault(" ".join(tokens), value)
+        rows = [{"text": text, "label": label} for text, label in drawn.items()]
+        splits = {"train": rows[self.validation :], "validation": rows[: self.validation]}
+        return splits, f"ListOps of {self.shortest} to {self.longest} tokens, seed {self.seed}"
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of operators and digits."""
+        return fixed_tokenizer(TOKENS)
+
+
+class TooLongError(Exception):
+    """The list being drawn has too many tokens."""
+
+
+def draw(chance: random.Random, config: ListOps, tokens: list[str], level: int) -> int:
+    """Append a random list to `tokens` and return its value.
+
+    Raises:
+        TooLongError: as soon as there are more tokens than `config.longest`.
+    """
+    if level >= config.depth or chance.random() > OPERATOR_SHARE:
+        digit = chance.randrange(10)
+        tokens.append(str(digit))
+        return digit
+    name = chance.choice(list(OPERATORS))
+    tokens.append(name)
+    values = []
+    for _ in range(chance.randint(2, config.most_arguments)):
+        values.append(draw(chance, config, tokens, level + 1))
+        if len(tokens) >= config.longest:
+            raise TooLongError
+    tokens.append(END)
+    return OPERATORS[name](values)
+
+
+SUPERVISED = ("last", "all")
+
+
+@dataclass(frozen=True)
+class AssociativeRecall(MadeSet):
+    """Rows of key-value pairs that end in a key seen before; the next token is that key's value.
+
+    The task of Hedgehog's table 4 and figure 5 (https://arxiv.org/abs/2402.04347, appendix B): 40 tokens, half of them
+    keys and half values, 128 tokens long, so that a key comes up three times on average. Each row has another mapping.
+    The defaults are the paper's where it gives them.
+    """
+
+    train: int = option(20_000, "training rows")
+    validation: int = option(500, "validation rows")
+    vocabulary: int = option(40, "tokens: keys and values, half each", low=4)
+    length: int = option(128, "tokens of a row, including the answer", low=4)
+    fewest_keys: int | None = option(
+        None, "different keys of a training row, at least; by default all: easy rows help", low=1
+    )
+    shortest: int | None = option(
+        None, "tokens of a training row, at least; by default all rows are equally long", low=4
+    )
+    supervise: str = option(
+        "all", "answers that are trained on: those of all seen keys, or the last", choices=SUPERVISED
+    )
+    seed: int = option(0, "of all rows")
+
+    def __post_init__(self) -> None:
+        check(self, "associative recall")
+        if self.vocabulary % 2 or self.length % 2:
+            raise ConfigError(
+                f"associative recall: got vocabulary {self.vocabulary} and length {self.length}, expected even numbers"
+            )
+        if self.fewest_keys is not None and self.fewest_keys > self.vocabulary // 2:
+            raise ConfigError(
+                f"associative recall: got fewest_keys {self.fewest_keys}, expected 1 to half the vocabulary"
+            )
+        if self.shortest is not None and (self.shortest > self.length or self.shortest % 2):
+            raise ConfigError(
+                f"associative recall: got shortest {self.shortest}, expected an even number from 4 to the length"
+            )
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Draw both splits; only the last answer is measured."""
+        rows = {
+            "train": recall_rows(self, self.train, 2 * self.seed, self.supervise, easy=True),
+            "validation": recall_rows(self, self.validation, 2 * self.seed + 1, "last"),
+        }
+        return rows, f"associative recall, {self.vocabulary} tokens, length {self.length}, seed {self.seed}"
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of keys, then values."""
+        numbers = range(self.vocabulary // 2)
+        return fixed_tokenizer([*(f"k{n}" for n in numbers), *(f"v{n}" for n in numbers)], framed=False)
+
+
+def recall_rows(
+    config: AssociativeRecall, count: int, seed: int, supervise: str, *, easy: bool = False
+) -> list[dict[str, object]]:
+    """Draw rows with `text` (the answer is its last token) and `positions` (of the answers to learn or measure).
+
+    Easy rows have a random length of at least `shortest`, and a random choice of at least `fewest_keys` keys.
+    """
+    chance = random.Random(seed)
+    half = config.vocabulary // 2
+    made: list[dict[str, object]] = []
+    for _ in range(count):
+        values = [chance.randrange(half) for _ in range(half)]
+        pairs, among = config.length // 2, list(range(half))
+        if easy and config.shortest is not None:
+            pairs = chance.randint(config.shortest // 2, pairs)
+        if easy and config.fewest_keys is not None:
+            among = chance.sample(among, chance.randint(config.fewest_keys, half))
+        keys = [chance.choice(among) for _ in range(pairs - 1)]
+        keys.append(chance.choice(keys))
+        text = " ".join(f"k{key} v{values[key]}" for key in keys)
+        known: set[int] = set()
+        positions = []
+        for place, key in enumerate(keys):
+            if key in known:
+                positions.append(2 * place + 1)
+            known.add(key)
+        made.append({"text": text, "positions": positions if supervise == "all" else positions[-1:]})
+    return made
+
+
+GREY = tuple(str(value) for value in range(256))
+"""The vocabulary of pixels: grey values as words."""
+FEWEST_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class Pixels(MadeSet):
+    """Images as rows of grey values, one token per pixel: Long Range Arena's image task."""
+
+    reads = "an image data set"
+
+    side: int = option(32, "images are scaled to side x side pixels", low=1)
+    label_column: str = option("label", "column of the class")
+    limit: int | None = option(None, "only the first so many images of a split")
+
+    def __post_init__(self) -> None:
+        check(self, "pixels")
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Write the images of both splits as grey values."""
+        splits = open_splits(
+            task("image-classification", label=self.label_column), str(source), limit=self.limit, seed=0
+        )
+        names = splits.train.records.names or ()
+
+        def rows(view: View) -> Iterable[dict[str, object]]:
+            for place in range(len(view) if self.limit is None else min(self.limit, len(view))):
+                example = view.fetch([place])[0]
+                # Reading leaves rows without a label out.
+                assert example.label is not None
+                number = names.index(example.label) if isinstance(example.label, str) else int(example.label)
+                yield {"text": pixel_text(example.value, self.side), "label": number}
+
+        return {"train": rows(splits.train), "validation": rows(splits.validation)}, f"pixels of {splits.description}"
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of grey values."""
+        return fixed_tokenizer(GREY)
+
+
+@dataclass(frozen=True)
+class Pathfinder(MadeSet):
+    """Pathfinder (https://arxiv.org/abs/1805.08315) as Long Range Arena released it.
+
+    A folder such as `pathfinder32/curv_contour_length_14` with `metadata/N.npy`, which are lines of text (folder, file,
+    number, label ...), and the images that they name.
+    """
+
+    reads = "Pathfinder's released files"
+
+    side: int = option(32, "images are scaled to side x side pixels", low=1)
+    validation: float = option(0.1, "share of the images to measure on", above=0, below=1)
+    seed: int = option(0, "of the choice of images to measure on")
+
+    def __post_init__(self) -> None:
+        check(self, "pathfinder")
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Read the images -> rows with `text` and `label` (1: the two dots are joined), in two splits.
+
+        Raises:
+            DataError: if there are no such files, or an image is missing or damaged.
+        """
+        root, entries = Path(str(source)).expanduser(), []
+        for file in sorted((root / "metadata").glob("*.npy")):
+            try:
+                lines = read_text(file).splitlines()
+            except (OSError, ValueError) as error:
+                raise DataError(f"pathfinder: cannot read {file.name!r} ({error}); copy the files again") from error
+            entries += [_entry(line, file) for line in lines if line.strip()]
+        if not entries:
+            raise DataError(
+                f"pathfinder: got no metadata/*.npy in {source!r}; expected the released files, such as those of "
+                "pathfinder32/curv_contour_length_14"
+            )
+        order = np.random.default_rng(self.seed).permutation(len(entries))
+        count = max(1, round(self.validation * len(entries)))
+        read = [_read(root, *entry, self.side) for entry in entries]
+        parts = {"validation": order[:count], "train": order[count:]}
+        return {name: [read[i] for i in sorted(part)] for name, part in parts.items()}, self.reads
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of grey values."""
+        return fixed_tokenizer(GREY)
+
+
+def pixel_text(image: Image, side: int) -> str:
+    """Write a PIL image as `side * side` grey values, line by line."""
+    grey = image.convert("L")
+    if grey.size != (side, side):
+        grey = grey.resize((side, side))
+    return " ".join(map(str, np.asarray(grey).reshape(-1).tolist()))
+
+
+def _entry(line: str, file: Path) -> tuple[str, int]:
+    fields = line.split()
+    if len(fields) < FEWEST_FIELDS or fields[3] not in ("0", "1"):
+        raise DataError(f"pathfinder: got {line!r} in {file.name}, expected folder, file, number and label (0 or 1)")
+    return f"{fields[0]}/{fields[1]}", int(fields[3])
+
+
+def _read(root: Path, name: str, label: int, side: int) -> dict[str, object]:
+    try:
+        data = (root / name).read_bytes()
+    except OSError as error:
+        raise DataError(f"pathfinder: cannot read image {name!r} ({error.strerror}); copy the files again") from error
+    return {"text": pixel_text(decode(data, name), side), "label": label}
