@@ -62,7 +62,7 @@ Fold = Callable[[State | None, Recorded], State]
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
-    """Return the generation cache among a forward's keyword arguments, None if there is none."""
+    """Return the generation cache among a forward's keyword arguments, or None."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 

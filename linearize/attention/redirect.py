@@ -95,7 +95,7 @@ def redirect(host: nn.Module) -> None:
     """Make `host` use its `linear_attention`."""
     if isinstance(host, RedirectedHost):
         return
-    host.__class__ = _redirected(type(host))
+    host.__class__ = _redirected(type(host))  # type: ignore[arg-type]
     # timm's switch between the fused function and the formula written out.
     if hasattr(host, "fused_attn"):
         host.fused_attn = True  # type: ignore[assignment]

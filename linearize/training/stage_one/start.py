@@ -184,8 +184,8 @@ def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterato
             mean = products.sum(dim=-1, keepdim=True) / (~hidden).sum(dim=-1, keepdim=True).clamp(min=1)
             products = products.maximum(SMALL * mean).clamp(min=1e-30).log()
             products = products + query_scale[:, :, :, rows.part] + key_scale[:, :, None, None, : rows.seen]
-            far = (side.masked_fill(hidden, -torch.inf) for side in (scores, products))
-            yield _Block(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1), seen, *far, total)
+            scores, products = (side.masked_fill(hidden, -torch.inf) for side in (scores, products))
+            yield _Block(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1), seen, scores, products, total)
 
 
 def _summed(values: Tensor) -> Tensor:
