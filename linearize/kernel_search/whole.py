@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
-from linearize.fidelity.teacher.observe import body_of, softmax_output
+from linearize.fidelity.teacher import body_of, softmax_output
 from linearize.kernel_search.table import Choice
 from linearize.kernel_search.trainer import Candidates
 from linearize.modeling.plan import SOFTMAX

@@ -10,9 +10,8 @@ from support.tiny import converted, inputs_of
 
 from linearize.core.errors import DataError
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
-from linearize.fidelity.maps import attention_maps, rank_correlation
+from linearize.fidelity.maps import RATIOS, attention_maps, measure_spread, rank_correlation
 from linearize.fidelity.plots_style import DISTANCE_SCALE, WEIGHT_SCALE, layer_names, safe_label, shade, to_png
-from linearize.fidelity.spread import RATIOS, measure_spread
 
 KERNELS = ("hedgehog", "luna", "flexformer_s", "flexformer_n", "norm_elu", "diag_softmax")
 

@@ -19,7 +19,7 @@ from linearize.evaluation.bench.meter import Call
 from linearize.evaluation.bench.models import BenchModel, values_only
 from linearize.evaluation.bench.rows import Row, ratio
 from linearize.evaluation.bench.suites import PREFILL, Suite
-from linearize.fidelity.teacher.observe import run_body
+from linearize.fidelity.teacher import run_body
 
 LEARNING_RATE = 1e-6
 """Small enough that minutes of training steps do not change a model."""

@@ -27,7 +27,7 @@ from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.registry import PLAIN, Hybrid
 from linearize.evaluation.bench.machine import DTYPES
 from linearize.evaluation.bench.meter import Call
-from linearize.fidelity.teacher.observe import run_body
+from linearize.fidelity.teacher import run_body
 from linearize.modeling.config import base_config_class
 
 BERT_BASE = "bert-base"

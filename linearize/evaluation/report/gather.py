@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from linearize.evaluation.bench.rows import Row
     from linearize.evaluation.report.measure import Measured
     from linearize.evaluation.report.predictions import Changes
-    from linearize.fidelity.maps import LayerMaps
+    from linearize.fidelity.maps import LayerMaps, LayerSpread
     from linearize.fidelity.measure import Fidelity, OutputDifference
-    from linearize.fidelity.spread import LayerSpread
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
@@ -81,7 +80,7 @@ class Gathered:
             "checkpoint": info | {"plan": plan},
             "inputs": self.inputs,
             "fidelity": self.fidelity.to_dict(),
-            "spread": [spread.to_dict() for spread in self.spreads],
+            "spread": [asdict(spread) for spread in self.spreads],
             "outputs": None if self.outputs is None else asdict(self.outputs),
             "predictions": None if self.changes is None else asdict(self.changes),
             "speed": [asdict(speed) | {"speedup": speed.speedup} for speed in speeds],
@@ -106,7 +105,7 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     from linearize.evaluation.report.inputs import token_labels
     from linearize.evaluation.report.measure import measure_checkpoint
     from linearize.fidelity.ablate import kernel_merit
-    from linearize.fidelity.spread import measure_spread
+    from linearize.fidelity.maps import measure_spread
 
     check_lengths(options.lengths, None)
     device = check_device(options.device)
