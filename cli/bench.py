@@ -66,12 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     from linearize.cli._output import console, print_json
+    from linearize.core.parsing import check_file
     from linearize.evaluation.bench.job import run_bench
-    from linearize.evaluation.bench.plot import check_picture, write_plot
+    from linearize.evaluation.bench.rows import write_plot
 
     options = options_from(args)
     if args.plot:
-        check_picture(args.plot, overwrite=args.overwrite)
+        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     out = console(to_stderr=args.json)
     prepare_native(args, options.device, out)
     if args.explain_backend:
@@ -165,9 +166,10 @@ def explain_suites(out: Console, options: BenchOptions) -> None:
         LinearizeError: one of its children, for everything the user can put right.
     """
     from linearize.attention.interface import linear_attentions
-    from linearize.evaluation.bench.job import LENGTHS, check_lengths, checked, make_suites
-    from linearize.evaluation.bench.machine import DTYPES
-    from linearize.evaluation.bench.model_suites import OfModel
+    from linearize.evaluation.bench.job import LENGTHS, checked, make_suites
+    from linearize.evaluation.bench.meter import DTYPES
+    from linearize.evaluation.bench.models import OfModel
+    from linearize.evaluation.bench.options import check_lengths
     from linearize.evaluation.bench.suites import SizedSuite
 
     options = checked(options)
@@ -198,8 +200,7 @@ def show(out: Console, result: BenchResult) -> None:
     for note in result.notes:
         out.print(note, markup=False)
     machine = result.machine
-    peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
-    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.", markup=False)
+    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}.", markup=False)
     if machine.device == "cpu":
         use = "used (--no-native leaves it alone)" if machine.native else "not there (linearize native --build)"
         out.print(f"Native op: {use}.", markup=False)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the report and print the table of fidelity."""
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._progress import as_lines
-    from linearize.evaluation.report.answer import answer
+    from linearize.evaluation.report.gather import answer
     from linearize.evaluation.report.write import PAGE, write_report
 
     options = take_options(args, ReportOptions)

@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the tables."""
     from linearize.cli._output import console, print_json
-    from linearize.evaluation.bench.plot import check_picture
+    from linearize.core.parsing import check_file
     from linearize.jobs.recipes import formats
     from linearize.jobs.recipes.results import tables
 
     if args.plot:
-        check_picture(args.plot, overwrite=args.overwrite)
+        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     made = tables(args.folder)
     kind = "json" if args.json else args.format
     out = console(to_stderr=kind != "table")

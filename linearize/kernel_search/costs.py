@@ -28,9 +28,8 @@ from linearize.attention.shape import HeadShape
 from linearize.core.events import Callback, Started
 from linearize.core.parsing import read_json
 from linearize.core.registry import kernel_info, make_config
-from linearize.evaluation.bench.machine import DTYPES, device_name
 from linearize.evaluation.bench.memory import memory_of
-from linearize.evaluation.bench.meter import NoiseWatch, in_turns
+from linearize.evaluation.bench.meter import DTYPES, NoiseWatch, device_name, in_turns
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
 from linearize.kernel_search.candidates import Layout
 from linearize.modeling.plan import SOFTMAX, LayerPlan
@@ -68,7 +67,7 @@ class Setting:
     Attributes:
         length: tokens.
         device: where the attention runs.
-        dtype: type of the inputs; others than those of `bench.machine.DTYPES` are measured in fp32.
+        dtype: type of the inputs; others than those of `bench.meter.DTYPES` are measured in fp32.
         memory: whether peak memory is measured too.
         remeasure: whether known costs are measured again.
     """

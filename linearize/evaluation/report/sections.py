@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.core.errors import DataError
-from linearize.evaluation.bench.plot import time_and_memory
-from linearize.evaluation.bench.rows import mebibytes
+from linearize.evaluation.bench.rows import mebibytes, time_and_memory
 from linearize.evaluation.report.gather import Gathered
 from linearize.evaluation.report.predictions import CLASS, NUMBER, SEVERAL
 from linearize.fidelity import plots, plots_kernels, plots_maps

@@ -7,19 +7,19 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from linearize.checkpoint.output import atomic_folder, claim
 from linearize.core.errors import printable
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import recorded
 from linearize.core.parsing import finite
-from linearize.evaluation.report.gather import Gathered, ReportOptions, gather
-
-if TYPE_CHECKING:
-    from linearize.evaluation.report.sections import Section
+from linearize.evaluation.report.gather import Gathered, answer, gather
+from linearize.evaluation.report.options import ReportOptions
+from linearize.evaluation.report.sections import Section, make_sections
 
 PAGE, TEMPLATE = "index.html", "page.html"
 
@@ -42,9 +42,6 @@ def write_report(
         LinearizeError: one of its children, for everything the user can correct; nothing is written then.
     """
     from linearize import __version__
-    from linearize.checkpoint.output import atomic_folder, claim
-    from linearize.evaluation.report.answer import answer
-    from linearize.evaluation.report.sections import make_sections
 
     with claim(target, overwrite=overwrite, sources=[options.checkpoint, options.original, options.inputs.dataset]):
         found = gather(options, on_event)
