@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from linearize.cli._output import console, number, print_json, table
     from linearize.cli._progress import as_lines
     from linearize.evaluation.report.gather import answer
-    from linearize.evaluation.report.write import PAGE, write_report
+    from linearize.evaluation.report.page import PAGE, write_report
 
     options = take_options(args, ReportOptions)
     out = console(to_stderr=args.json)

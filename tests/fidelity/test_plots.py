@@ -223,7 +223,7 @@ def test_matplotlib_is_loaded_with_the_first_figure():
     names = ["plots", "plots_maps", "plots_compare", "plots_kernels"]
     modules = [
         *(f"linearize.fidelity.{name}" for name in names),
-        "linearize.evaluation.report.write",
+        "linearize.evaluation.report.page",
         "linearize.evaluation.report.compare",
     ]
     code = f"import sys; import {', '.join(modules)}; sys.exit('matplotlib' in sys.modules)"

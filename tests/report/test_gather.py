@@ -15,7 +15,7 @@ from linearize.evaluation.report.compare import CompareOptions, compare_checkpoi
 from linearize.evaluation.report.gather import answer, gather
 from linearize.evaluation.report.measure import find_original
 from linearize.evaluation.report.options import InputOptions, ReportOptions
-from linearize.evaluation.report.write import write_report
+from linearize.evaluation.report.page import write_report
 from linearize.fidelity.measure import output_difference
 
 
