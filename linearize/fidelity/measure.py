@@ -190,7 +190,7 @@ class _Sums:
     def add(self, name: str, per_row: Tensor) -> None:
         """Add figures [B, K, G, R] or [B, H, R]."""
         flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).double().sum(dim=(0, 2)).cpu()
-        self.values[name] = self.values.get(name, 0.0) + flat
+        self.values[name] = flat + self.values.get(name, 0.0)
 
     def result(self, module: str, kernel: str) -> LayerFidelity:
         """Divide."""

@@ -243,8 +243,8 @@ def measure_speed(
     """
     suites = {name: PairSuite(model) for name, model in models.items()}
     taken: dict[tuple[str, str], dict[int, int]] = {}
-    for name, suite in suites.items() if memory else ():
-        for variant in suite.variants:
+    for name, suite in suites.items():
+        for variant in suite.variants if memory else ():
             # A report does not fail because of its memory.
             with contextlib.suppress(LinearizeError):
                 taken[name, variant] = peak_memory(suite, variant, lengths[name])

@@ -207,12 +207,14 @@ class AttentionSuite(SizedSuite):
             return self._call(attend, [q, k, v], [])
         if self.features is not None:
             phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
-            op = attend_causally if self.causal else lambda *inputs: bidirectional_attention(*inputs)[0]
+            op: Callable[..., Tensor] = (
+                attend_causally if self.causal else lambda *inputs: bidirectional_attention(*inputs)[0]
+            )
             return self._call(op, [phi_q, phi_k, v], [])
         mixer = self.sizes.mixer(causal=self.causal)
         scaling = self.sizes.head_dim**-0.5
         return self._call(
-            lambda *inputs: mixer(AttentionCall(*inputs, scaling))[0], [q, k, v], list(mixer.parameters())
+            lambda q, k, v: mixer(AttentionCall(q, k, v, scaling))[0], [q, k, v], list(mixer.parameters())
         )
 
     def _call(
