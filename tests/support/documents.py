@@ -242,7 +242,7 @@ def make_cheap(patch, root: Path) -> None:
     patch.setattr("linearize.attention.native.build.FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS))
     patch.setattr("linearize.evaluation.bench.job.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1))
     patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
-    patch.setattr("linearize.evaluation.report.sections.LARGE", 1)
+    patch.setattr("linearize.evaluation.report.page.LARGE", 1)
     patch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
 
 
