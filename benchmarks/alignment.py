@@ -17,7 +17,7 @@ from torch import nn
 
 from linearize.attention.interface import linear_attentions
 from linearize.evaluation.bench.meter import Call
-from linearize.evaluation.bench.model_suites import OfModel
+from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.rows import Row, ratio
 from linearize.training.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, trained_parameters
@@ -69,7 +69,7 @@ class AlignmentSuite(OfModel):
         objective.measure_scales([self.model.inputs(min(tokens, 64))])
         return AlignTrainer(objective, _trained(pair, train), config, make_accelerator(pair.student), phase, 2)
 
-    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
+    def figures(self, row: Row) -> dict[str, float | None]:
         """Return the steps' times over the passes', and the blockwise step's memory over a plain forward's.
 
         The forward's memory is counted together with the gradients and the optimizer's moments of the kernels.

@@ -9,15 +9,15 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from benchmarks.bound import peak_rate, with_bound
 from benchmarks.public_op import PublicOpSuite, installed
 from linearize.attention.native import engine
 from linearize.cli._output import console, print_json, table
 from linearize.cli.bench import Progress, show
 from linearize.core.events import Callback, ignore
 from linearize.evaluation.bench.job import BenchResult, checked, run_tasks, threads
-from linearize.evaluation.bench.machine import check_dtype
-from linearize.evaluation.bench.model_suites import ModelSuite
-from linearize.evaluation.bench.models import BenchModel
+from linearize.evaluation.bench.meter import check_dtype
+from linearize.evaluation.bench.models import BenchModel, ModelSuite
 from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row, ratio
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
@@ -166,7 +166,15 @@ def run_goals(
     remembered = [task for goal in goals if goal.memory for task in goal.tasks]
     with threads(options.threads):
         result = run_tasks(tasks, options, on_event, remember=lambda task: task in remembered)
-    return result, [judge(goal, tasks, result.rows) for goal in goals]
+        rates = {
+            dtype: peak_rate(options.device, dtype)
+            for dtype in {suite.dtype for suite, _ in tasks if isinstance(suite, AttentionSuite)}
+        }
+    rows = [
+        with_bound(row, suite, rates[suite.dtype]) if isinstance(suite, AttentionSuite) else row
+        for (suite, _), row in zip(tasks, result.rows, strict=True)
+    ]
+    return replace(result, rows=rows), [judge(goal, tasks, rows) for goal in goals]
 
 
 def judge(goal: Goal, tasks: list[tuple[Suite, int]], rows: list[Row]) -> Verdict:

@@ -24,7 +24,7 @@ from linearize.attention.interface import linear_attentions, softmax_weights
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
 from linearize.evaluation.bench.meter import Call
-from linearize.evaluation.bench.model_suites import OfModel
+from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.rows import Row, ratio
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import make_accelerator
@@ -97,7 +97,7 @@ class StageOneSuite(OfModel):
 
         return step
 
-    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
+    def figures(self, row: Row) -> dict[str, float | None]:
         """Return the least work's time over the step's, and the step's memory over the plain forward's.
 
         Both count the kernels' parameters and the optimizer's two moments; `memory_ratio` counts the model's weights in

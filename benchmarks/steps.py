@@ -13,9 +13,9 @@ from benchmarks.stage_one import StageOneSuite
 from linearize.cli._output import console, print_json
 from linearize.cli.bench import Progress, show
 from linearize.core.options import parse_lengths
-from linearize.evaluation.bench.job import check_lengths, checked, run_tasks, threads
+from linearize.evaluation.bench.job import checked, run_tasks, threads
 from linearize.evaluation.bench.models import BERT_BASE, BenchModel
-from linearize.evaluation.bench.options import BenchOptions
+from linearize.evaluation.bench.options import BenchOptions, check_lengths
 
 SUITES = {"alignment": AlignmentSuite, "stage-one": StageOneSuite}
 

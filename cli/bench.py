@@ -17,12 +17,12 @@ from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.errors import ConfigError
 from linearize.core.events import Event, Started
 from linearize.core.options import options_of
-from linearize.evaluation.bench.job import LENGTHS, BenchResult, check_lengths, checked, make_suites, run_bench
-from linearize.evaluation.bench.machine import DTYPES
-from linearize.evaluation.bench.model_suites import OfModel
-from linearize.evaluation.bench.options import BenchOptions
-from linearize.evaluation.bench.plot import check_picture, write_plot
-from linearize.evaluation.bench.rows import Row, Variant
+from linearize.core.parsing import check_file
+from linearize.evaluation.bench.job import LENGTHS, BenchResult, checked, make_suites, run_bench
+from linearize.evaluation.bench.meter import DTYPES
+from linearize.evaluation.bench.models import OfModel
+from linearize.evaluation.bench.options import BenchOptions, check_lengths
+from linearize.evaluation.bench.rows import Row, Variant, write_plot
 from linearize.evaluation.bench.suites import SizedSuite
 
 
@@ -33,7 +33,7 @@ def bench(job: BenchOptions, args: argparse.Namespace) -> None:
     given = {name for name, value in vars(args).items() if name in known or value not in (None, False)}
     options = replace(job, suite=_suite(given))
     if args.plot:
-        check_picture(args.plot, overwrite=args.overwrite)
+        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     out = console(to_stderr=args.json)
     prepare_native(args, options.device, out)
     if args.explain_backend:
@@ -134,8 +134,7 @@ def show(out: Screen, result: BenchResult) -> None:
     for note in result.notes:
         out.print(note)
     machine = result.machine
-    peak = f"matrix products in {machine.dtype}: {machine.peak / 1e9:,.0f} billion operations/s"
-    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}; {peak}.")
+    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}.")
     if machine.device == "cpu":
         use = "used (--no-native leaves it alone)" if machine.native else "not there (linearize native --build)"
         out.print(f"Native op: {use}.")

@@ -13,7 +13,7 @@ from linearize.cli._output import Screen, console, print_json, table
 from linearize.cli._progress import StepProgress, log_line
 from linearize.core.errors import ConfigError, printable
 from linearize.core.events import Callback, Event
-from linearize.evaluation.bench.plot import check_picture
+from linearize.core.parsing import check_file
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.recipes import formats
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
@@ -111,7 +111,7 @@ def _show_events(out: Screen) -> Callback:
 def results(args: argparse.Namespace) -> None:
     """Print the tables."""
     if args.plot:
-        check_picture(args.plot, overwrite=args.overwrite)
+        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     made = tables(args.folder)
     kind = "json" if args.json else args.format
     out = console(to_stderr=kind != "table")

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from linearize.checkpoint.output import claim
 from linearize.cli._output import console, number, print_json, table
 from linearize.cli._progress import as_lines, fidelity_table
-from linearize.evaluation.report.answer import answer
 from linearize.evaluation.report.compare import PICTURE, compare_checkpoints, write_comparison
+from linearize.evaluation.report.gather import answer
 from linearize.evaluation.report.options import CompareOptions, ReportOptions
-from linearize.evaluation.report.write import PAGE, write_report
+from linearize.evaluation.report.page import PAGE, write_report
 
 
 def report(options: ReportOptions, args: argparse.Namespace) -> None:

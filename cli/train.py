@@ -195,12 +195,10 @@ def demo(job: DemoJob, args: argparse.Namespace) -> None:
 
     with at_work(out, "loading the model", kept, LEARNS) as work:
         result = run_demo(job, on_event)
-    comparison = result.comparison
-    rows = [
-        ["softmax (SDPA)", f"{comparison.softmax_seconds:.2f}", mebibytes(comparison.softmax_bytes)],
-        [f"linear ({job.kernel})", f"{comparison.linear_seconds:.2f}", mebibytes(comparison.linear_bytes)],
-    ]
-    title = f"One document of {comparison.tokens:,} tokens, whole model: {comparison.speedup:.1f} times faster"
+    row = result.comparison
+    names = {"softmax": "softmax (SDPA)", "linear": f"linear ({job.kernel})"}
+    rows = [[name, f"{row.seconds(side):.2f}", mebibytes(row.memory(side))] for side, name in names.items()]
+    title = f"One document of {row.tokens:,} tokens, whole model: {row.speedup:.1f} times faster"
     out.print(table(title, ["attention", "seconds", "peak memory, MiB"], rows, right=(1, 2)))
     out.print(f"The converted model is in {job.output}.")
     if args.json:

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, unknown_name
-from linearize.fidelity.teacher.observe import last_states
+from linearize.fidelity.teacher import exact_states
 from linearize.kernels.base import FeatureMap, Features
-from linearize.modeling.model import evaluating
 
 PARTS = ("kernel", "window", "exact-keys", "attention")
 """Parts that can be removed: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),
@@ -169,23 +168,17 @@ def kernel_merit(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
     layers = linear_attentions(model).values()
     if not any(map(_has_kernel_and_window, layers)):
         return None
-    device = next(model.parameters()).device
     sums: list[Tensor] = []
-    with evaluating(model):
-        for batch in batches:
-            batch = {name: value.to(device) for name, value in batch.items()}
-            with observed(model, lambda *_: None):
-                softmax = _states(model, batch)
-            ours = _states(model, batch)
-            with ablated(model, "kernel"):
-                alone = _states(model, batch)
-            if softmax is None or ours is None or alone is None:
-                return None
-            sums.append(
-                torch.stack(
-                    [x.square().flatten(1).sum(dim=1) for x in (ours - softmax, alone - softmax, softmax)], dim=1
-                )
-            )
+    for batch in batches:
+        with observed(model, lambda *_: None):
+            softmax = exact_states(model, batch)
+        ours = exact_states(model, batch)
+        with ablated(model, "kernel"):
+            alone = exact_states(model, batch)
+        if softmax is None or ours is None or alone is None:
+            return None
+        squares = [x.square().flatten(1).sum(dim=1) for x in (ours - softmax, alone - softmax, softmax)]
+        sums.append(torch.stack(squares, dim=1))
     rows = torch.cat(sums)
     drawn = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=torch.Generator().manual_seed(0))
     error, window_only, difference = _errors(rows[None].sum(dim=1))
@@ -198,9 +191,3 @@ def _errors(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     power = sums[:, 2].clamp(min=1e-30)
     ours, alone = (sums[:, 0] / power).sqrt(), (sums[:, 1] / power).sqrt()
     return ours, alone, alone - ours
-
-
-def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the last hidden states [B, T, D] in fp64 on the CPU."""
-    states = last_states(model, batch)
-    return None if states is None or states.ndim != 3 else states.double().cpu()

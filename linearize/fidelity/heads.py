@@ -20,7 +20,7 @@ from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
 from linearize.fidelity.ablate import without_kernel
-from linearize.fidelity.teacher.observe import last_states, softmax_heads_output
+from linearize.fidelity.teacher import last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
 from linearize.modeling.plan import Plan
 

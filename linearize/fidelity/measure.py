@@ -12,11 +12,18 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
-from linearize.core.errors import ConfigError, DataError
+from linearize.core.errors import ConfigError
 from linearize.fidelity.ablate import without_kernel
-from linearize.fidelity.teacher.observe import has_rows, run_body, show, softmax_output
-from linearize.fidelity.teacher.rows import Rows, all_rows, group, softmax_rows
-from linearize.modeling.model import evaluating
+from linearize.fidelity.teacher import (
+    Rows,
+    all_rows,
+    exact_states,
+    group,
+    has_rows,
+    show,
+    softmax_output,
+    softmax_rows,
+)
 from linearize.ops import Window, kernel_weights
 
 LOG_FLOOR = 1e-6
@@ -159,7 +166,7 @@ def output_difference(
     for batch in batches:
         limit = current_length(original) if "input_ids" in batch else None
         cut = {name: value if limit is None else value[:, :limit] for name, value in batch.items()}
-        first, second = (_states(model, cut) for model in (original, converted))
+        first, second = (exact_states(model, cut) for model in (original, converted))
         if first is None or second is None or first.shape != second.shape:
             return None
         mask = cut.get("attention_mask")
@@ -174,53 +181,40 @@ def output_difference(
     return OutputDifference(cosine / count, (error / max(power, 1e-30)) ** 0.5, count)
 
 
-def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
-    device = next(model.parameters()).device
-    with evaluating(model):
-        output = run_body(model, {name: value.to(device) for name, value in batch.items()})
-    states = getattr(output, "last_hidden_state", None)
-    return states.double().cpu() if torch.is_tensor(states) and states.ndim == 3 else None
-
-
 class _Sums:
-    """Sums of one layer over batches, per head."""
+    """Sums of one layer's figures over batches, per head; a figure that the layer does not have is missing."""
 
     def __init__(self, heads: int) -> None:
-        names = ("kl", "total_variation", "negative", "weights", "error", "power", "queries", "far", "window_error")
-        self.values = {name: torch.zeros(heads, dtype=torch.float64) for name in names}
-        self.normalized, self.windowed, self.has_kernel_and_window = True, False, False
+        self.heads, self.values = heads, dict[str, Tensor]()
 
     def add(self, name: str, per_row: Tensor) -> None:
         """Add figures [B, K, G, R] or [B, H, R]."""
-        flat = per_row.reshape(per_row.shape[0], -1, per_row.shape[-1])
-        self.values[name] += flat.double().sum(dim=(0, 2)).cpu()
+        flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).double().sum(dim=(0, 2)).cpu()
+        self.values[name] = flat + self.values.get(name, 0.0)
 
     def result(self, module: str, kernel: str) -> LayerFidelity:
         """Divide."""
-        v = self.values
-        queries = v["queries"].clamp(min=1)
-        heads = {"output_error": (v["error"] / v["power"].clamp(min=1e-30)).sqrt().tolist()}
-        mean = {"output_error": float((v["error"].sum() / v["power"].sum().clamp(min=1e-30)).sqrt())}
-        if self.normalized:
-            per_head = {
-                "kl": v["kl"] / queries,
-                "total_variation": v["total_variation"] / queries,
-                "negative_share": v["negative"] / v["weights"].clamp(min=1),
-            }
-            heads |= {name: value.tolist() for name, value in per_head.items()}
-            mean |= {name: float(value.mean()) for name, value in per_head.items()}
+        v, none = self.values, torch.zeros(self.heads, dtype=torch.float64)
+        queries, power = v.get("queries", none).clamp(min=1), v.get("power", none)
+
+        def whole(name: str) -> float:
+            return float((v.get(name, none).sum() / power.sum().clamp(min=1e-30)).sqrt())
+
+        heads = {"output_error": (v.get("error", none) / power.clamp(min=1e-30)).sqrt()}
+        if "kl" in v:
+            heads |= {name: v[name] / queries for name in ("kl", "total_variation")}
+            heads["negative_share"] = v["negative"] / v["weights"].clamp(min=1)
+        mean: dict[str, float] = {name: float(value.mean()) for name, value in heads.items()}
         return LayerFidelity(
             module,
             kernel,
-            mean.get("kl"),
-            mean.get("total_variation"),
-            mean.get("negative_share"),
-            mean["output_error"],
-            heads,
-            float((v["far"] / queries).mean()) if self.windowed else None,
-            float((v["window_error"].sum() / v["power"].sum().clamp(min=1e-30)).sqrt())
-            if self.has_kernel_and_window
-            else None,
+            kl=mean.get("kl"),
+            total_variation=mean.get("total_variation"),
+            negative_share=mean.get("negative_share"),
+            output_error=whole("error"),
+            heads={name: value.tolist() for name, value in heads.items()},
+            far_mass=float((v["far"] / queries).mean()) if "far" in v else None,
+            window_error=whole("window_error") if "window_error" in v else None,
         )
 
 
@@ -239,21 +233,16 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
         DataError: if `batches` is empty.
     """
     layers = linear_attentions(model)
-    sums = {id(layer): _Sums(layer.shape.heads) for layer in layers.values()}
+    sums = {name: _Sums(layer.shape.heads) for name, layer in layers.items()}
 
-    def observe(
-        layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-    ) -> Tensor | None:
-        with torch.autocast(device_type=q.device.type, enabled=False):
-            target = _add(sums[id(layer)], layer, q, k, v, mask, scaling).to(v.dtype)
+    def visit(name: str, layer: LinearAttention, *inputs: Any) -> Tensor | None:
+        target = _add(sums[name], layer, *inputs)
         # For causal attention with padding the host itself would make a T x T mask.
         return target if layer.shape.causal else None
 
-    if not show(model, batches, observe):
-        raise DataError("fidelity: got no batch to measure on; give a data set with at least one example")
-    fidelities = tuple(sums[id(layer)].result(name, layer.kernel) for name, layer in layers.items())
-    queries = max((int(s.values["queries"].max()) for s in sums.values()), default=0)
-    return Fidelity(fidelities, queries)
+    show(model, batches, visit)
+    queries = max((int(s.values["queries"].max()) for s in sums.values() if s.values), default=0)
+    return Fidelity(tuple(sums[name].result(name, layer.kernel) for name, layer in layers.items()), queries)
 
 
 def _add(
@@ -264,21 +253,24 @@ def _add(
     valid = valid.expand(-1, q.shape[1], -1)
     sums.add("queries", valid)
     target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
-    out = layer(q, k, v, mask, scaling).float()
-    sums.add("error", (out - target).square().sum(dim=-1) * valid)
+    sums.add("error", (layer(q, k, v, mask, scaling).float() - target).square().sum(dim=-1) * valid)
     sums.add("power", target.square().sum(dim=-1) * valid)
-    mixer: Any = layer.mixer
-    window = mixer.form(scaling) if has_rows(layer) else None
-    sums.windowed = window is not None
     restore = without_kernel(layer)
     if restore is not None:
-        sums.has_kernel_and_window = True
         alone = layer(q, k, v, mask, scaling).float()
         restore()
         sums.add("window_error", (alone - target).square().sum(dim=-1) * valid)
-    sums.normalized = layer.mixer.info.normalized
-    if not sums.normalized:
-        return target
+    if layer.mixer.info.normalized:
+        _add_weights(sums, layer, q, k, mask, scaling, valid)
+    return target.to(v.dtype)
+
+
+def _add_weights(
+    sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float, valid: Tensor
+) -> None:
+    """Add the figures that compare normalised weights, block by block."""
+    mixer: Any = layer.mixer
+    window = mixer.form(scaling) if has_rows(layer) else None
     weights = weight_rows(layer, q, k, mask, scaling)
     queries = group(q, k.shape[1])
     valid = valid.reshape(*queries.shape[:-1])
@@ -293,7 +285,6 @@ def _add(
         sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1) * keep)
         sums.add("negative", ((w < 0) & visible).float().sum(dim=-1) * keep)
         sums.add("weights", visible.float().sum(dim=-1) * keep)
-    return target
 
 
 def _far(window: Window, mask: Tensor | None, rows: Rows, weights: Tensor) -> Tensor:

@@ -16,22 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from linearize.core.errors import DataError
-from linearize.fidelity.maps import LayerMaps, rank_correlation
+from linearize.fidelity import plots_style as style
+from linearize.fidelity.maps import RATIOS, LayerMaps, LayerSpread, rank_correlation
 from linearize.fidelity.measure import Fidelity
-from linearize.fidelity.plots_style import (
-    DISTANCE_SCALE,
-    FIGURES,
-    LINEAR,
-    SOFTMAX,
-    THIRD,
-    axes_grid,
-    layer_names,
-    layer_panels,
-    new_figure,
-    tidy,
-    whole_numbers,
-)
-from linearize.fidelity.spread import RATIOS, LayerSpread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,9 +43,9 @@ def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
     if not shown:
         raise DataError("fidelity heat maps: got no converted layer, expected at least one; measure a converted model")
     heads = max(len(layer.heads["output_error"]) for layer in fidelity.layers)
-    names = layer_names([layer.module for layer in fidelity.layers])
-    figure = new_figure(max(8.0, 1.0 * heads), 1.2 + 2 * max(1.5, 0.28 * len(names) + 0.5))
-    for axes, name in zip(axes_grid(figure, len(shown), 2), shown, strict=True):
+    names = style.layer_names([layer.module for layer in fidelity.layers])
+    figure = style.new_figure(max(8.0, 1.0 * heads), 1.2 + 2 * max(1.5, 0.28 * len(names) + 0.5))
+    for axes, name in zip(style.axes_grid(figure, len(shown), 2), shown, strict=True):
         table = np.full((len(names), heads), np.nan)
         for row, layer in enumerate(fidelity.layers):
             values = layer.heads.get(name, [])
@@ -71,17 +58,17 @@ def heatmap(
     figure: Figure, axes: Axes, table: np.ndarray, rows: Sequence[str], title: str, *, numbers: bool = True
 ) -> None:
     """Draw a table of distances [layers, heads] on their common scale, with numbers if there is room."""
-    image = axes.imshow(table, cmap=FIGURES, aspect="auto", vmin=0.0, vmax=1.0)
+    image = axes.imshow(table, cmap=style.FIGURES, aspect="auto", vmin=0.0, vmax=1.0)
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.set_ticks([0, 0.5, 1], labels=["0", "0.5", "≥1"])
     bar.ax.tick_params(labelsize=7)
-    bar.set_label(DISTANCE_SCALE, fontsize=6.5)
-    tidy(axes, title, "head")
+    bar.set_label(style.DISTANCE_SCALE, fontsize=6.5)
+    style.tidy(axes, title, "head")
     axes.set_yticks(range(len(rows)), rows, fontsize=7)
     if numbers:
         axes.set_xticks(range(table.shape[1]))
     else:
-        whole_numbers(axes, 6)
+        style.whole_numbers(axes, 6)
     if not numbers or table.size > 200:
         return
     for (row, column), value in np.ndenumerate(table):
@@ -103,14 +90,14 @@ def _brief(value: float) -> str:
 
 def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
     """Show the entropy of the weights per layer, softmax next to linear; bars span the heads."""
-    names = layer_names([spread.module for spread in spreads])
+    names = style.layer_names([spread.module for spread in spreads])
     vertical = sum(map(len, names)) > 64
-    figure = new_figure(7.5, 3.0 + 0.06 * max(map(len, names)) * vertical)
+    figure = style.new_figure(7.5, 3.0 + 0.06 * max(map(len, names)) * vertical)
     axes = figure.subplots()
     places = np.arange(len(spreads))
     for side, colour, marker, shift, dashes in (
-        ("softmax", SOFTMAX, "o", -0.08, "-"),
-        ("linear", LINEAR, "s", 0.08, "--"),
+        ("softmax", style.SOFTMAX, "o", -0.08, "-"),
+        ("linear", style.LINEAR, "s", 0.08, "--"),
     ):
         values = [np.array(spread.entropy[side]) for spread in spreads]
         mean = np.array([v.mean() for v in values])
@@ -120,7 +107,7 @@ def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
             linewidth=1.2, elinewidth=1, capsize=2, label=side,
         )  # fmt: skip
     axes.set_xticks(places, names, rotation=90 if vertical else 0)
-    tidy(axes, "Entropy of the weights (mean over heads; bars: lowest to highest head)", "", "nats")
+    style.tidy(axes, "Entropy of the weights (mean over heads; bars: lowest to highest head)", "", "nats")
     axes.set_ylim(0, 1.15 * axes.dataLim.y1)
     axes.legend(fontsize=8, frameon=False)
     return figure
@@ -128,19 +115,19 @@ def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
 
 def local_attention(spreads: Sequence[LayerSpread]) -> Figure:
     """Show locally accumulated attention against the size of the neighbourhood (TransNormer, section 3.2)."""
-    figure = new_figure(7.5, 3.4)
+    figure = style.new_figure(7.5, 3.4)
     one, two = figure.subplots(1, 2, sharey=True)
     ratios = [0.0, *RATIOS]
     last = max(1, len(spreads) - 1)
-    for axes, side, colour in ((one, "softmax", SOFTMAX), (two, "linear", LINEAR)):
+    for axes, side, colour in ((one, "softmax", style.SOFTMAX), (two, "linear", style.LINEAR)):
         for number, spread in enumerate(spreads):
             axes.plot(ratios, [0, *spread.local[side]], color=colour, alpha=0.25 + 0.3 * number / last, linewidth=0.8)
-        tidy(axes, f"{side}: one line per layer, thick: mean", "neighbourhood, share of the input")
-        means = (("softmax", SOFTMAX, "-"), ("linear", LINEAR, "--"))
-        for which, ink, style in means[: 1 if side == "softmax" else 2]:
+        style.tidy(axes, f"{side}: one line per layer, thick: mean", "neighbourhood, share of the input")
+        means = (("softmax", style.SOFTMAX, "-"), ("linear", style.LINEAR, "--"))
+        for which, ink, dashes in means[: 1 if side == "softmax" else 2]:
             mean = np.mean([spread.local[which] for spread in spreads], axis=0)
-            axes.plot(ratios, [0, *mean], color=ink, linestyle=style, linewidth=2.2, label=f"{which}, mean")
-        axes.plot([0, 1], [0, 1], color=THIRD, linestyle=":", linewidth=1, label="evenly spread")
+            axes.plot(ratios, [0, *mean], color=ink, linestyle=dashes, linewidth=2.2, label=f"{which}, mean")
+        axes.plot([0, 1], [0, 1], color=style.THIRD, linestyle=":", linewidth=1, label="evenly spread")
         axes.legend(fontsize=7, frameon=False, loc="lower right")
     one.set_ylabel("accumulated attention", fontsize=8)
     return figure
@@ -148,15 +135,15 @@ def local_attention(spreads: Sequence[LayerSpread]) -> Figure:
 
 def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:
     """Show weight against q . k, all heads of a layer in one panel: softmax rises, a good kernel does too."""
-    figure, panels, _ = layer_panels(maps, 4)
+    figure, panels, _ = style.layer_panels(maps, 4)
     for axes, layer, name in panels:
         visible = layer.visible.expand_as(layer.scores)
         scores = layer.scores[visible].numpy()
         pick = np.random.default_rng(seed).permutation(len(scores))[:POINTS]
         negative = False
         for weights, colour, marker, label in (
-            (layer.softmax, SOFTMAX, "o", "softmax"),
-            (layer.linear, LINEAR, "^", "linear"),
+            (layer.softmax, style.SOFTMAX, "o", "softmax"),
+            (layer.linear, style.LINEAR, "^", "linear"),
         ):
             values = weights[visible].numpy()[pick]
             negative |= bool((values < 0).any())
@@ -165,7 +152,7 @@ def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:
         if not negative:
             axes.set_ylim(1e-6, 2.0)
         rank = float(rank_correlation(layer).mean())
-        tidy(axes, f"{name}: rank corr. {rank:.2f}", "q . k (scaled)", "weight")
+        style.tidy(axes, f"{name}: rank corr. {rank:.2f}", "q . k (scaled)", "weight")
         axes.locator_params(axis="x", nbins=3)
     figure.axes[0].legend(fontsize=6, frameon=False, markerscale=2)
     return figure
@@ -180,22 +167,29 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     log = [entry for entry in log if entry.get("losses")]
     if not log:
         raise DataError("stage one's curves: got a log without losses; give the lines of log.jsonl")
-    figure = new_figure(7.5, 3.2)
+    figure = style.new_figure(7.5, 3.2)
     axes = figure.subplots()
     steps = [entry["step"] for entry in log]
     layers = list(log[0]["losses"])
     for layer in layers:
         known = [entry["losses"].get(layer, np.nan) for entry in log]
         axes.plot(
-            steps, known, color=THIRD, linewidth=0.6, alpha=0.6, label="single layers" if layer == layers[0] else None
+            steps,
+            known,
+            color=style.THIRD,
+            linewidth=0.6,
+            alpha=0.6,
+            label="single layers" if layer == layers[0] else None,
         )
     means = [np.mean(list(entry["losses"].values())) for entry in log]
-    axes.plot(steps, means, color=SOFTMAX, linewidth=1.6, label="training batches, mean of the layers")
+    axes.plot(steps, means, color=style.SOFTMAX, linewidth=1.6, label="training batches, mean of the layers")
     held = [(entry["step"], entry["held_out"]) for entry in log if entry.get("held_out") is not None]
     if held:
-        axes.plot(*zip(*held, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4, label="held out")
-    tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
-    whole_numbers(axes)
+        axes.plot(
+            *zip(*held, strict=True), color=style.LINEAR, linestyle="--", marker="s", markersize=4, label="held out"
+        )
+    style.tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
+    style.whole_numbers(axes)
     axes.legend(fontsize=8, frameon=False)
     return figure
 
@@ -214,23 +208,25 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
     measured = [entry for entry in log if "eval_loss" in entry or "eval_score" in entry]
     if not losses and not measured:
         raise DataError("stage two's curves: got a log without losses; give the lines of log.jsonl")
-    figure = new_figure(7.5, 3.2)
+    figure = style.new_figure(7.5, 3.2)
     one, two = figure.subplots(1, 2)
     if losses:
-        one.plot(*zip(*losses, strict=True), color=SOFTMAX, linewidth=1.4, label="training")
+        one.plot(*zip(*losses, strict=True), color=style.SOFTMAX, linewidth=1.4, label="training")
     held = [(entry["step"], entry["eval_loss"]) for entry in measured if "eval_loss" in entry]
     if held:
-        one.plot(*zip(*held, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4, label="validation")
-    tidy(one, "Stage two: loss", "step", "loss")
+        one.plot(
+            *zip(*held, strict=True), color=style.LINEAR, linestyle="--", marker="s", markersize=4, label="validation"
+        )
+    style.tidy(one, "Stage two: loss", "step", "loss")
     if losses or held:
         one.legend(fontsize=8, frameon=False)
     score = [(entry["step"], entry["eval_score"]) for entry in measured if "eval_score" in entry]
     if score:
-        two.plot(*zip(*score, strict=True), color=LINEAR, linestyle="--", marker="s", markersize=4)
+        two.plot(*zip(*score, strict=True), color=style.LINEAR, linestyle="--", marker="s", markersize=4)
     if chance is not None:
-        two.axhline(chance, color=THIRD, linestyle=":", linewidth=1.2, label="chance")
+        two.axhline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label="chance")
         two.legend(fontsize=8, frameon=False)
-    tidy(two, "the task's score on validation rows", "step", "score")
+    style.tidy(two, "the task's score on validation rows", "step", "score")
     for axes in (one, two):
-        whole_numbers(axes)
+        style.whole_numbers(axes)
     return figure

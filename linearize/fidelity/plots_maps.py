@@ -9,21 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from linearize.core.errors import DataError
+from linearize.fidelity import plots_style as style
 from linearize.fidelity.maps import LayerMaps
-from linearize.fidelity.plots_style import (
-    FIGURES,
-    LEAST_WEIGHT,
-    NEGATIVE,
-    WEIGHTS,
-    axes_grid,
-    headline,
-    layer_names,
-    new_figure,
-    safe_label,
-    shade,
-    tidy,
-    weight_bar,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,17 +30,17 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     """
     blocks = [
         (layer, name, range(start, min(start + HEADS_PER_ROW, len(layer.softmax))))
-        for layer, name in zip(maps, layer_names([m.module for m in maps]), strict=True)
+        for layer, name in zip(maps, style.layer_names([m.module for m in maps]), strict=True)
         for start in range(0, len(layer.softmax), HEADS_PER_ROW)
     ]
     columns = max(len(heads) for _, _, heads in blocks)
     cell = min(1.0, 10.0 / columns)
-    figure = new_figure(2.1 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
-    places = axes_grid(figure, len(blocks), 1)
+    figure = style.new_figure(2.1 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
+    places = style.axes_grid(figure, len(blocks), 1)
     images = [
         _mosaic(axes, layer, name, heads, columns) for axes, (layer, name, heads) in zip(places, blocks, strict=True)
     ]
-    weight_bar(figure, images[0], places)
+    style.weight_bar(figure, images[0], places)
     return figure
 
 
@@ -63,9 +50,9 @@ def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int)
     canvas = np.full((2 * step - (step - tokens), columns * step - (step - tokens)), np.nan)
     for place, head in enumerate(heads):
         for row, weights in enumerate((layer.softmax[head], layer.linear[head])):
-            canvas[row * step : row * step + tokens, place * step : place * step + tokens] = shade(weights)
+            canvas[row * step : row * step + tokens, place * step : place * step + tokens] = style.shade(weights)
     image = axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
-    tidy(axes, f"{name} ({layer.kernel})")
+    style.tidy(axes, f"{name} ({layer.kernel})")
     middles = [place * step + tokens / 2 for place in range(len(heads))]
     axes.set_xticks(middles, [f"head {head}" for head in heads], fontsize=6)
     axes.set_yticks([tokens / 2, step + tokens / 2], ["softmax", "linear"], fontsize=7)
@@ -84,7 +71,7 @@ def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int)
 def _colours() -> Colormap:
     from matplotlib import colormaps
 
-    return colormaps[WEIGHTS].with_extremes(under=NEGATIVE, bad="white")
+    return colormaps[style.WEIGHTS].with_extremes(under=style.NEGATIVE, bad="white")
 
 
 def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = "") -> Figure:
@@ -97,23 +84,23 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         title: above both; by default layer and head.
     """
     side = min(7.0, max(3.0, 0.14 * len(tokens) + 1.0))
-    figure = new_figure(2 * side + 0.8, side + 0.5)
+    figure = style.new_figure(2 * side + 0.8, side + 0.5)
     panels = figure.subplots(1, 2)
     image: AxesImage | None = None
     for axes, weights, name in zip(
         panels, (layer.softmax[head], layer.linear[head]), ("softmax", layer.kernel), strict=True
     ):
-        image = axes.imshow(shade(weights), cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
-        rows, columns = np.nonzero((weights < -LEAST_WEIGHT).numpy())
+        image = axes.imshow(style.shade(weights), cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+        rows, columns = np.nonzero((weights < -style.LEAST_WEIGHT).numpy())
         axes.scatter(columns, rows, marker="x", s=8, c="black", linewidths=0.6)
-        tidy(axes, name, "key", "query" if name == "softmax" else "")
+        style.tidy(axes, name, "key", "query" if name == "softmax" else "")
         size = 7 if len(tokens) <= 32 else 5.5
-        labels = [safe_label(token) for token in tokens]
+        labels = [style.safe_label(token) for token in tokens]
         axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(len(tokens)), labels, fontsize=size)
     assert image is not None
-    weight_bar(figure, image, panels)
-    headline(figure, title or f"{layer.module}, head {head}")
+    style.weight_bar(figure, image, panels)
+    style.headline(figure, title or f"{layer.module}, head {head}")
     return figure
 
 
@@ -152,20 +139,20 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
         DataError: if the tokens do not form a grid.
     """
     count = 2 * len(maps) + 1
-    figure = new_figure(9.0, 0.2 + 1.75 * -(-count // 6))
-    names = layer_names([layer.module for layer in maps])
+    figure = style.new_figure(9.0, 0.2 + 1.75 * -(-count // 6))
+    names = style.layer_names([layer.module for layer in maps])
     titles = [f"{name}, {side}" for name in names for side in ("softmax", "linear")]
     weights = [side.mean(dim=0) for layer in maps for side in (layer.softmax, layer.linear)]
-    _overlay(figure, axes_grid(figure, count, min(count, 6)), picture, weights, titles)
+    _overlay(figure, style.axes_grid(figure, count, min(count, 6)), picture, weights, titles)
     return figure
 
 
 def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") -> Figure:
     """Lay one head's attention over the picture, softmax next to linear."""
-    figure = new_figure(8.3, 3.1)
+    figure = style.new_figure(8.3, 3.1)
     weights = (layer.softmax[head], layer.linear[head])
-    _overlay(figure, axes_grid(figure, 3, 3), picture, weights, ("softmax", layer.kernel))
-    headline(figure, title or f"{layer.module}, head {head}")
+    _overlay(figure, style.axes_grid(figure, 3, 3), picture, weights, ("softmax", layer.kernel))
+    style.headline(figure, title or f"{layer.module}, head {head}")
     return figure
 
 
@@ -181,17 +168,17 @@ def _overlay(
     places[0].imshow(picture)
     image: AxesImage | None = None
     for axes, weight in zip(places[1:], weights, strict=True):
-        heat = shade((weight[0] if before else weight.mean(dim=0))[before:].reshape(rows, columns))
+        heat = style.shade((weight[0] if before else weight.mean(dim=0))[before:].reshape(rows, columns))
         # The picture is pale and grey, so that colour and brightness show attention alone.
         axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-        colours = colormaps[FIGURES].with_extremes(under=NEGATIVE)
+        colours = colormaps[style.FIGURES].with_extremes(under=style.NEGATIVE)
         image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
     for axes, title in zip(places, ("the picture", *titles), strict=True):
-        tidy(axes, title)
+        style.tidy(axes, title)
         axes.set_xticks([])
         axes.set_yticks([])
-    weight_bar(figure, image, places)
+    style.weight_bar(figure, image, places)
 
 
 def to_picture(pixels: Tensor) -> np.ndarray:

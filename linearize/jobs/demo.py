@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from linearize.jobs.events import Callback, Noted, Started, ignore
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from linearize.evaluation.bench.side_by_side import Comparison
+    from linearize.evaluation.bench.rows import Row
     from linearize.jobs.convert import ConvertResult
 
 SIZES: dict[str, object] = {"batch_size": 32, "holdout": 64}
@@ -42,14 +42,14 @@ class DemoResult:
 
     conversion: ConvertResult
     embedding_size: int
-    comparison: Comparison
+    comparison: Row
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return {
             "conversion": self.conversion.to_dict(),
             "embedding_size": self.embedding_size,
-            "comparison": asdict(self.comparison) | {"speedup": self.comparison.speedup},
+            "comparison": self.comparison.side_by_side(),
         }
 
 
@@ -101,7 +101,8 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     from transformers import pipeline
 
     from linearize.checkpoint.loading import quiet
-    from linearize.evaluation.bench.side_by_side import Comparison, Timed, measure_speed
+    from linearize.evaluation.bench.job import measure_speed
+    from linearize.evaluation.bench.models import BenchModel
     from linearize.jobs.convert import convert_checkpoint
 
     folder = minilm_folder()
@@ -145,8 +146,9 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
 
     on_event(Started(f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns"))
     with quiet():
-        rows, _ = measure_speed({output: Timed(reader.model, [tokens], output)}, repeats=1)
-    return DemoResult(conversion, size, Comparison.of(rows[output][0]))
+        model = BenchModel.of(reader.model, output, longest=tokens)
+        rows, _ = measure_speed({output: model}, {output: [tokens]}, repeats=1, memory=True)
+    return DemoResult(conversion, size, rows[output][0])
 
 
 def sized(batch: float, job: DemoJob) -> tuple[int, float]:

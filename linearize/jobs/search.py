@@ -10,7 +10,7 @@ from linearize.conversion.inputs import read_inputs
 from linearize.conversion.plan import plan
 from linearize.conversion.plan_file import check_plan_target, write_plan
 from linearize.core.errors import ConfigError
-from linearize.evaluation.bench.plot import check_picture
+from linearize.core.parsing import check_file
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
@@ -68,7 +68,7 @@ def check_search(job: SearchJob | ConvertJob) -> None:
     if job.plan_out is not None:
         check_plan_target(job.plan_out, overwrite=job.overwrite)
     if job.plot is not None:
-        check_picture(job.plot, overwrite=job.overwrite)
+        check_file(job.plot, "--plot", (".png",), overwrite=job.overwrite)
 
 
 def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: int | None) -> SearchResult:

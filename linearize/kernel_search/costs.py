@@ -21,16 +21,13 @@ from typing import Any
 import torch
 
 from linearize import __version__
-from linearize.attention.backends.fla import chunk_kernel
-from linearize.attention.native import engine
 from linearize.attention.native.locate import cache_folder
 from linearize.attention.shape import HeadShape
 from linearize.core.events import Callback, Started
 from linearize.core.parsing import read_json
 from linearize.core.registry import kernel_info, make_config
-from linearize.evaluation.bench.machine import DTYPES, device_name
 from linearize.evaluation.bench.memory import memory_of
-from linearize.evaluation.bench.meter import NoiseWatch, in_turns
+from linearize.evaluation.bench.meter import DTYPES, NoiseWatch, describe, in_turns
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
 from linearize.kernel_search.candidates import Layout
 from linearize.modeling.plan import SOFTMAX, LayerPlan
@@ -68,7 +65,7 @@ class Setting:
     Attributes:
         length: tokens.
         device: where the attention runs.
-        dtype: type of the inputs; others than those of `bench.machine.DTYPES` are measured in fp32.
+        dtype: type of the inputs; others than those of `bench.meter.DTYPES` are measured in fp32.
         memory: whether peak memory is measured too.
         remeasure: whether known costs are measured again.
     """
@@ -170,21 +167,12 @@ def _suite(shape: HeadShape, plan: LayerPlan, setting: Setting) -> AttentionSuit
 
 def _key(shape: HeadShape, plan: LayerPlan, setting: Setting) -> str:
     """Name a measurement by all that it depends on."""
-    cpu = setting.device == "cpu"
     facts = {
-        "versions": [__version__, torch.__version__],
-        "machine": device_name(setting.device),
-        "device": setting.device,
-        "threads": torch.get_num_threads() if cpu else None,
-        "native": cpu and engine() is not None,
-        "fla": chunk_kernel(torch.device(setting.device)) is not None,
-        "dtype": setting.dtype_name,
+        "version": __version__,
+        "machine": asdict(describe(setting.device, setting.dtype_name)),
         "tokens": setting.length,
-        "shape": asdict(shape),
-        "kernel": plan.kernel,
+        "attention": asdict(_suite(shape, plan, setting)),
         "config": asdict(make_config(kernel_info(plan.kernel), plan.arguments)),
-        "window": plan.hybrid.window,
-        **plan.hybrid.changed,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -183,15 +183,20 @@ class _Search(Run):
 
     def _measure_costs(self) -> Costs:
         """Measure in the main process; the others get its figures."""
-        costs: list[Any] = [None]
+        costs: Costs = {}
         if self.accelerator.is_main_process:
             config, device = self.config, str(self.accelerator.device)
             dtype = next(self.carrier.parameters()).dtype
             setting = Setting(config.length, device, dtype, config.memory, config.remeasure)
-            costs[0] = costs_of_layers(self.layout, setting, self.on_event)
+            costs = costs_of_layers(self.layout, setting, self.on_event)
+        return dict(self._agreed(costs))
+
+    def _agreed(self, value: Any) -> Any:
+        """Return the main process's value in all processes."""
+        values = [value]
         if self.accelerator.num_processes > 1:
-            broadcast_object_list(costs)
-        return dict(costs[0])
+            broadcast_object_list(values)
+        return values[0]
 
     def _search(self, saved: RunState | None) -> SearchResult:
         first = 0
@@ -234,12 +239,8 @@ class _Search(Run):
         self.best = self.table.best(self.limit, self.config.softmax_layers)
         left = f"{self.table.left} candidates of {len(self.table.rows)} layers left"
         self.on_event(
-            Noted(f"Search, rung {number + 1} of {rungs}: {left}; best so far: {self._best_so_far or 'none'}")
+            Noted(f"Search, rung {number + 1} of {rungs}: {left}; best so far: {short(self.best or ()) or 'none'}")
         )
-
-    @property
-    def _best_so_far(self) -> str:
-        return "" if self.best is None else short(self.best)
 
     def _measure_errors(self, keys: list[Key], steps: int) -> None:
         self.on_event(Started("measuring the candidates on held-out data"))
@@ -268,7 +269,7 @@ class _Search(Run):
             self.table.rungs,
             self.table.left - len(trainer.dropped),
             sum(losses) / max(1, len(losses)),
-            self._best_so_far,
+            short(self.best or ()),
             rate,
             self.seconds,
         )
@@ -276,12 +277,8 @@ class _Search(Run):
 
     def _late(self, share: float = 1.0) -> bool:
         """Tell whether a share of the search's limited time is over; the main process decides."""
-        if self.config.time is None:
-            return False
-        late = [self.seconds >= share * self.config.time]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(late)
-        return late[0]
+        limit = self.config.time
+        return limit is not None and self._agreed(self.seconds >= share * limit)
 
     def _choose(self) -> Choice:
         """Return the choice with the least error of the whole model.
@@ -326,11 +323,7 @@ class _Search(Run):
             self.state = self.last_state()
         self.save()
         layers = layer_choices(choice, self.layout, self.table)
-        modules = {
-            layer.module: self.candidates.modules[layer.layer, layer.label]
-            for layer in layers
-            if layer.label != SOFTMAX
-        }
+        learned = {x.module: self.candidates.modules[x.layer, x.label] for x in layers if x.label != SOFTMAX}
         return SearchResult(
             plan=self.layout.plan(choice, {layer.layer: layer.why for layer in layers}),
             layers=layers,
@@ -346,7 +339,7 @@ class _Search(Run):
             seconds=self.seconds,
             kernels={
                 name: {key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
-                for name, module in modules.items()
+                for name, module in learned.items()
             },
             history=self.history,
             state=self.state,

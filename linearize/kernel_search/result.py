@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from linearize.core.parsing import write_file
-from linearize.fidelity import plots_style
+from linearize.fidelity import plots_style as style
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.costs import Costs
 from linearize.kernel_search.table import TOLERANCE, Choice, Table
@@ -233,19 +233,9 @@ def make_points(
             memory.append(cost.softmax_bytes if label == SOFTMAX else cost.bytes)
         known = [count for count in memory if count is not None]
         largest = max(known) if len(known) == len(memory) else None
-        error = errors[choice]
-        points.append(
-            Point(
-                name,
-                short(choice),
-                error.error,
-                error.hidden,
-                error.cosine,
-                table.cost(choice),
-                seconds,
-                largest,
-            )
-        )
+        whole = errors[choice]
+        figures = whole.error, whole.hidden, whole.cosine, table.cost(choice), seconds, largest
+        points.append(Point(name, short(choice), *figures))
     return [replace(point, efficient=not any(other.beats(point) for other in points)) for point in points]
 
 
@@ -267,10 +257,8 @@ def layer_choices(choice: Choice, layout: Layout, table: Table) -> tuple[LayerCh
     for (number, layer), label in zip(layout.layers.items(), choice, strict=True):
         row = table.rows[number]
         error, share = (0.0, 1.0) if label == SOFTMAX else (row[label].error or 0.0, row[label].share)
-        tried = {
-            x: {name: getattr(entry, name) for name in ("error", "share", "steps", "diverged")}
-            for x, entry in row.items()
-        }
+        figures = ("error", "share", "steps", "diverged")
+        tried = {x: {name: getattr(entry, name) for name in figures} for x, entry in row.items()}
         weight = table.weights.get(number, 1.0)
         choices.append(LayerChoice(number, layer.module, label, error, share, weight, why[number], tried))
     return tuple(choices)
@@ -307,26 +295,18 @@ def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
 
 def write_plot(result: SearchResult, path: str) -> None:
     """Draw error against time of all points and write the PNG."""
-    write_file(path, "--plot", plots_style.to_png(error_against_time(result))[0])
+    write_file(path, "--plot", style.to_png(error_against_time(result))[0])
 
 
 def error_against_time(result: SearchResult) -> Figure:
     """Draw all points by name; a line joins those that no other one beats."""
-    figure = plots_style.new_figure(6.4, 4.0)
+    figure = style.new_figure(6.4, 4.0)
     axes = figure.subplots()
-    front = sorted((point for point in result.points if point.efficient), key=lambda point: point.seconds)
-    axes.plot(
-        [point.seconds for point in front],
-        [point.error for point in front],
-        color=plots_style.THIRD,
-        linestyle=":",
-        zorder=1,
-    )
+    front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
+    axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1)
     for point in result.points:
         plan, softmax = point.name.startswith(PLAN), point.name.startswith(SOFTMAX)
-        colour, marker = (
-            (plots_style.LINEAR, "*") if plan else (plots_style.SOFTMAX, "o") if softmax else (plots_style.THIRD, "s")
-        )
+        colour, marker = (style.LINEAR, "*") if plan else (style.SOFTMAX, "o") if softmax else (style.THIRD, "s")
         size, above, offset = (160, 3, 8) if plan else (40, 2, -10)
         axes.scatter(point.seconds, point.error, color=colour, marker=marker, s=size, zorder=above)
         where = (point.seconds, point.error)
@@ -334,5 +314,5 @@ def error_against_time(result: SearchResult) -> Figure:
     axes.set_xscale("log")
     axes.margins(0.18)
     title = f"Whole model compared with its original ({result.figure})"
-    plots_style.tidy(axes, title, f"seconds of all attentions, {result.length:,} tokens", f"error, {result.figure}")
+    style.tidy(axes, title, f"seconds of all attentions, {result.length:,} tokens", f"error, {result.figure}")
     return figure

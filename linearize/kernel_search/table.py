@@ -144,7 +144,7 @@ class Table:
                 for label, entry in row.items()
                 if label in self.allowed and not entry.diverged
             ]
-            layers.append([*options, Option(SOFTMAX, time, 0.0, True)] if softmax else options)
+            layers.append([*options, Option(SOFTMAX, time, 0.0)] if softmax else options)
         return layers
 
     def best(self, limit: float, softmax: int) -> Choice | None:
@@ -216,13 +216,16 @@ class Option(NamedTuple):
         label: of the candidate, or "softmax".
         cost: share of the time of all layers under softmax.
         error: its part of the whole error.
-        softmax: whether the layer stays softmax.
     """
 
     label: str
     cost: float
     error: float
-    softmax: bool = False
+
+    @property
+    def softmax(self) -> bool:
+        """Whether the layer stays softmax."""
+        return self.label == SOFTMAX
 
 
 class _Partial(NamedTuple):

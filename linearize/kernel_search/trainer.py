@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import TrainingError
-from linearize.fidelity.teacher.observe import run_body, softmax_output
+from linearize.fidelity.teacher import run_body, softmax_output
 from linearize.kernel_search.candidates import Layout
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss

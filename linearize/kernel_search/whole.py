@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
-from linearize.fidelity.teacher.observe import body_of, softmax_output
+from linearize.fidelity.teacher import body_of, softmax_output
 from linearize.kernel_search.table import Choice
 from linearize.kernel_search.trainer import Candidates
 from linearize.modeling.plan import SOFTMAX
@@ -57,35 +57,23 @@ class WholeError:
         return self.hidden if self.logits is None else self.logits
 
 
-class _Original:
-    """Sums over batches of the original's outputs, by which errors are divided."""
+class _Moments:
+    """Count, sum and sum of squares of vectors [N, C], added up over batches."""
 
-    def __init__(self, numbers: bool) -> None:
-        self.numbers = numbers
-        self.rows = self.tokens = self.predictions = 0
-        self.square = self.logit_sum = self.logit_square = 0.0
+    def __init__(self) -> None:
+        self.count, self.square = 0, 0.0
         self.sum: Tensor | float = 0.0
 
-    def add(self, taught: Outputs) -> None:
-        states = masked_rows(flat(taught.last), taught.mask).double()
-        self.rows += len(taught.last)
-        self.tokens += len(states)
-        self.sum = self.sum + states.sum(dim=0)
-        self.square += float(states.square().sum())
-        for logits in taught.logits.values():
-            predictions = _predictions(logits, taught.mask).double()
-            self.predictions += len(predictions)
-            self.logit_sum += float(predictions.sum())
-            self.logit_square += float(predictions.square().sum())
+    def add(self, vectors: Tensor) -> None:
+        vectors = vectors.double()
+        self.count += len(vectors)
+        self.sum = self.sum + vectors.sum(dim=0)
+        self.square += float(vectors.square().sum())
 
-    def error(self, squares: float, cosine: float, logits: float) -> WholeError:
-        """Divide a choice's sums by the original's."""
-        spread = self.square - float(torch.as_tensor(self.sum).square().sum()) / max(self.tokens, 1)
-        hidden = math.sqrt(squares / spread) if spread > 0 and squares >= 0 else math.nan
-        if not self.predictions:
-            return WholeError(hidden, cosine / max(self.rows, 1))
-        variance = max(self.logit_square - self.logit_sum**2 / self.predictions, 1e-12)
-        return WholeError(hidden, cosine / self.rows, logits / (variance if self.numbers else self.predictions))
+    @property
+    def spread(self) -> float:
+        """Sum of the squared distances from the mean."""
+        return self.square - float(torch.as_tensor(self.sum).square().sum()) / max(self.count, 1)
 
 
 class WholeModel:
@@ -126,16 +114,25 @@ class WholeModel:
         All processes measure all of the data, so their errors are equal.
         """
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.known]
-        if new:
-            original = _Original(self.numbers)
-            sums = torch.zeros(len(new), 3, dtype=torch.float64)
-            for batch in self.held_out:
-                batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
-                taught = self._run(batch, (SOFTMAX,) * len(self.candidates.hosts))
-                original.add(taught)
-                for place, choice in enumerate(new):
-                    sums[place] += self._compare(self._run(batch, choice), taught)
-            self.known |= {choice: original.error(*row) for choice, row in zip(new, sums.tolist(), strict=True)}
+        if not new:
+            return [self.known[choice] for choice in choices]
+        rows, states, predictions = 0, _Moments(), _Moments()
+        sums = torch.zeros(len(new), 3, dtype=torch.float64)
+        for batch in self.held_out:
+            batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
+            taught = self._run(batch, (SOFTMAX,) * len(self.candidates.hosts))
+            rows += len(taught.last)
+            states.add(masked_rows(flat(taught.last), taught.mask))
+            for logits in taught.logits.values():
+                predictions.add(_predictions(logits, taught.mask))
+            for place, choice in enumerate(new):
+                sums[place] += self._compare(self._run(batch, choice), taught)
+        divisor = max(predictions.spread, 1e-12) if self.numbers else predictions.count
+        for choice, (squares, cosine, error) in zip(new, sums.tolist(), strict=True):
+            hidden = math.sqrt(squares / states.spread) if states.spread > 0 and squares >= 0 else math.nan
+            self.known[choice] = WholeError(
+                hidden, cosine / max(rows, 1), error / divisor if predictions.count else None
+            )
         return [self.known[choice] for choice in choices]
 
     def _compare(self, learned: Outputs, taught: Outputs) -> Tensor:

@@ -27,7 +27,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
 from linearize.core.registry import SCALES, kernel_info, make_config
-from linearize.fidelity.teacher.observe import run_body, softmax_output
+from linearize.fidelity.teacher import run_body, softmax_output
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.loop import carrier_of
 from linearize.kernel_search.table import Choice, Option, choose

@@ -10,6 +10,7 @@ from support.weights_loss import weights_loss
 
 from benchmarks import goals, public_op, steps
 from benchmarks.alignment import AlignmentSuite
+from benchmarks.bound import operations, with_bound
 from benchmarks.goals import Goal, judge, run_goals, table_of_goals
 from benchmarks.public_op import PublicOpSuite
 from benchmarks.stage_one import StageOneSuite, naive_loss
@@ -60,7 +61,7 @@ def test_public_op(monkeypatch):
     assert [g.tasks for g in table_of_goals() if "public" in g.what] == [((wanted, 4096),)]
     ours, theirs = (suite.prepare(variant, 20)() for variant in ("linear", "fast-transformers"))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
+    row = measure(suite, 20, repeats=2, memory=False)
     assert row.speedup == row.seconds("fast-transformers") / row.seconds("linear")
 
 
@@ -69,7 +70,7 @@ def test_public_op(monkeypatch):
 def test_stage_one(bert, kernel):
     suite = StageOneSuite(BenchModel(bert, kernel, longest=64))
     suite.check()
-    row = measure(suite, 40, rate=RATE, repeats=2)
+    row = measure(suite, 40, repeats=2)
     assert row.speedup == pytest.approx(row.seconds("naive") / row.seconds("step"))
     assert row.figures["share_of_least"] == pytest.approx(row.seconds("least") / row.seconds("step"))
     # Both sides take as much, so nothing is left between them.
@@ -80,7 +81,7 @@ def test_stage_one(bert, kernel):
 def test_alignment(bert):
     suite = AlignmentSuite(BenchModel(bert, "hedgehog", longest=64))
     suite.check()
-    row = measure(suite, 40, rate=RATE, repeats=2)
+    row = measure(suite, 40, repeats=2)
     assert row.figures["step_over_passes"] == pytest.approx(row.seconds("step") / row.seconds("passes"))
     assert 0 < row.figures["blockwise_memory_ratio"] < 1
 
@@ -111,6 +112,21 @@ def test_steps_from_the_command_line(bert, step, capsys):
     assert steps.main(line) == 0
     streams = capsys.readouterr()
     assert [row["tokens"] for row in json.loads(streams.out)["rows"]] == [16, 32] and "Noise:" in streams.err
+
+
+def test_operations_are_counted():
+    given = AttentionSuite(SIZES, features=16)
+    # Two products of 2 heads, 10 tokens, 16 features and 8 values with one column more.
+    assert operations(given, "linear", 10) == 2 * 2 * 2 * 10 * 16 * 9
+    assert operations(given, "softmax", 10) == 2 * 2 * 2 * 10 * 10 * 8
+    # Hedgehog has one matrix of 8 x 8 per head, for queries and for keys.
+    mapped = AttentionSuite(SIZES)
+    assert operations(mapped, "linear", 10) == operations(given, "linear", 10) + 2 * 2 * 2 * 10 * 8 * 8
+    assert operations(AttentionSuite(SIZES, causal=True, backward=True), "softmax", 10) == 3 * 2 * 2 * 10 * 10 * 8
+    row = with_bound(measure(given, 20, repeats=1, memory=False), given, RATE)
+    for variant in given.variants:
+        share = row.figures[f"{variant}_operations"] / RATE / row.seconds(variant)
+        assert row.figures[f"{variant}_share_of_bound"] == pytest.approx(share)
 
 
 def test_goals_are_those_of_the_table():

@@ -14,18 +14,24 @@ from transformers.cache_utils import DynamicCache
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
-from linearize.evaluation.bench import machine, memory
+from linearize.core.parsing import check_file
+from linearize.evaluation.bench import memory, meter
 from linearize.evaluation.bench.job import BenchOptions, Measured, measure, run_bench
 from linearize.evaluation.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
 from linearize.evaluation.bench.meter import Noise
-from linearize.evaluation.bench.model_suites import DecodeModelSuite, ModelSuite, TrainSuite, set_context
-from linearize.evaluation.bench.models import BenchModel, softmax_model
-from linearize.evaluation.bench.plot import check_picture, short_names, write_plot
+from linearize.evaluation.bench.models import (
+    BenchModel,
+    DecodeModelSuite,
+    ModelSuite,
+    TrainSuite,
+    set_context,
+    softmax_model,
+)
+from linearize.evaluation.bench.rows import short_names, write_plot
 from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, DecodeSuite
 from linearize.ops import naive_attention
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
-RATE = 1e9
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +58,9 @@ def consistent(row):
 def test_attention(causal, backward, features):
     suite = AttentionSuite(SIZES, causal, backward, features)
     suite.check()
-    row = measure(suite, 20, rate=RATE, repeats=2, memory=False)
+    row = measure(suite, 20, repeats=2, memory=False)
     consistent(row)
     assert row.tokens == 20 and all(row.variants[variant].timing.repeats == 2 for variant in suite.variants)
-    for variant in suite.variants:
-        operations = row.figures[f"{variant}_operations"]
-        assert row.figures[f"{variant}_share_of_bound"] == pytest.approx(operations / RATE / row.seconds(variant))
-
-
-def test_operations_are_counted():
-    given = AttentionSuite(SIZES, features=16)
-    # Two products of 2 heads, 10 tokens, 16 features and 8 values with one column more.
-    assert given.products("linear", 10) == 2 * 2 * 2 * 10 * 16 * 9
-    assert given.products("softmax", 10) == 2 * 2 * 2 * 10 * 10 * 8
-    mapped = AttentionSuite(SIZES)
-    # Hedgehog has one matrix of 8 x 8 per head, for queries and for keys.
-    assert mapped.products("linear", 10) == given.products("linear", 10) + 2 * 2 * 2 * 10 * 8 * 8
-    assert AttentionSuite(SIZES, causal=True, backward=True).products("softmax", 10) == 3 * 2 * 2 * 10 * 10 * 8
 
 
 def test_the_sides_compute_what_they_say():
@@ -83,19 +75,19 @@ def test_the_sides_compute_what_they_say():
 def test_decode():
     suite = DecodeSuite(SIZES, layers=3)
     suite.check()
-    row = measure(suite, 40, rate=RATE, repeats=2, memory=False)
+    row = measure(suite, 40, repeats=2, memory=False)
     consistent(row)
     variants = row.to_dict()["sides"]
     first = [variants[name]["first_seconds"] for name in ("softmax", "linear")]
     assert row.figures["first_speedup"] == pytest.approx(first[0] / first[1])
     assert suite.calls == 8 and variants["linear"]["repeats"] == 2
     positional = DecodeSuite(AttentionSizes("cosformer", {"max_positions": 64}, heads=2, head_dim=8), layers=1)
-    consistent(measure(positional, 40, rate=RATE, repeats=2, memory=False))
+    consistent(measure(positional, 40, repeats=2, memory=False))
 
 
 def test_whole_model(folders):
     model = BenchModel(str(folders / "bert"), longest=100)
-    row = measure(ModelSuite(model), 100, rate=RATE, repeats=2, memory=False)
+    row = measure(ModelSuite(model), 100, repeats=2, memory=False)
     consistent(row)
     assert row.figures["bound_speedup"] == pytest.approx(row.seconds("softmax") / row.seconds("no attention"))
     assert model.original.config._attn_implementation == "sdpa"
@@ -111,7 +103,7 @@ def test_a_model_travels_to_a_fresh_process_by_its_name(folders):
 
 def test_converted_model_and_its_limit(folders):
     folder = str(folders / "linear")
-    consistent(measure(ModelSuite(BenchModel(folder, longest=64)), 64, rate=RATE, repeats=2, memory=False))
+    consistent(measure(ModelSuite(BenchModel(folder, longest=64)), 64, repeats=2, memory=False))
     with pytest.raises(ConfigError, match="at most 64 tokens"):
         run_bench(BenchOptions("model", folder, lengths=(65,)))
     with pytest.raises(ConfigError, match="is converted and has its kernels"):
@@ -130,7 +122,7 @@ def test_a_training_step_is_one_of_softmax_or_of_kernels(folders, monkeypatch, n
     monkeypatch.setattr(memory, "in_fresh_process", lambda *what: dict.fromkeys(what[3], 1000))
     suite = TrainSuite(BenchModel(str(folders / name), "hedgehog", longest=64, batch_tokens=100))
     suite.check()
-    row = measure(suite, 40, rate=RATE, repeats=2)
+    row = measure(suite, 40, repeats=2)
     consistent(row)
     assert row.figures["bound_speedup"] == pytest.approx(row.seconds("softmax") / row.seconds("no attention"))
     assert [suite.model.inputs(tokens)["input_ids"].shape for tokens in (40, 101)] == [(2, 40), (1, 101)]
@@ -166,7 +158,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
         raise OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(memory, "in_fresh_process", none)
-    row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1)
+    row = measure(AttentionSuite(SIZES), 8, repeats=1)
     assert {variant.problem for variant in row.variants.values()} == {"out of memory"} and row.speedup is None
 
 
@@ -184,7 +176,7 @@ def test_memory_that_runs_out_while_timing(monkeypatch):
         return (lambda: torch.empty(1 << 50)) if variant == "softmax" else (lambda: None)
 
     monkeypatch.setattr(AttentionSuite, "prepare", prepare)
-    row = measure(AttentionSuite(SIZES), 8, rate=RATE, repeats=1, memory=False)
+    row = measure(AttentionSuite(SIZES), 8, repeats=1, memory=False)
     assert row.variants["softmax"].problem == "out of memory" and row.seconds("linear") > 0
 
 
@@ -196,7 +188,7 @@ def test_the_job(tmp_path):
     result = run_bench(options, events.append)
     assert [row.tokens for row in result.rows] == [8, 16, 8, 16]
     assert [found.what.split(",")[0] for found in result.crossovers] == ["elu", "hedgehog"]
-    assert sum(isinstance(event, Measured) for event in events) == 4 and result.machine.peak > 0 and result.noise.probes
+    assert sum(isinstance(event, Measured) for event in events) == 4 and result.noise.probes
     data = result.to_dict()
     assert data["noise"]["too_noisy"] in (True, False) and data["machine"]["dtype"] == "float32"
     picture = tmp_path / "a.png"
@@ -225,7 +217,7 @@ def test_bad_options(options, text):
 
 
 def test_a_type_that_the_device_lacks(monkeypatch):
-    monkeypatch.setattr(machine, "_works", lambda dtype, device: dtype == "float32")
+    monkeypatch.setattr(meter, "_works", lambda dtype, device: dtype == "float32")
     with pytest.raises(ConfigError, match="which cpu lacks; choose one of float32"):
         run_bench(BenchOptions(dtype="float16"))
 
@@ -239,7 +231,7 @@ def test_noise():
 def test_pictures(tmp_path):
     for path in ("a.jpg", str(tmp_path / "none" / "a.png")):
         with pytest.raises(ConfigError, match="--plot"):
-            check_picture(path, overwrite=False)
+            check_file(path, "--plot", (".png",), overwrite=False)
     assert short_names(["elu, causal, float32", "luna, causal, float32"]) == ["elu", "luna"]
     assert short_names(["elu, causal"]) == [""]
 
@@ -252,7 +244,7 @@ def test_decoding_with_a_whole_model(folders):
     """The steps are those of the models themselves after a real context, and what is kept has its exact size."""
     suite = DecodeModelSuite(BenchModel(str(folders / "gpt2"), longest=41))
     suite.check()
-    row = measure(suite, 40, rate=RATE, repeats=1)
+    row = measure(suite, 40, repeats=1)
     consistent(row)
     # Keys and values: 2 layers, 4 heads of size 8, 40 tokens in fp32.
     assert row.figures["softmax_kept_mib"] == 2 * 2 * 4 * 8 * 40 * 4 / 2**20

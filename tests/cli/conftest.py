@@ -29,5 +29,5 @@ def fewer_and_plain_pictures():
     """Leave texts in pictures where they fall, and draw two heads: tests/report has whole reports, which take long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
-        patch.setattr("linearize.evaluation.report.sections.LARGE", 1)
+        patch.setattr("linearize.evaluation.report.page.LARGE", 1)
         yield

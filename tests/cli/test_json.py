@@ -88,7 +88,7 @@ def test_json(verb, place, capsys, monkeypatch):
     monkeypatch.setattr("linearize.jobs.demo.minilm_folder", lambda: place / "bert")
     monkeypatch.setattr("linearize.jobs.demo._seconds_per_batch", lambda folder: 0.1)
     monkeypatch.setattr(
-        "linearize.evaluation.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
+        "linearize.evaluation.bench.job.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
     )
     monkeypatch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
     words, keys = CASES[verb]

@@ -8,7 +8,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import Hybrid
-from linearize.fidelity.teacher.rows import pieces
+from linearize.fidelity.teacher import pieces
 from linearize.training.stage_one import DistillConfig, start
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.loss import Targets

@@ -91,7 +91,7 @@ def test_far_mass_is_softmax_outside_the_window(name):
     inputs = inputs_of(model)
     seen = []
 
-    def observe(layer, q, k, v, mask, scaling):
+    def observe(name, layer, q, k, v, mask, scaling):
         scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scaling
         real = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if mask is None else mask.bool()
         place = real.cumsum(-1)
@@ -102,7 +102,7 @@ def test_far_mass_is_softmax_outside_the_window(name):
         far = (weights * ~near[:, None]).sum(-1)
         seen.append(float(far.detach()[real[:, None].expand_as(far)].mean()))
 
-    from linearize.fidelity.teacher.observe import show
+    from linearize.fidelity.teacher import show
 
     show(model, [inputs], observe)
     found = measure_layers(model, [inputs])

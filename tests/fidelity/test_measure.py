@@ -9,7 +9,7 @@ from support.tiny import converted, inputs_of, original
 from linearize.attention.interface import linear_attentions, observed
 from linearize.core.errors import ConfigError, DataError
 from linearize.fidelity import measure, measure_layers
-from linearize.fidelity.teacher.observe import run_body
+from linearize.fidelity.teacher import run_body
 
 
 def written_out(model, batch, kernel_of):

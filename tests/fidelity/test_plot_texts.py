@@ -9,9 +9,8 @@ from matplotlib.text import Text
 from support.tiny import converted, inputs_of
 
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
-from linearize.fidelity.maps import attention_maps
+from linearize.fidelity.maps import attention_maps, measure_spread
 from linearize.fidelity.plots_style import layer_names, to_png
-from linearize.fidelity.spread import measure_spread
 
 
 def named(layers, style):

@@ -10,9 +10,8 @@ from support.tiny import converted, inputs_of
 
 from linearize.core.errors import DataError
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
-from linearize.fidelity.maps import attention_maps, rank_correlation
+from linearize.fidelity.maps import RATIOS, attention_maps, measure_spread, rank_correlation
 from linearize.fidelity.plots_style import DISTANCE_SCALE, WEIGHT_SCALE, layer_names, safe_label, shade, to_png
-from linearize.fidelity.spread import RATIOS, measure_spread
 
 KERNELS = ("hedgehog", "luna", "flexformer_s", "flexformer_n", "norm_elu", "diag_softmax")
 
@@ -224,7 +223,7 @@ def test_matplotlib_is_loaded_with_the_first_figure():
     names = ["plots", "plots_maps", "plots_compare", "plots_kernels"]
     modules = [
         *(f"linearize.fidelity.{name}" for name in names),
-        "linearize.evaluation.report.write",
+        "linearize.evaluation.report.page",
         "linearize.evaluation.report.compare",
     ]
     code = f"import sys; import {', '.join(modules)}; sys.exit('matplotlib' in sys.modules)"

@@ -80,8 +80,6 @@ def test_a_bench_step_runs_on_the_cpu_as_well(monkeypatch, capsys):
     """The same line with another device and other sizes, in this process."""
     from linearize.cli import main
 
-    monkeypatch.setattr("linearize.evaluation.bench.machine.peak_rate", lambda *_: 1e11)
-    monkeypatch.setattr("linearize.evaluation.bench.job.peak_rate", lambda *_: 1e11)
     words = check.plan(Path("out"), model=None)[-1].words[2:]
     small = [
         "--device",

@@ -24,7 +24,7 @@ def test_the_choice_is_the_best_of_all(softmax):
         layers = []
         for _ in range(4):
             options = [Option(f"k{i}", draw.uniform(0.01, 0.1), draw.uniform(0, 1)) for i in range(4)]
-            layers.append([*options, Option("softmax", 0.25, 0.0, True)])
+            layers.append([*options, Option("softmax", 0.25, 0.0)])
         limit = draw.uniform(0.05, 0.6)
         allowed = [
             (sum(o.error for o in one), sum(o.cost for o in one), tuple(o.label for o in one))

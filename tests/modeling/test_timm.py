@@ -14,7 +14,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import load_model
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.fidelity.teacher.observe import run_body
+from linearize.fidelity.teacher import run_body
 
 timm = pytest.importorskip("timm")
 

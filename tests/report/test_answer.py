@@ -17,12 +17,11 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.core.options import recorded
 from linearize.evaluation.bench.meter import Timing
 from linearize.evaluation.bench.rows import Row, Variant
-from linearize.evaluation.report.answer import answer
-from linearize.evaluation.report.gather import gather
+from linearize.evaluation.report.gather import answer, gather
 from linearize.evaluation.report.inputs import load_inputs, recorded_data
 from linearize.evaluation.report.options import InputOptions, ReportOptions
+from linearize.evaluation.report.page import write_report
 from linearize.evaluation.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
-from linearize.evaluation.report.write import write_report
 from linearize.jobs.config import ConvertJob
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepare import prepare

@@ -11,8 +11,7 @@ from support.tiny import converted
 
 import linearize
 from linearize.evaluation.report.options import InputOptions, ReportOptions
-from linearize.evaluation.report.sections import Picture, Section, Table
-from linearize.evaluation.report.write import page, write_report
+from linearize.evaluation.report.page import Picture, Section, Table, page, write_report
 
 MARKUP = "<img src=x onerror=\"alert('1')\"></style></title><script>alert(1)</script>"
 STEERING = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202etxt"

@@ -14,7 +14,7 @@ import pytest
 from support.checkpoints import make_text, texts
 
 from linearize.evaluation.report.options import InputOptions, ReportOptions
-from linearize.evaluation.report.write import write_report
+from linearize.evaluation.report.page import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium")
 BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)

@@ -9,7 +9,7 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.evaluation.bench import meter, side_by_side
+from linearize.evaluation.bench import job, meter
 from linearize.evaluation.report.paired import best_by, fastest, mean_difference
 
 
@@ -99,16 +99,16 @@ def test_all_are_timed_in_the_same_turns_and_noise_is_no_verdict(tmp_path, capsy
         make_text(tmp_path / name)
     turns = []
 
-    def in_turns(calls, repeats):
+    def in_turns(calls, repeats, **_):
         turns.append((list(calls), repeats))
-        return {name: meter.Timing.of([1.0 if name.startswith("softmax") else 0.5] * repeats) for name in calls}
+        return {(name, side): meter.Timing.of([1.0 if side == "softmax" else 0.5] * repeats) for name, side in calls}
 
-    monkeypatch.setattr(side_by_side, "in_turns", in_turns)
+    monkeypatch.setattr(job, "in_turns", in_turns)
     monkeypatch.setattr(meter.Noise, "too_noisy", property(lambda noise: True))
     line = ["compare", "one", "same", "--inputs", "6", "--lengths", "16", "--repeats", "3", "--device", "cpu"]
     code, out, err = run(capsys, *line)
     assert code == 0, err
-    assert turns == [(["softmax one", "linear one", "softmax same", "linear same"], 3)]
+    assert turns == [([("one", "softmax"), ("one", "linear"), ("same", "softmax"), ("same", "linear")], 3)]
     said = " ".join(out.split())
     assert "No verdict on speed, the machine was too noisy" in said and "seconds:" not in said and "(noisy)" in said
 

@@ -229,7 +229,7 @@ def write_glue(root, rows):
 
 
 def make_cheap(patch, root: Path) -> None:
-    """Leave out what takes long and says nothing about a line: peaks of the machine, optimisation, fresh processes.
+    """Leave out what takes long and says nothing about a line: optimisation, fresh processes.
 
     Reports draw two heads, and texts in pictures stay where they fall: that is most of their time.
     """
@@ -240,13 +240,9 @@ def make_cheap(patch, root: Path) -> None:
     patch.setattr("linearize.jobs.demo.minilm_folder", lambda: root / "MINILM")
     patch.setattr("linearize.jobs.demo.smollm2", lambda: root / "SMOLLM2")
     patch.setattr("linearize.attention.native.build.FLAGS", tuple("-O1" if f == "-O3" else f for f in build.FLAGS))
-    patch.setattr("linearize.evaluation.bench.machine.peak_rate", lambda *_: 1e11)
-    patch.setattr("linearize.evaluation.bench.job.peak_rate", lambda *_: 1e11)
-    patch.setattr(
-        "linearize.evaluation.bench.side_by_side.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
-    )
+    patch.setattr("linearize.evaluation.bench.job.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1))
     patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
-    patch.setattr("linearize.evaluation.report.sections.LARGE", 1)
+    patch.setattr("linearize.evaluation.report.page.LARGE", 1)
     patch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,15 +12,30 @@ import torch
 
 from linearize.attention.factory import default_scale
 from linearize.checkpoint.loading import check_device
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError, LinearizeError, unknown_name
 from linearize.core.events import Callback, Event, Started, ignore
 from linearize.core.registry import PLAIN, Hybrid, kernel_info, make_config
-from linearize.evaluation.bench.machine import Machine, check_dtype, describe, peak_rate
-from linearize.evaluation.bench.memory import memory_of, out_of_memory
-from linearize.evaluation.bench.meter import Call, Noise, NoiseWatch, in_turns, seconds_of
-from linearize.evaluation.bench.model_suites import DecodeModelSuite, ModelSuite, OfModel, TrainSuite
-from linearize.evaluation.bench.models import BERT_BASE, BenchModel
-from linearize.evaluation.bench.options import BenchOptions
+from linearize.evaluation.bench.memory import memory_of, out_of_memory, peak_memory
+from linearize.evaluation.bench.meter import (
+    Call,
+    Machine,
+    Noise,
+    NoiseWatch,
+    check_dtype,
+    describe,
+    in_turns,
+    seconds_of,
+)
+from linearize.evaluation.bench.models import (
+    BERT_BASE,
+    BenchModel,
+    DecodeModelSuite,
+    ModelSuite,
+    OfModel,
+    PairSuite,
+    TrainSuite,
+)
+from linearize.evaluation.bench.options import BenchOptions, check_lengths
 from linearize.evaluation.bench.rows import Crossover, Row, Variant, crossovers
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
 
@@ -38,6 +53,8 @@ OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
     "decode-model": DecodeModelSuite,
 }
 KERNEL = "hedgehog"
+TURNS = 7
+"""Forwards per variant of a model next to its own softmax."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +116,9 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
             notes += [suite.note] if suite.note else []
         if several:
             suites = make_suites(options, lengths[-1])
-        result = run_tasks(((s, tokens) for s in suites for tokens in _lengths_of(s, lengths)), options, on_event)
+        tasks = ((suite, tokens) for suite in suites for tokens in suite.lengths(lengths))
+        result = run_tasks(tasks, options, on_event)
     return replace(result, crossovers=crossovers(result.rows), notes=list(dict.fromkeys(notes)))
-
-
-def _lengths_of(suite: Suite, lengths: Sequence[int]) -> Sequence[int]:
-    """Return the lengths at which a suite is measured: a picture has one, which follows from its size."""
-    return (suite.model.tokens,) if isinstance(suite, OfModel) and suite.model.image_size is not None else lengths
 
 
 def checked(options: BenchOptions) -> BenchOptions:
@@ -133,19 +146,6 @@ def checked(options: BenchOptions) -> BenchOptions:
     return replace(options, device=device, dtype=check_dtype(options.dtype, device))
 
 
-def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return lengths ascending, each once.
-
-    Raises:
-        ConfigError: if there are no lengths, or one is not a positive whole number.
-    """
-    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
-    if bad or not lengths:
-        got = repr(bad[0]) if bad else "none"
-        raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
-    return sorted(set(lengths))
-
-
 def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
     """Make the suites one by one, one for each kernel and size of pictures."""
     for kernel in options.kernels or (KERNEL,):
@@ -158,14 +158,8 @@ def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | N
     # Scales by default as `convert` chooses them.
     scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
     hybrid = Hybrid(options.window, options.sinks, options.exact_keys, scale)
-    named: dict[str, Any] = {
-        "kernel": kernel,
-        "kernel_args": dict(options.kernel_args),
-        "hybrid": hybrid,
-        "batch": options.batch,
-        "dtype": options.dtype,
-        "device": options.device,
-    }
+    named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
+    named |= {"kernel": kernel, "kernel_args": dict(options.kernel_args), "hybrid": hybrid}
     if options.suite in OF_MODELS:
         model = BenchModel(
             options.model or BERT_BASE,
@@ -199,30 +193,24 @@ def run_tasks(
         on_event: called with every event.
         remember: tells which of them are measured for memory too; None: all or none, as the options say.
     """
-    on_event(Started("measuring the machine"))
-    machine = describe(options.device, options.dtype)
     watch = NoiseWatch(options.device)
-    rates = {options.dtype: machine.peak}
     rows = []
     for suite, tokens in tasks:
         on_event(Started(f"{suite.what}, {tokens:,} tokens"))
         memory = options.memory if remember is None else remember((suite, tokens))
-        if suite.dtype not in rates:
-            rates[suite.dtype] = peak_rate(options.device, suite.dtype)
-        row = measure(suite, tokens, rate=rates[suite.dtype], repeats=options.repeats, memory=memory)
+        row = measure(suite, tokens, repeats=options.repeats, memory=memory)
         on_event(Measured(row))
         rows.append(row)
         watch.probe()
-    return BenchResult(machine, watch.stop(), rows)
+    return BenchResult(describe(options.device, options.dtype), watch.stop(), rows)
 
 
-def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = None, memory: bool = True) -> Row:
+def measure(suite: Suite, tokens: int, *, repeats: int | None = None, memory: bool = True) -> Row:
     """Measure all variants of a suite at one length: memory first, then time in turns.
 
     Args:
         suite: what to measure.
         tokens: the length.
-        rate: the machine's operations per second.
         repeats: turns; None: chosen from how long they take.
         memory: whether peak memory is measured too.
 
@@ -230,23 +218,78 @@ def measure(suite: Suite, tokens: int, *, rate: float, repeats: int | None = Non
         LinearizeError: if a variant fails for another reason than memory that runs out, which is a result.
     """
     tried = suite.memory_variants if memory else suite.may_run_out_of_memory
-    variants = dict.fromkeys(suite.variants, Variant()) | {name: memory_of(suite, name, tokens) for name in tried}
-    calls: dict[str, Call] = {}
+    return time_in_turns({"": suite}, tokens, repeats, {("", x): memory_of(suite, x, tokens) for x in tried})[""]
+
+
+def measure_speed(
+    models: Mapping[str, BenchModel],
+    lengths: Mapping[str, Sequence[int]],
+    repeats: int = TURNS,
+    *,
+    memory: bool = False,
+) -> tuple[dict[str, list[Row]], Noise]:
+    """Time one forward without the head per length, all models with and without softmax in the same turns.
+
+    Both variants have the same weights: an observer makes a converted model's layers compute softmax (SDPA).
+
+    Args:
+        models: converted models, by name.
+        lengths: tokens of each one's inputs, ascending.
+        repeats: forwards per variant; medians are returned.
+        memory: whether peak memory is measured too, in a separate process per variant that loads the model again.
+
+    Returns:
+        One row per length, by model; and how quiet the machine was.
+    """
+    suites = {name: PairSuite(model) for name, model in models.items()}
+    taken: dict[tuple[str, str], dict[int, int]] = {}
+    for name, suite in suites.items():
+        for variant in suite.variants if memory else ():
+            # A report does not fail because of its memory.
+            with contextlib.suppress(LinearizeError):
+                taken[name, variant] = peak_memory(suite, variant, lengths[name])
+    watch = NoiseWatch(next(iter(models.values())).device if models else "cpu")
+    rows: dict[str, list[Row]] = {name: [] for name in models}
+    for tokens in sorted({tokens for own in lengths.values() for tokens in own}):
+        timed = {name: suite for name, suite in suites.items() if tokens in lengths[name]}
+        known = {key: Variant(bytes=own.get(tokens)) for key, own in taken.items()}
+        for name, row in time_in_turns(timed, tokens, repeats, known).items():
+            rows[name].append(row)
+        watch.probe()
+    return rows, watch.stop()
+
+
+def time_in_turns(
+    suites: Mapping[str, Suite], tokens: int, repeats: int | None, known: Mapping[tuple[str, str], Variant]
+) -> dict[str, Row]:
+    """Time all variants of suites of one kind at one length, in the same turns.
+
+    Args:
+        suites: by name.
+        tokens: the length.
+        repeats: turns; None: chosen from how long they take.
+        known: their memory, by name and variant; variants that ran out of it are not timed.
+    """
+    variants = {(name, x): known.get((name, x), Variant()) for name, suite in suites.items() for x in suite.variants}
+    calls: dict[tuple[str, str], Call] = {}
     warm_up = 0.0
-    for name in suite.variants:
-        if variants[name].problem is None:
-            try:
-                calls[name] = suite.prepare(name, tokens)
-                warm_up += seconds_of(calls[name])
-            except (RuntimeError, MemoryError) as error:
-                calls.pop(name, None)
-                variants[name] = out_of_memory(error)
-    for name, timing in in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls).items():
-        variants[name] = Variant(timing, variants[name].bytes)
+    for key in [key for key, variant in variants.items() if variant.problem is None]:
+        try:
+            calls[key] = suites[key[0]].prepare(key[1], tokens)
+            warm_up += seconds_of(calls[key])
+        except (RuntimeError, MemoryError) as error:
+            calls.pop(key, None)
+            variants[key] = out_of_memory(error)
+    in_a_row = max(suite.calls for suite in suites.values())
+    for key, timing in in_turns(calls, repeats, warm_up=warm_up, calls=in_a_row).items():
+        variants[key] = Variant(timing, variants[key].bytes)
     calls.clear()
     gc.collect()
-    row = Row(suite.name, suite.what, tokens, suite.pair, variants)
-    return replace(row, figures=suite.figures(row, rate))
+    rows = {}
+    for name, suite in suites.items():
+        row = Row(suite.name, suite.what, tokens, suite.pair, {x: variants[name, x] for x in suite.variants})
+        rows[name] = replace(row, figures=suite.figures(row))
+    return rows
 
 
 @contextlib.contextmanager

@@ -101,32 +101,32 @@ def measure_memory(suite: Prepares, variant: str, lengths: Sequence[int], thread
     torch.set_num_threads(threads)
     suite.prepare(variant, WARM_UP)()
     limit_memory()
-    taken = {}
-    for tokens in lengths:
-        gc.collect()
-        before = start_peak()
-        call = suite.prepare(variant, tokens)
-        if not suite.counts_prepared:
-            before = start_peak()
-        call()
-        taken[tokens] = max(0, peak() - before)
-        del call
-    return taken
+    return {tokens: _added(suite, variant, tokens, start_peak, peak) for tokens in lengths}
+
+
+def _added(suite: Prepares, variant: str, tokens: int, start: Callable[[], int], highest: Callable[[], int]) -> int:
+    """Return the bytes that a call adds; `start` resets the peak and returns the memory now."""
+    gc.collect()
+    before = start()
+    call = suite.prepare(variant, tokens)
+    if not suite.counts_prepared:
+        before = start()
+    call()
+    return max(0, highest() - before)
 
 
 def _on_gpu(suite: Prepares, variant: str, tokens: int) -> int:
-    device = suite.device
+    def start() -> int:
+        torch.cuda.synchronize(suite.device)
+        torch.cuda.reset_peak_memory_stats(suite.device)
+        return torch.cuda.memory_allocated(suite.device)
+
+    def highest() -> int:
+        torch.cuda.synchronize(suite.device)
+        return torch.cuda.max_memory_allocated(suite.device)
+
     suite.prepare(variant, WARM_UP)()
-    gc.collect()
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    call = suite.prepare(variant, tokens)
-    if not suite.counts_prepared:
-        before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    call()
-    torch.cuda.synchronize(device)
-    return max(0, torch.cuda.max_memory_allocated(device) - before)
+    return _added(suite, variant, tokens, start, highest)
 
 
 @dataclass(frozen=True)

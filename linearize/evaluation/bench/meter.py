@@ -1,20 +1,27 @@
-"""The meter: calls timed in turns, A B A B ..., so that other work on the machine slows all of them alike, and how
-quiet the machine was meanwhile."""
+"""The meter: calls timed in turns, A B A B ..., so that other work on the machine slows all of them alike; the machine,
+and how quiet it was meanwhile."""
 
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from linearize.attention.backends.fla import chunk_kernel
+from linearize.attention.native import engine
 from linearize.checkpoint.loading import wait
+from linearize.core.errors import ConfigError, unknown_name
 
 Call = Callable[[], object]
+Name = TypeVar("Name")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 AIM, LEAST, MOST = 10.0, 3, 200
 """Without a number of turns: all of them together take this many seconds, with at least and at most this many turns."""
@@ -68,7 +75,7 @@ def seconds_of(call: Call) -> float:
 
 
 def in_turns(
-    sides: Mapping[str, Call],
+    sides: Mapping[Name, Call],
     repeats: int | None = None,
     *,
     warm_up: float | None = None,
@@ -76,7 +83,7 @@ def in_turns(
     aim: float = AIM,
     least: int = LEAST,
     most: int = MOST,
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time functions in turns.
 
     Args:
@@ -92,7 +99,7 @@ def in_turns(
         warm_up = sum(seconds_of(call) for call in sides.values())
     if repeats is None:
         repeats = max(least, min(most, int(aim / max(calls * warm_up, 1e-9))))
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[Name, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, call in sides.items():
             times[name] += [seconds_of(call) for _ in range(calls)]
@@ -178,3 +185,74 @@ def _all_seconds() -> float | None:
     # user nice system idle iowait irq softirq steal
     ticks = [int(number) for number in stat.read_text().splitlines()[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that measured.
+
+    Attributes:
+        device: as torch calls it.
+        name: processor or GPU.
+        threads: of torch on the CPU.
+        cores: that this process may use.
+        dtype: type of the numbers.
+        torch: its version.
+        native: whether the native op was compiled and is used.
+        fla: whether causal attention may go through flash-linear-attention's kernels.
+    """
+
+    device: str
+    name: str
+    threads: int
+    cores: int
+    dtype: str
+    torch: str
+    native: bool = False
+    fla: bool = False
+
+
+def describe(device: str, dtype: str) -> Machine:
+    """Describe the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    native = device == "cpu" and engine() is not None
+    fla = chunk_kernel(torch.device(device)) is not None
+    return Machine(device, device_name(device), torch.get_num_threads(), cores, dtype, torch.__version__, native, fla)
+
+
+def device_name(device: str) -> str:
+    """Return the name of the GPU or of the processor, as the system reports it."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def check_dtype(dtype: str, device: str) -> str:
+    """Return the name of a type that the device can multiply and attend with.
+
+    Raises:
+        UnknownNameError: for an unknown name.
+        ConfigError: if the device lacks it.
+    """
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    if not _works(dtype, device):
+        able = ", ".join(name for name in DTYPES if _works(name, device))
+        raise ConfigError(f"dtype: got {dtype!r}, which {device} lacks; choose one of {able}")
+    return dtype
+
+
+def _works(dtype: str, device: str) -> bool:
+    if dtype == "bfloat16" and device.startswith("cuda") and not torch.cuda.is_bf16_supported():
+        return False
+    try:
+        x = torch.ones(1, 1, 8, 8, device=device, dtype=DTYPES[dtype])
+        torch.nn.functional.scaled_dot_product_attention(x @ x, x, x)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from linearize.core import kernel_options
+from linearize.core.errors import ConfigError
 from linearize.core.options import check, option, parse_image_sizes, parse_lengths
 
 WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
 FEATURES = 128
 """Size of given features by default."""
 SIZE: dict[str, Any] = {"low": 1, "high": 65536}
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """Return lengths ascending, each once.
+
+    Raises:
+        ConfigError: if there are no lengths, or one is not a positive whole number.
+    """
+    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
+    if bad or not lengths:
+        got = repr(bad[0]) if bad else "none"
+        raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
+    return sorted(set(lengths))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,24 @@
-"""Measurements: one row per length with a variant per way to compute it, and from which length on one is faster."""
+"""Measurements: a row per length with a variant per way to compute it, as data and as a picture."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from linearize.core.parsing import write_file
 from linearize.evaluation.bench.meter import Timing
+from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, new_figure, tidy, to_png
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OURS = ((LINEAR, "s", "--"), ("#56b4e9", "^", "-."), ("#009e73", "D", ":"), ("#cc79a7", "v", (0, (5, 1))))
+"""Colour, marker and dashes of kernels; they repeat after four."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +37,9 @@ class Variant:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
-        timing = self.timing
-        return {
-            "seconds": None if timing is None else timing.seconds,
-            "spread": None if timing is None else timing.spread,
-            "repeats": None if timing is None else timing.repeats,
-            "first_seconds": None if timing is None else timing.first,
-            "bytes": self.bytes,
-            "problem": self.problem,
-        }
+        names = {"seconds": "seconds", "spread": "spread", "repeats": "repeats", "first_seconds": "first"}
+        figures = {key: getattr(self.timing, name, None) for key, name in names.items()}
+        return figures | {"bytes": self.bytes, "problem": self.problem}
 
 
 @dataclass(frozen=True)
@@ -65,19 +71,33 @@ class Row:
         """Return a variant's time over another's (ours, unless named)."""
         return ratio(self.seconds(variant), self.seconds(over or self.pair[1]))
 
+    def timing(self, variant: str) -> Timing | None:
+        """Return how long a variant took, or None."""
+        return self.variants.get(variant, Variant()).timing
+
     def seconds(self, variant: str) -> float | None:
         """Return a variant's median time, or None."""
-        timing = self.variants[variant].timing if variant in self.variants else None
+        timing = self.timing(variant)
         return None if timing is None else timing.seconds
-
-    def first(self, variant: str) -> float | None:
-        """Return the median time of a turn's first call, or None."""
-        timing = self.variants[variant].timing
-        return None if timing is None else timing.first
 
     def memory(self, variant: str) -> int | None:
         """Return a variant's peak memory in bytes, or None."""
-        return self.variants[variant].bytes if variant in self.variants else None
+        return self.variants.get(variant, Variant()).bytes
+
+    def first_speedup(self) -> float | None:
+        """Return the reference's median time over ours of a turn's first call; None if one of them did not run."""
+        return ratio(*(getattr(self.timing(name), "first", None) for name in self.pair))
+
+    def side_by_side(self) -> dict[str, Any]:
+        """Return time and memory of the two variants that are compared, as flat plain data."""
+        return {
+            "tokens": self.tokens,
+            **{f"{name}_seconds": self.seconds(name) for name in self.pair},
+            **{f"{name}_bytes": self.memory(name) for name in self.pair},
+            "repeats": getattr(self.timing(self.pair[1]), "repeats", None),
+            **{f"{name}_spread": getattr(self.timing(name), "spread", None) for name in self.pair},
+            "speedup": self.speedup,
+        }
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
@@ -149,3 +169,76 @@ def crossovers(rows: Sequence[Row]) -> list[Crossover]:
     for row in rows:
         speedups.setdefault((row.what, row.pair[0]), {})[row.tokens] = row.speedup
     return [crossover(*names, by_length) for names, by_length in speedups.items() if len(by_length) > 1]
+
+
+def write_plot(rows: Sequence[Row], path: str) -> None:
+    """Draw rows and write the PNG."""
+    write_file(path, "--plot", to_png(time_and_memory(rows))[0])
+
+
+def time_and_memory(rows: Sequence[Row]) -> Figure:
+    """Draw seconds and peak memory against length: the reference once, and ours of every kind.
+
+    Args:
+        rows: of one suite; a variant that did not run has no point.
+    """
+    figure = new_figure(8.0, 3.4)
+    panels = figure.subplots(1, 2)
+    kinds: tuple[tuple[str, Callable[[Row, str], float | None]], ...] = (
+        ("seconds", lambda row, variant: row.seconds(variant)),
+        ("peak memory, MiB", lambda row, variant: ratio(row.memory(variant), 2**20)),
+    )
+    for axes, (label, value) in zip(panels, kinds, strict=True):
+        _panel(axes, rows, value)
+        axes.set_xscale("log", base=2)
+        plain_decades(axes)
+        lengths = sorted({row.tokens for row in rows})
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axes.minorticks_off()
+        tidy(axes, label, "tokens")
+        if axes.has_data():
+            axes.legend(fontsize=7, frameon=False)
+        else:
+            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=8)
+    return figure
+
+
+def plain_decades(axes: Axes) -> None:
+    """Make the y axis logarithmic with plain numbers, at 1, 2 and 5 if there are only few decades."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_yscale("log")
+    drawn = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
+    narrow = bool(drawn) and max(drawn) < 300 * min(drawn)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+
+
+def _panel(axes: Axes, rows: Sequence[Row], value: Callable[[Row, str], float | None]) -> None:
+    kinds = list(dict.fromkeys(row.what for row in rows))
+    names = short_names(kinds)
+    drawn: set[str] = set()
+    for number, kind in enumerate(kinds):
+        mine = sorted((row for row in rows if row.what == kind), key=lambda row: row.tokens)
+        reference, ours = mine[0].pair
+        for variant in mine[0].variants:
+            points = [(row.tokens, value(row, variant)) for row in mine]
+            points = [(tokens, y) for tokens, y in points if y]
+            if not points or variant in drawn:
+                continue
+            if variant == ours:
+                colour, marker, dashes = OURS[number % len(OURS)]
+                name = names[number] or ours
+            else:
+                # The other variants are the same for every kernel.
+                drawn.add(variant)
+                colour, marker, dashes = (SOFTMAX, "o", "-") if variant == reference else (THIRD, ".", "-")
+                name = variant
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=dashes, label=name)
+
+
+def short_names(kinds: Sequence[str]) -> list[str]:
+    """Remove from each name the parts (between commas) that all names share; a single name becomes empty."""
+    parts = [kind.split(", ") for kind in kinds]
+    shared = set(parts[0]).intersection(*parts[1:]) if parts else set()
+    return [", ".join(part for part in mine if part not in shared) for mine in parts]

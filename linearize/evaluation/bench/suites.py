@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -19,9 +19,8 @@ from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
 from linearize.core.registry import PLAIN, Hybrid
-from linearize.evaluation.bench.machine import DTYPES
-from linearize.evaluation.bench.meter import Call
-from linearize.evaluation.bench.rows import Row, ratio
+from linearize.evaluation.bench.meter import DTYPES, Call
+from linearize.evaluation.bench.rows import Row
 from linearize.ops import bidirectional_attention
 
 SPARE = 16
@@ -83,8 +82,12 @@ class Suite(abc.ABC):
             LinearizeError: one of its children.
         """
 
-    def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
-        """Derive further figures of a row; `rate` is the machine's operations per second."""
+    def lengths(self, asked: Sequence[int]) -> Sequence[int]:
+        """Return the lengths at which it is measured."""
+        return asked
+
+    def figures(self, row: Row) -> Mapping[str, float | None]:
+        """Derive further figures of a row."""
         return {}
 
 
@@ -204,15 +207,15 @@ class AttentionSuite(SizedSuite):
             return self._call(attend, [q, k, v], [])
         if self.features is not None:
             phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
-            op = attend_causally if self.causal else _attend_bidirectionally
+            op: Callable[..., Tensor] = (
+                attend_causally if self.causal else lambda *inputs: bidirectional_attention(*inputs)[0]
+            )
             return self._call(op, [phi_q, phi_k, v], [])
         mixer = self.sizes.mixer(causal=self.causal)
         scaling = self.sizes.head_dim**-0.5
-
-        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return mixer(AttentionCall(q, k, v, scaling))[0]
-
-        return self._call(mix, [q, k, v], list(mixer.parameters()))
+        return self._call(
+            lambda q, k, v: mixer(AttentionCall(q, k, v, scaling))[0], [q, k, v], list(mixer.parameters())
+        )
 
     def _call(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], parameters: list[nn.Parameter]
@@ -222,43 +225,6 @@ class AttentionSuite(SizedSuite):
         wanted = [x.requires_grad_() for x in [*inputs, *parameters]]
         gradient = torch.ones_like(inputs[2])
         return lambda: torch.autograd.grad(attend(*inputs), wanted, gradient, allow_unused=True)
-
-    def products(self, variant: str, tokens: int) -> float | None:
-        """Count floating-point operations of the matrix products; None for mixers without features.
-
-        Softmax has two products, halved if causal. The linear form has the same two with one column more for the
-        denominator, and the products of the map with its per-head matrices [H, F, D] for queries and keys. The backward
-        pass counts twice the forward one.
-        """
-        size, passes = self.sizes.head_dim, 3.0 if self.backward else 1.0
-        rows = 2.0 * self.sizes.batch * self.sizes.heads * tokens * passes
-        if variant == "softmax":
-            return rows * 2 * size * tokens * (0.5 if self.causal else 1.0)
-        features, projected = self.features, 0
-        if features is None:
-            with torch.device("meta"):
-                mixer = self.sizes.empty_mixer(causal=self.causal)
-            if mixer.info.feature_dim is None:
-                return None
-            features = mixer.info.feature_dim(mixer.config, size)
-            matrices = [*mixer.parameters(), *mixer.buffers()]
-            projected = sum(m.shape[1] for m in matrices if m.ndim == 3 and m.shape[2] == size)
-            projected *= 2 if getattr(mixer.config, "tied", True) else 1
-        return rows * (2 * features * (size + 1) + projected * size)
-
-    def figures(self, row: Row, rate: float) -> dict[str, float | None]:
-        """Return each variant's operations, and the share of the machine's matrix products per second it reaches."""
-        figures: dict[str, float | None] = {}
-        for variant in self.variants:
-            products = self.products(variant, row.tokens)
-            least = None if products is None or not rate else products / rate
-            figures[f"{variant}_operations"] = products
-            figures[f"{variant}_share_of_bound"] = ratio(least, row.seconds(variant))
-        return figures
-
-
-def _attend_bidirectionally(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
-    return bidirectional_attention(phi_q, phi_k, v)[0]
 
 
 @dataclass(frozen=True)
@@ -287,9 +253,9 @@ class DecodeSuite(SizedSuite):
         if not self.sizes.mixer(causal=True).info.streamable:
             raise ConfigError(f"kernel {self.sizes.kernel!r} cannot decode in constant memory; choose another kernel")
 
-    def figures(self, row: Row, rate: float) -> Mapping[str, float | None]:
+    def figures(self, row: Row) -> Mapping[str, float | None]:
         """Return how many times as fast the first token of a turn is, directly after softmax's turn."""
-        return {"first_speedup": ratio(row.first("softmax"), row.first("linear"))}
+        return {"first_speedup": row.first_speedup()}
 
     def prepare(self, variant: str, tokens: int) -> Call:
         return self._softmax(tokens) if variant == "softmax" else self._linear(tokens)

@@ -7,16 +7,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.loading import Loaded, check_converted, check_device, load_converted
+from linearize.checkpoint.output import atomic_folder
+from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.parsing import finite
+from linearize.evaluation.bench.job import measure_speed
+from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.report.measure import FIGURES as PER_INPUT
-from linearize.evaluation.report.options import CompareOptions, check_lengths
+from linearize.evaluation.report.measure import measure_checkpoint, measure_each_input
+from linearize.evaluation.report.options import CompareOptions, lengths_within
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
-
-if TYPE_CHECKING:
-    from linearize.checkpoint.loading import Loaded
+from linearize.fidelity.plots_compare import compare_conversions
+from linearize.fidelity.plots_style import to_png
+from linearize.modeling.model import kernel_parameters
 
 FIGURES = {
     "kl": "KL, nats per query",
@@ -100,20 +107,15 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
         ConfigError: if there are fewer than two, or one reads text and another one images.
         LinearizeError: another of its children, for everything the user can correct.
     """
-    from linearize.checkpoint.loading import check_converted, check_device, load_converted
-    from linearize.conversion.positions import current_length
-    from linearize.evaluation.bench.side_by_side import Comparison, Timed, measure_speed
-
     if len(options.checkpoints) < 2:
         raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
-    check_lengths(options.lengths, None)
     device = check_device(options.device)
     folders = [Path(checkpoint).name for checkpoint in options.checkpoints]
     names = folders if len(set(folders)) == len(folders) else options.checkpoints
     for checkpoint in options.checkpoints:
         check_converted(checkpoint)
     conversions: dict[str, Conversion] = {}
-    timed: dict[str, Timed] = {}
+    timed: dict[str, BenchModel] = {}
     notes: list[str] = []
     inputs = modality = ""
     for name, checkpoint in zip(names, options.checkpoints, strict=True):
@@ -127,26 +129,25 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
         conversions[name], described, warnings = _measure(name, loaded, options)
         modality, inputs = loaded.modality, inputs or described
         if loaded.modality == "text":
-            lengths, dropped = check_lengths(options.lengths, current_length(loaded.model))
-            warnings += dropped
+            lengths = lengths_within(current_length(loaded.model), options.lengths, warnings)
             if lengths:
-                timed[name] = Timed(loaded.model, lengths[-1:])
+                timed[name] = BenchModel.of(loaded.model, None, longest=lengths[-1])
         notes += [f"{name}: {warning}" for warning in warnings]
     noisy = False
     if timed:
         on_event(Started("timing all of them in turns"))
-        rows, noise = measure_speed(timed, options.repeats)
+        rows, noise = measure_speed(timed, {name: [model.longest] for name, model in timed.items()}, options.repeats)
         noisy = noise.too_noisy
         if noisy:
             notes.append(f"No verdict on speed, the machine was {noise.text}.")
         for name, (row,) in rows.items():
-            speed = Comparison.of(row)
+            speed = row.side_by_side()
             conversions[name] = replace(
                 conversions[name],
-                seconds=speed.linear_seconds,
-                speedup=speed.speedup,
-                tokens=speed.tokens,
-                seconds_spread=speed.linear_spread,
+                seconds=speed["linear_seconds"],
+                speedup=speed["speedup"],
+                tokens=speed["tokens"],
+                seconds_spread=speed["linear_spread"],
             )
     measured = list(conversions.values())
     verdicts, differences = _verdicts(measured, noisy=noisy)
@@ -155,10 +156,6 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
 
 def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conversion, str, list[str]]:
     """Return a conversion without its time, the description of its inputs, and notes about it."""
-    from linearize.attention.interface import linear_attentions
-    from linearize.evaluation.report.measure import measure_checkpoint, measure_each_input
-    from linearize.modeling.model import kernel_parameters
-
     # With the default seed, not each checkpoint's: the inputs are the same for all.
     measured = measure_checkpoint(loaded, options.inputs, options.original)
     notes = list(measured.notes)
@@ -206,11 +203,6 @@ def write_comparison(compared: Compared, target: str, *, overwrite: bool = False
     Raises:
         CheckpointError: if the folder cannot be used or written.
     """
-    from linearize.checkpoint.output import atomic_folder
-    from linearize.core.parsing import finite
-    from linearize.fidelity.plots_compare import compare_conversions
-    from linearize.fidelity.plots_style import to_png
-
     rows = [asdict(conversion) for conversion in compared.conversions]
     labels = {key: label for key, label in FIGURES.items() if any(row[key] is not None for row in rows)}
     if "speedup" in labels:

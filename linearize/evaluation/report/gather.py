@@ -1,29 +1,38 @@
-"""All data of a report: loaded, run and measured; nothing is drawn or written here."""
+"""All data of a report: loaded, run and measured; nothing is drawn or written here.
+
+The sentence that opens a report says how close, how fast and up to what length, as measured or by the record.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from linearize.checkpoint.inspect import CheckpointInfo, inspect_checkpoint
+from linearize.checkpoint.loading import Loaded, check_device, load_converted
+from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
+from linearize.conversion.positions import current_image_size, current_length, runs_beyond_limit
+from linearize.core.errors import DataError
 from linearize.core.events import Callback, Started, ignore
-from linearize.evaluation.report.options import ReportOptions, check_lengths
-
-if TYPE_CHECKING:
-    from linearize.checkpoint.inspect import CheckpointInfo
-    from linearize.checkpoint.loading import Loaded
-    from linearize.evaluation.bench.meter import Noise
-    from linearize.evaluation.bench.rows import Row
-    from linearize.evaluation.report.measure import Measured
-    from linearize.evaluation.report.predictions import Changes
-    from linearize.fidelity.maps import LayerMaps
-    from linearize.fidelity.measure import Fidelity, OutputDifference
-    from linearize.fidelity.spread import LayerSpread
+from linearize.evaluation.bench.job import measure_speed
+from linearize.evaluation.bench.meter import Noise
+from linearize.evaluation.bench.models import BenchModel
+from linearize.evaluation.bench.rows import Row
+from linearize.evaluation.report.inputs import token_labels
+from linearize.evaluation.report.measure import Measured, measure_checkpoint
+from linearize.evaluation.report.options import ReportOptions, lengths_within
+from linearize.evaluation.report.predictions import SEVERAL, Changes, compare_predictions, has_predictions, why_not
+from linearize.fidelity.ablate import kernel_merit
+from linearize.fidelity.maps import LayerMaps, LayerSpread, attention_maps, measure_spread
+from linearize.fidelity.measure import Fidelity, OutputDifference
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
+SAME = 0.05
+"""Two forwards are equally fast if their times differ by at most this share."""
 OTHER_SOFTMAX = (
     "This checkpoint's weights were trained after stage one (alignment or stage two). The softmax shown here is that "
     "of the trained weights, which are no longer the original's: how far its kernels are from it says little. What "
@@ -69,10 +78,6 @@ class Gathered:
 
     def to_dict(self) -> dict[str, object]:
         """Return the numbers as plain data."""
-        from linearize.evaluation.bench.side_by_side import Comparison
-        from linearize.evaluation.report.answer import answer
-
-        speeds = [Comparison.of(row) for row in self.speeds]
         plan = None if self.info.plan is None else self.info.plan.to_dict()
         info = {name: value for name, value in vars(self.info).items() if name not in ("plan", "provenance")}
         info["name"] = Path(self.info.name).name or self.info.name
@@ -81,10 +86,10 @@ class Gathered:
             "checkpoint": info | {"plan": plan},
             "inputs": self.inputs,
             "fidelity": self.fidelity.to_dict(),
-            "spread": [spread.to_dict() for spread in self.spreads],
+            "spread": [asdict(spread) for spread in self.spreads],
             "outputs": None if self.outputs is None else asdict(self.outputs),
             "predictions": None if self.changes is None else asdict(self.changes),
-            "speed": [asdict(speed) | {"speedup": speed.speedup} for speed in speeds],
+            "speed": [row.side_by_side() for row in self.speeds],
             "noise": None if self.noise is None else self.noise.to_dict(),
             "notes": self.notes,
             "left_out": self.left_out,
@@ -101,14 +106,6 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     Raises:
         LinearizeError: one of its children, for everything the user can correct.
     """
-    from linearize.checkpoint.inspect import inspect_checkpoint
-    from linearize.checkpoint.loading import check_device, load_converted
-    from linearize.evaluation.report.inputs import token_labels
-    from linearize.evaluation.report.measure import measure_checkpoint
-    from linearize.fidelity.ablate import kernel_merit
-    from linearize.fidelity.spread import measure_spread
-
-    check_lengths(options.lengths, None)
     device = check_device(options.device)
     on_event(Started("reading the checkpoint"))
     loaded = load_converted(options.checkpoint, device=device)
@@ -130,41 +127,38 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         )
     elif measured.outputs is None:
         left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
-    first = inputs.first(MAP_TOKENS)
-    is_text = loaded.modality == "text"
     speeds, noise = _speeds(options, loaded, notes, left_out, on_event)
+    first = inputs.first(MAP_TOKENS)
+    maps: list[LayerMaps] = []
+    try:
+        maps = attention_maps(loaded.model, first)
+    except DataError as error:
+        left_out.append(f"Attention maps: {error}.")
+    is_text = loaded.modality == "text"
+    changes = _changes(loaded, measured, left_out)
+    log = read_log(options.checkpoint)
+    for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
+        if not any(line["stage"] == stage for line in log):
+            left_out.append(f"{name}'s curves: the checkpoint has no {LOG} with lines of it.")
     return Gathered(
         info=info,
         inputs=inputs.description,
         fidelity=measured.fidelity,
         spreads=measure_spread(loaded.model, inputs.batches),
-        maps=_maps(loaded, first, left_out),
+        maps=maps,
         tokens=token_labels(loaded.processor, first["input_ids"][0]) if is_text else [],
         picture=None if is_text else first["pixel_values"][0],
         outputs=measured.outputs,
-        changes=_changes(loaded, measured, left_out),
+        changes=changes,
         speeds=speeds,
         noise=noise,
-        log=_log(options.checkpoint, left_out),
+        log=log,
         notes=notes,
         left_out=left_out,
     )
 
 
-def _maps(loaded: Loaded, first: dict[str, Tensor], left_out: list[str]) -> list[LayerMaps]:
-    from linearize.core.errors import DataError
-    from linearize.fidelity.maps import attention_maps
-
-    try:
-        return attention_maps(loaded.model, first)
-    except DataError as error:
-        left_out.append(f"Attention maps: {error}.")
-        return []
-
-
 def _changes(loaded: Loaded, measured: Measured, left_out: list[str]) -> Changes | None:
-    from linearize.evaluation.report.predictions import compare_predictions, has_predictions, why_not
-
     if not has_predictions(loaded):
         return None
     inputs, original = measured.inputs, measured.original
@@ -178,15 +172,11 @@ def _changes(loaded: Loaded, measured: Measured, left_out: list[str]) -> Changes
 def _speeds(
     options: ReportOptions, loaded: Loaded, notes: list[str], left_out: list[str], on_event: Callback
 ) -> tuple[list[Row], Noise | None]:
-    from linearize.conversion.positions import current_image_size, current_length, runs_beyond_limit
-    from linearize.evaluation.bench.side_by_side import Timed, measure_speed
-
     size: int | None = None
+    limit = current_length(loaded.model)
     if loaded.modality == "text":
-        limit = current_length(loaded.model)
         beyond = limit is not None and runs_beyond_limit(loaded.model)
-        lengths, dropped = check_lengths(options.lengths, None if beyond else limit)
-        notes += dropped
+        lengths = lengths_within(None if beyond else limit, options.lengths, notes)
         if beyond and limit is not None and lengths and lengths[-1] > limit:
             notes.append(
                 f"Time was measured beyond the {limit:,} tokens that this checkpoint was made for: its rotary "
@@ -195,11 +185,10 @@ def _speeds(
         what = f"{', '.join(f'{length:,}' for length in lengths)} tokens"
     else:
         height, width = current_image_size(loaded.model) or (0, 1)
-        tokens = current_length(loaded.model)
-        if height != width or tokens is None:
+        if height != width or limit is None:
             left_out.append("Time and memory: pictures are not square here, or their tokens are not known.")
             return [], None
-        size, lengths, what = height, [tokens] if options.lengths else [], f"{height} x {width} pixels"
+        size, lengths, what = height, [limit] if options.lengths else [], f"{height} x {width} pixels"
     if not lengths:
         left_out.append("Time and memory against length: no length to measure at (--lengths).")
         return [], None
@@ -208,15 +197,85 @@ def _speeds(
     folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
     if folder is None:
         left_out.append("Memory against length: measured for checkpoints in a folder, on the CPU, only.")
-    rows, noise = measure_speed({loaded.name: Timed(loaded.model, lengths, folder, size)})
+    model = BenchModel.of(loaded.model, folder, longest=lengths[-1], image_size=size)
+    rows, noise = measure_speed({loaded.name: model}, {loaded.name: lengths}, memory=folder is not None)
     return rows[loaded.name], noise
 
 
-def _log(checkpoint: str, left_out: list[str]) -> list[dict[str, object]]:
-    from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
+def answer(found: Gathered) -> str:
+    """Return the sentence."""
+    text = f"{_close(found)}; {_fast(found)}; {_length(found)}."
+    return text[0].upper() + text[1:]
 
-    lines = read_log(checkpoint)
-    for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
-        if not any(line["stage"] == stage for line in lines):
-            left_out.append(f"{name}'s curves: the checkpoint has no {LOG} with lines of it.")
-    return lines
+
+def _close(found: Gathered) -> str:
+    parts = [part for part in (_score(found), _labels(found)) if part]
+    if found.outputs is not None:
+        whose = "its" if parts else "this model's"
+        parts.append(f"{whose} outputs have a mean cosine of {found.outputs.cosine:.3f} to the original's")
+    if parts:
+        return " and ".join(parts)
+    distance, error = found.fidelity.mean("total_variation"), found.fidelity.mean("output_error")
+    how = (
+        f"total variation {distance:.3f}, 0 is equal"
+        if distance is not None
+        else f"error of the heads' output {error:.3f}"
+    )
+    return f"this model's attention was compared with its own softmax only ({how})"
+
+
+def _score(found: Gathered) -> str | None:
+    """Say what stage two and the original reached, by the checkpoint's record."""
+    tuned = found.info.provenance.finetuning
+    if tuned is None or tuned.score is None:
+        return None
+    original = "" if tuned.original.score is None else f", the original {tuned.original.score:.3f}"
+    chance = "" if tuned.chance is None else f", chance {tuned.chance:.3f}"
+    return f"by its own record this model reaches {tuned.score:.3f} on {tuned.task}{original}{chance}"
+
+
+def _labels(found: Gathered) -> str | None:
+    changes = found.changes
+    if changes is None:
+        return None
+    if changes.same is None:
+        most = changes.largest[0].difference
+        return f"its numbers differ from the original's by at most {most:.3g} on {changes.texts:,} texts"
+    labels = "label" if changes.kind != SEVERAL else "labels"
+    return f"it gives {changes.same:,} of {changes.texts:,} texts the same {labels} as the original"
+
+
+def _fast(found: Gathered) -> str:
+    timed = [(row, row.speedup) for row in found.speeds if row.speedup is not None]
+    if not timed:
+        return "how fast it is was not measured here"
+    if found.noise is not None and found.noise.too_noisy:
+        return "how fast it is cannot be said, as the machine was too noisy"
+    row, speedup = timed[-1]
+    if found.picture is not None:
+        return f"one picture, {row.tokens:,} tokens, takes {1 / speedup:.2f} of the time that it takes with softmax"
+    if _same(row, speedup):
+        return f"one input of {row.tokens:,} tokens takes as long as with softmax"
+    if speedup < 1:
+        return f"one input of {row.tokens:,} tokens takes {1 / speedup:.2f} times as long as with softmax"
+    slower = [other.tokens for other, times in timed if times <= 1 or _same(other, times)]
+    short = f", one of {slower[-1]:,} is not faster" if slower else ""
+    return f"one input of {row.tokens:,} tokens is read {speedup:.2f} times as fast as with softmax{short}"
+
+
+def _same(row: Row, speedup: float) -> bool:
+    """Tell whether both variants take equally long, within `SAME` or the spread of their turns."""
+    spreads = [variant.timing.spread / 2 for variant in row.variants.values() if variant.timing is not None]
+    return abs(math.log(speedup)) <= max(math.log1p(SAME), sum(spreads))
+
+
+def _length(found: Gathered) -> str:
+    if found.picture is not None:
+        height, width = found.picture.shape[-2:]
+        return f"it reads pictures of {height} x {width} pixels"
+    takes = found.info.max_length
+    reads = f"it takes up to {takes:,} tokens" if takes is not None else "no limit of its length is known"
+    taught = found.info.provenance.row_length
+    if taught is None:
+        return f"{reads}, and the checkpoint does not say what lengths it was taught on"
+    return f"{reads}, and it was taught on rows of up to {taught:,}"

@@ -12,20 +12,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from linearize.checkpoint.loading import Loaded
 from linearize.checkpoint.provenance import DataOptions, Provenance, StageTwo
+from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.options import name_of, on_disk
 from linearize.data.config import HOLDOUT, DataConfig
+from linearize.data.encode import make_encoder
+from linearize.data.feeds import StreamPart
+from linearize.data.load import load_source, open_records
 from linearize.data.local import looks_local
+from linearize.data.records import Example
 from linearize.evaluation.report.options import InputOptions
-
-if TYPE_CHECKING:
-    from linearize.data.records import Example
+from linearize.training.stage_two.prepare import located, open_splits
+from linearize.training.stage_two.task_types.base import LabelledRows
+from linearize.training.stage_two.tasks import TASKS, task
 
 BATCH = 8
 LENGTH, LONGEST = 128, 512
@@ -84,13 +89,8 @@ class RecordedData:
     task: StageTwo | None = None
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """Examples and the data that they are of; `own` if that data was given or recorded."""
-
-    examples: Sequence[Example]
-    description: str
-    own: bool
+Chosen = tuple[Sequence[Example], str]
+"""Examples, and the data that they are of, in words."""
 
 
 def load_inputs(
@@ -125,19 +125,17 @@ def load_inputs(
         # The conversion's own number, so that these are the examples that it held out, unless more are asked for.
         holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
-    chosen = None
+    recorded = None
     if options.dataset is None and provenance is not None:
-        chosen = _recorded_examples(loaded, options, config, provenance, notes)
-    if chosen is None:
-        chosen = _examples(loaded, options, config, [options.dataset] if options.dataset else [])
-    texts = chosen.examples if chosen.own and loaded.modality == "text" else ()
-    return Inputs(chosen.description, encode(loaded, chosen.examples[: options.inputs], length), notes, length, texts)
+        recorded = _recorded_examples(loaded, options, config, provenance, notes)
+    examples, description = recorded or _examples(loaded, options, config, [options.dataset or ""])
+    built_in = options.dataset is None and recorded is None
+    texts = () if built_in or loaded.modality == "image" else examples
+    return Inputs(description, encode(loaded, examples[: options.inputs], length), notes, length, texts)
 
 
 def encode(loaded: Loaded, examples: Sequence[Example], length: int) -> list[dict[str, Tensor]]:
     """Make batches of examples, without their labels."""
-    from linearize.data.encode import make_encoder
-
     modality: Any = loaded.modality
     encoder = make_encoder(loaded.processor, modality, length, None, False)
     bare = [example._replace(label=None) for example in examples]
@@ -146,8 +144,6 @@ def encode(loaded: Loaded, examples: Sequence[Example], length: int) -> list[dic
 
 def _input_length(loaded: Loaded, options: InputOptions, provenance: Provenance | None, notes: list[str]) -> int:
     """Return the tokens per input: as asked for, else as in training; never more than the model takes."""
-    from linearize.conversion.positions import current_length
-
     limit = current_length(loaded.model) if loaded.modality == "text" else None
     length = options.max_length
     if length is None:
@@ -177,11 +173,9 @@ def recorded_data(provenance: Provenance, checkpoint: str) -> RecordedData | Non
         return RecordedData("stage two", *_find({name: 1.0}, checkpoint), task=tuned)
     stages = (("alignment", provenance.alignment), ("stage one", provenance.distillation), ("stage one", provenance))
     for stage, record in stages:
-        if record is None or not record.options.dataset:
-            continue
-        named = record.options.dataset
-        weights = {named: 1.0} if isinstance(named, str) else named
-        if all(weight > 0 for weight in weights.values()):
+        named = None if record is None else record.options.dataset
+        weights = {named: 1.0} if isinstance(named, str) else named or {}
+        if record is not None and weights and all(weight > 0 for weight in weights.values()):
             return RecordedData(stage, *_find(weights, checkpoint), columns=record.options)
     return None
 
@@ -204,7 +198,7 @@ def _place(name: str, checkpoint: str) -> str | None:
 
 def _recorded_examples(
     loaded: Loaded, options: InputOptions, config: DataConfig, provenance: Provenance, notes: list[str]
-) -> _Chosen | None:
+) -> Chosen | None:
     """Read the data that the checkpoint names; None, and a note, if it cannot be read now."""
     data = recorded_data(provenance, loaded.name)
     if data is None:
@@ -215,18 +209,13 @@ def _recorded_examples(
     else:
         try:
             if data.task is not None:
-                chosen = _task_rows(loaded, options, data.task, folders[0])
+                examples, description = _task_rows(loaded, options, data.task, folders[0])
             else:
-                columns = {"text": data.columns.text_column, "image": data.columns.image_column}
-                config = replace(
-                    config,
-                    dataset=data.names,
-                    text_column=options.text_column or (columns["text"] if loaded.modality == "text" else None),
-                    image_column=options.image_column or (columns["image"] if loaded.modality == "image" else None),
-                    text_pair_column=None,
-                )
-                chosen = _examples(loaded, options, config, folders)
-            return replace(chosen, description=f"{chosen.description}, which {data.stage} learned from")
+                column = f"{loaded.modality}_column"
+                named_column = getattr(options, column) or getattr(data.columns, column)
+                config = replace(config, dataset=data.names, text_pair_column=None, **{column: named_column})
+                examples, description = _examples(loaded, options, config, folders)
+            return examples, f"{description}, which {data.stage} learned from"
         except (DataError, ConfigError) as error:
             named = " and ".join(map(name_of, folders))
             reason = f"cannot be read now ({_without_folders(str(error), folders)})"
@@ -237,16 +226,12 @@ def _recorded_examples(
     return None
 
 
-def _task_rows(loaded: Loaded, options: InputOptions, record: StageTwo, dataset: str) -> _Chosen:
+def _task_rows(loaded: Loaded, options: InputOptions, record: StageTwo, dataset: str) -> Chosen:
     """Read the rows that stage two's task is measured on.
 
     Raises:
         DataError: if the record names no known task.
     """
-    from linearize.training.stage_two.prepare import located, open_splits
-    from linearize.training.stage_two.task_types.base import LabelledRows
-    from linearize.training.stage_two.tasks import TASKS, task
-
     kind = TASKS.get(record.task or "")
     if kind is None or kind.modality != loaded.modality:
         raise DataError(f"its task {record.task!r} is not known")
@@ -265,7 +250,7 @@ def _task_rows(loaded: Loaded, options: InputOptions, record: StageTwo, dataset:
     rows = open_splits(chosen, given, limit=None, seed=seed).validation
     count = min(len(rows), _most(loaded, options))
     named = _without_folders(str(given), [str(given)])
-    return _Chosen(rows.fetch(range(count)), f"{min(options.inputs, count)} rows to measure on of {named}", True)
+    return rows.fetch(range(count)), f"{min(options.inputs, count)} rows to measure on of {named}"
 
 
 def _most(loaded: Loaded, options: InputOptions) -> int:
@@ -273,11 +258,8 @@ def _most(loaded: Loaded, options: InputOptions) -> int:
     return options.inputs if loaded.modality == "image" else max(HOLDOUT, options.inputs)
 
 
-def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders: Sequence[str]) -> _Chosen:
+def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders: Sequence[str]) -> Chosen:
     """Take examples of the held-out part, or the first ones of data that is too small to have had one."""
-    from linearize.data.feeds import StreamPart
-    from linearize.data.load import load_source, open_records
-
     modality: Any = loaded.modality
     processor: Any = loaded.processor
     most = _most(loaded, options)
@@ -288,17 +270,16 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig, folders
             if config.held_out(total) < options.inputs or total < 2 * options.inputs:
                 examples = part.data.fetch(list(range(min(most, total))))
                 named = _without_folders(part.origin, folders)
-                return _Chosen(examples, f"the first {min(options.inputs, total)} examples of {named}", True)
+                return examples, f"the first {min(options.inputs, total)} examples of {named}"
     source = load_source(config, processor, modality)
     named = _without_folders(source.description.partition(": ")[0], folders)
-    description = f"{options.inputs} held-out examples of {named}"
-    return _Chosen(source.holdout_examples(most), description, bool(config.sources))
+    return source.holdout_examples(most), f"{options.inputs} held-out examples of {named}"
 
 
 def _without_folders(text: str, paths: Sequence[str]) -> str:
     """Shorten paths to their names: a report is shared, and the layout of somebody's disk is private."""
     for path in paths:
-        text = text.replace(path, Path(path).name or path)
+        text = text.replace(path, Path(path).name or path) if path else text
     return text
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from linearize.checkpoint.loading import Loaded, load_model
 from linearize.checkpoint.provenance import Provenance
+from linearize.conversion.positions import current_length
 from linearize.core.errors import LinearizeError
 from linearize.core.events import Callback, Started, ignore
 from linearize.evaluation.report.inputs import Inputs, load_inputs
 from linearize.evaluation.report.options import InputOptions
-from linearize.fidelity.measure import check_original
-
-if TYPE_CHECKING:
-    from linearize.fidelity.measure import Fidelity, OutputDifference
+from linearize.fidelity.measure import (
+    Fidelity,
+    OutputDifference,
+    check_original,
+    measure_layers,
+    output_difference,
+)
 
 FIGURES = ("kl", "total_variation", "output_error")
 """Figures of a layer that are measured on each input alone, in addition to the cosine of whole outputs."""
@@ -67,8 +70,6 @@ def measure_checkpoint(
     Raises:
         LinearizeError: one of its children, for everything the user can correct.
     """
-    from linearize.fidelity.measure import measure_layers, output_difference
-
     inputs = load_inputs(loaded, options, seed=seed, provenance=provenance)
     first, missing = find_original(original, loaded, str(loaded.model.device))
     on_event(Started(f"measuring on {inputs.description}"))
@@ -79,8 +80,6 @@ def measure_checkpoint(
 
 def measure_each_input(loaded: Loaded, measured: Measured) -> dict[str, list[float]]:
     """Return `FIGURES` and the cosine on each input alone, by name; without figures that an input does not have."""
-    from linearize.fidelity.measure import measure_layers, output_difference
-
     figures: dict[str, list[float | None]] = {name: [] for name in (*FIGURES, "cosine")}
     for batch in measured.inputs.batches:
         for row in range(len(next(iter(batch.values())))):
@@ -122,8 +121,6 @@ def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loade
 
 def cut_notes(original: Loaded | None, batches: Sequence[Mapping[str, Tensor]]) -> list[str]:
     """Return a note if whole outputs are compared on shorter texts, because the original takes no longer ones."""
-    from linearize.conversion.positions import current_length
-
     if original is None or original.modality != "text":
         return []
     limit, length = current_length(original.model), max(batch["input_ids"].shape[1] for batch in batches)

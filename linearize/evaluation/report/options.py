@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from linearize.core.errors import ConfigError
 from linearize.core.options import check, option, parse_lengths, section
+from linearize.evaluation.bench.options import check_lengths
 
 LENGTHS = (128, 512, 2048)
 
@@ -67,6 +67,10 @@ class ReportOptions:
     lengths: Sequence[int] = _lengths()
     device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
 
+    def __post_init__(self) -> None:
+        if self.lengths:
+            check_lengths(self.lengths)
+
 
 @dataclass(frozen=True)
 class CompareOptions:
@@ -81,22 +85,17 @@ class CompareOptions:
     device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
     repeats: int = option(5, "how often each is timed; differences within the quartiles are noise", low=1)
 
+    def __post_init__(self) -> None:
+        if self.lengths:
+            check_lengths(self.lengths)
 
-def check_lengths(lengths: Sequence[int], limit: int | None) -> tuple[list[int], list[str]]:
-    """Drop the lengths that a model cannot take.
 
-    Returns:
-        The others, ascending, and notes about those that were dropped.
-
-    Raises:
-        ConfigError: if one is not a whole number above 0.
-    """
-    for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ConfigError(f"lengths: got {length!r}, expected numbers of tokens such as 128,512,2048")
-    kept = sorted({length for length in lengths if limit is None or length <= limit})
-    dropped = sorted(set(lengths) - set(kept))
-    if not dropped:
-        return kept, []
-    names = ", ".join(f"{length:,}" for length in dropped)
-    return kept, [f"Not timed at {names} tokens: this checkpoint takes at most {limit:,}; convert with --max-length."]
+def lengths_within(limit: int | None, lengths: Sequence[int], notes: list[str]) -> list[int]:
+    """Return the lengths that a model can take, ascending; a note says which ones it cannot."""
+    dropped = [length for length in sorted(set(lengths)) if limit is not None and length > limit]
+    if dropped:
+        names = ", ".join(f"{length:,}" for length in dropped)
+        notes.append(
+            f"Not timed at {names} tokens: this checkpoint takes at most {limit:,}; convert with --max-length."
+        )
+    return sorted(set(lengths) - set(dropped))

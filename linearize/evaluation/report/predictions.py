@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import Loaded
+from linearize.conversion.positions import current_length
 from linearize.core.heads import HEADS, head_of_class
+from linearize.data.records import Example
 from linearize.evaluation.report.inputs import encode
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from linearize.data.records import Example
+from linearize.training.stage_two.load import label_order
 
 SHOWN = 8
 """Most texts in the table."""
@@ -97,9 +95,6 @@ def compare_predictions(original: Loaded, converted: Loaded, texts: Sequence[Exa
         texts: examples [N].
         length: most tokens per text; both models read fewer if the original takes fewer.
     """
-    from linearize.conversion.positions import current_length
-    from linearize.training.stage_two.load import label_order
-
     config = converted.model.config
     names = _names(converted.model)
     kind = config.problem_type or (NUMBER if config.num_labels == 1 else CLASS)

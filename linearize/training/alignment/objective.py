@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher.observe import run_body
+from linearize.fidelity.teacher import run_body
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.losses import divergence, masked_rows, pooled, pooled_loss, squared_error, variance
 from linearize.training.alignment.pair import Block, Outputs, Pair, first_tensor, hooked, keeper

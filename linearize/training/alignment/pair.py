@@ -22,7 +22,7 @@ from linearize.checkpoint.loading import move
 from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
-from linearize.fidelity.teacher.observe import body_of, run_module, softmax_output
+from linearize.fidelity.teacher import body_of, run_module, softmax_output
 from linearize.modeling.plan import Plan
 
 OUTPUT = "output"

@@ -27,7 +27,7 @@ from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
-from linearize.fidelity.teacher.observe import body_of
+from linearize.fidelity.teacher import body_of
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several

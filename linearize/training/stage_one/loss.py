@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from linearize.fidelity.teacher.rows import Rows, pieces, put, row_blocks, take
+from linearize.fidelity.teacher import Rows, pieces, put, row_blocks, take
 from linearize.kernels.base import Features
 from linearize.ops import Window
 from linearize.ops.state import FLOOR

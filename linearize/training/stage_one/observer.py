@@ -20,7 +20,7 @@ from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.registry import SCALES, StageOne
-from linearize.fidelity.teacher.observe import has_rows, run_body, softmax_output
+from linearize.fidelity.teacher import has_rows, run_body, softmax_output
 from linearize.kernels.base import Features
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, block_numbers, cross_entropy_, output_loss

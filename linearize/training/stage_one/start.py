@@ -23,8 +23,7 @@ from torch import Tensor
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.registry import SCALES
-from linearize.fidelity.teacher.observe import run_body, softmax_output
-from linearize.fidelity.teacher.rows import all_rows, group, pieces, take
+from linearize.fidelity.teacher import all_rows, group, pieces, run_body, softmax_output, take
 from linearize.ops.window import NearKeys, Window
 from linearize.training.stage_one.loss import Targets
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss

@@ -1,0 +1,245 @@
+"""The frozen softmax inside a converted model: its layers compute softmax and show q, k and v.
+
+Its weights and the kernel's are two T x T matrices, which are walked in blocks of rows and never exist as a whole.
+Queries are grouped by the key/value head that they read: [B, K, G, R, D] with G = H / K.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention.feature_map import FeatureMapMixer
+from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.layer import LinearAttention
+from linearize.attention.redirect import REDIRECTED
+from linearize.core.errors import DataError
+from linearize.modeling.model import evaluating
+
+BLOCK_NUMBERS = 1 << 19
+"""Numbers in one block of one matrix (2 MiB of fp32): small enough to stay in the cache, large enough to be fast."""
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """Return the model without its head."""
+    # The model inside timm's wrapper takes other arguments.
+    kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
+    return model if kind in REDIRECTED else model.base_model
+
+
+def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
+    """Run the model without its head on a batch, without a cache; columns that it does not take are ignored."""
+    return run_module(body_of(model), model.config, batch)
+
+
+def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
+    """Run a model, or its body, on a batch, without a cache and labels; columns that it does not take are ignored."""
+    inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
+    names = inspect.signature(module.forward).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+        inputs = {name: value for name, value in inputs.items() if name in names}
+    if "use_cache" in names:
+        inputs["use_cache"] = False
+    if getattr(config, "is_encoder_decoder", False) and "input_ids" in inputs:
+        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+    return module(**inputs)
+
+
+def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Run the body on a batch and return its last hidden states, [B, T, D] zero where padded; None if it gives none."""
+    states = getattr(run_body(model, batch), "last_hidden_state", None)
+    if not torch.is_tensor(states):
+        return None
+    mask = batch.get("attention_mask")
+    return states if mask is None or states.ndim != 3 else states * mask[:, : states.shape[1], None].to(states)
+
+
+def exact_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Return `last_states` in evaluation mode, moved to the model's device, as fp64 [B, T, D] on the CPU."""
+    device = next(model.parameters()).device
+    with evaluating(model):
+        states = last_states(model, {name: value.to(device) for name, value in batch.items()})
+    return None if states is None or states.ndim != 3 else states.double().cpu()
+
+
+Visit = Callable[[str, LinearAttention, Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
+"""Called with a layer's name, the layer, q, k, v, the key padding mask and the scaling; returns the layer's output, or
+None for softmax's."""
+
+
+def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], visit: Visit) -> None:
+    """Run batches through a converted model's body in evaluation mode, and show its layers, without autocast.
+
+    Args:
+        model: a converted model; it is not changed.
+        batches: model inputs; they are moved to the model's device.
+        visit: called for every layer of every batch.
+
+    Raises:
+        DataError: if `batches` is empty.
+    """
+    device = next(model.parameters()).device
+    names = {id(layer): name for name, layer in linear_attentions(model).items()}
+
+    def observe(layer: LinearAttention, q: Tensor, *rest: Any) -> Tensor | None:
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            return visit(names[id(layer)], layer, q, *rest)
+
+    empty = True
+    with evaluating(model), observed(model, observe):
+        for batch in batches:
+            empty = False
+            run_body(model, {name: value.to(device) for name, value in batch.items()})
+    if empty:
+        raise DataError("fidelity: got no batch to measure on; give a data set with at least one example")
+
+
+def has_rows(layer: LinearAttention) -> bool:
+    """Tell whether a layer's weights depend on features only, so that they can be computed in blocks of rows."""
+    return isinstance(layer.mixer, FeatureMapMixer)
+
+
+def softmax_heads_output(
+    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """Return softmax's head outputs [B, H, T, V] in v's dtype, 0 where padded, through SDPA.
+
+    Memory is linear in T whatever the mask: padding is removed before, because SDPA needs a T x T mask for causal rows
+    with padding.
+    """
+    out = v.new_zeros(*q.shape[:3], v.shape[-1])
+    for batch, tokens in pieces(mask):
+        outputs = nnf.scaled_dot_product_attention(
+            take(q, batch, tokens),
+            take(k, batch, tokens),
+            take(v, batch, tokens),
+            is_causal=layer.shape.causal,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        if batch is None:
+            return outputs
+        put(out, batch, tokens, outputs)
+    return out
+
+
+softmax_output = torch.no_grad()(softmax_heads_output)
+"""The same without a gradient."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One block of rows.
+
+    Attributes:
+        part: which of the given queries.
+        places: [C] their positions among the keys, ascending.
+        seen: how many keys any of them sees: the first `seen`.
+        causal: whether a row sees only keys up to its place.
+        mask: [B, seen] key padding mask, or None.
+    """
+
+    part: slice
+    places: Tensor
+    seen: int
+    causal: bool
+    mask: Tensor | None = None
+
+    @property
+    def visible(self) -> Tensor | None:
+        """Which keys each row sees, [1 or B, 1, 1, C or 1, seen] bool; None if all rows see all of them."""
+        visible = None
+        if self.causal:
+            keys = torch.arange(self.seen, device=self.places.device)
+            visible = (keys <= self.places[:, None])[None, None, None]
+        if self.mask is None:
+            return visible
+        real = self.mask[:, None, None, None].bool()
+        return real if visible is None else visible & real
+
+    @property
+    def edge(self) -> Tensor | None:
+        """Which of the last E keys, those after the first row's place, each row does not see: [C, E]; None if none."""
+        first = int(self.places[0]) + 1
+        if not self.causal or first == self.seen:
+            return None
+        return torch.arange(first, self.seen, device=self.places.device) > self.places[:, None]
+
+
+def row_blocks(
+    places: Tensor, keys: int, size: int, *, causal: bool, key_padding_mask: Tensor | None = None
+) -> Iterator[Rows]:
+    """Cut queries into blocks of `size` rows.
+
+    Args:
+        places: [R] positions of the queries among the keys, ascending.
+        keys: how many keys there are.
+        size: rows of a block.
+        causal: whether a query sees only keys up to its place; then a block contains no later key.
+        key_padding_mask: [B, T], true at tokens, or None.
+    """
+    for start in range(0, len(places), size):
+        part = slice(start, min(start + size, len(places)))
+        seen = int(places[part][-1]) + 1 if causal else keys
+        mask = None if key_padding_mask is None else key_padding_mask[:, :seen]
+        yield Rows(part, places[part], seen, causal, mask)
+
+
+def all_rows(q: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Iterator[Rows]:
+    """Cut the queries q [B, H, T, D] of all T tokens into blocks that stay in the cache."""
+    batch, heads, tokens, _ = q.shape
+    size = max(1, min(tokens, BLOCK_NUMBERS // max(1, batch * heads * tokens)))
+    places = torch.arange(tokens, device=q.device)
+    return row_blocks(places, tokens, size, causal=causal, key_padding_mask=key_padding_mask)
+
+
+def softmax_rows(q: Tensor, k: Tensor, rows: Rows, scaling: float) -> Tensor:
+    """Return softmax's weights of a block: q [B, K, G, R, D], k [B, K, T, D] -> [B, K, G, C, seen], fp32."""
+    scores = (q[:, :, :, rows.part].float() * scaling) @ k[:, :, None, : rows.seen].float().transpose(-1, -2)
+    visible = rows.visible
+    if visible is None:
+        return scores.softmax(dim=-1)
+    # A row that sees nothing (left padding) is zero, not NaN.
+    return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num(nan=0.0)
+
+
+def pieces(key_padding_mask: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Sort a batch by its padding, so that padded tokens can be left out and cost nothing.
+
+    Args:
+        key_padding_mask: [B, T], true at tokens, or None.
+
+    Yields:
+        Batch entries [b] that have the same tokens, and those tokens [S], ascending. Both are None for the whole batch.
+    """
+    if key_padding_mask is None or bool(key_padding_mask.all()):
+        yield None, None
+        return
+    kinds, kind = torch.unique(key_padding_mask.bool(), dim=0, return_inverse=True)
+    for number, real in enumerate(kinds):
+        yield (kind == number).nonzero()[:, 0], real.nonzero()[:, 0]
+
+
+def take(x: Tensor, batch: Tensor | None, tokens: Tensor | None) -> Tensor:
+    """Return a copy of some entries and tokens of x [B, H, T, ...]; with None for both, x itself."""
+    x = x if batch is None else x[batch]
+    return x if tokens is None else x.index_select(2, tokens)
+
+
+def put(x: Tensor, batch: Tensor, tokens: Tensor | None, part: Tensor) -> None:
+    """Write back what `take` returned; the other tokens of these entries become 0."""
+    if tokens is not None:
+        part = torch.zeros_like(x[batch]).index_copy_(2, tokens, part)
+    x[batch] = part
+
+
+def group(q: Tensor, key_heads: int) -> Tensor:
+    """View [B, H, R, D] as [B, K, H / K, R, D]."""
+    return q.reshape(q.shape[0], key_heads, -1, *q.shape[2:])
