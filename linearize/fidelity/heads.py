@@ -27,6 +27,15 @@ from linearize.modeling.plan import Plan
 POINTS = 4
 """Steps between softmax and the window."""
 
+ROWS, TOKENS = 2, 512
+"""Most rows of a batch, and tokens of a causal model's row, that the heads are chosen on: every point is a backward."""
+
+
+def shortened(batch: Mapping[str, Tensor], causal: bool) -> dict[str, Tensor]:
+    """Return the first rows of a batch; those of a causal model end after `TOKENS` tokens."""
+    rows = {name: value[:ROWS] for name, value in batch.items()}
+    return {name: x[:, :TOKENS] if causal and x.ndim == 2 else x for name, x in rows.items()}
+
 
 def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return rows whose second half repeats the first, which a model must copy; padded rows are unchanged."""
@@ -95,13 +104,14 @@ def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable
         model: a converted model.
         plan: its plan.
         count: how many heads.
-        batches: model inputs; of causal models rows with repeated halves are used too.
+        batches: model inputs, of which `shortened` takes a part; of causal models also rows with repeated halves.
 
     Raises:
         ConfigError: if layers that can keep heads have fewer of them, or the model returns no hidden states.
     """
-    batches = list(batches)
-    if any(layer.shape.causal for layer in plan.converted):
+    causal = any(layer.shape.causal for layer in plan.converted)
+    batches = [shortened(batch, causal) for batch in batches]
+    if causal:
         batches += [repeated(batch) for batch in batches]
     can_keep = {layer.module for layer in plan.converted if hasattr(_layer(model, layer.module).mixer, "softmax_heads")}
     shares = head_shares(model, batches)

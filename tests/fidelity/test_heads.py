@@ -7,7 +7,7 @@ from support.tiny import converted, inputs_of, outputs
 from linearize.attention.interface import linear_attentions, observed
 from linearize.core.errors import ConfigError
 from linearize.fidelity import heads
-from linearize.fidelity.heads import head_shares, keep_heads, repeated
+from linearize.fidelity.heads import ROWS, TOKENS, head_shares, keep_heads, repeated, shortened
 from linearize.modeling.plan import Plan
 
 CAUSAL = "AutoModelForCausalLM"
@@ -63,6 +63,13 @@ def test_more_heads_than_there_are():
     model = converted("llama", CAUSAL, "hedgehog")
     with pytest.raises(ConfigError, match="got 9, but the converted layers have 8 heads"):
         keep_heads(model, Plan.from_dict(model.config.linearize), 9, [inputs_of(model)])
+
+
+def test_long_rows_are_shortened():
+    """Heads are chosen by backward passes, which long rows would make take an hour."""
+    batch = {"input_ids": torch.zeros(5, 700, dtype=torch.long), "attention_mask": torch.ones(5, 700)}
+    assert {x.shape for x in shortened(batch, causal=True).values()} == {(ROWS, TOKENS)}
+    assert {x.shape for x in shortened(batch, causal=False).values()} == {(ROWS, 700)}
 
 
 def test_rows_are_repeated():
