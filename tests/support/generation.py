@@ -49,7 +49,7 @@ def written_out(mixer, call):
     """Mix a call's values by weights that are written out, and return the output without a state."""
     weights = mixer.weights(call.q, call.k, scaling=call.scaling, key_padding_mask=call.key_padding_mask)
     groups = call.q.shape[1] // call.k.shape[1]
-    return mixer.apply_output(weights @ call.v.repeat_interleave(groups, dim=1)), None
+    return mixer.apply_output(weights.to(call.v.dtype) @ call.v.repeat_interleave(groups, dim=1)), None
 
 
 def bounded_logits(model, inputs, made, steps):
