@@ -225,10 +225,11 @@ def test_a_plan_for_another_model(place, capsys):
         "unknown argument of kernel elu"
         in given(model_type="bert", layers=[mine[0] | {"arguments": {"a": 1}}, mine[1]])[1]
     )
-    assert "has the number 1" in given(layers=[layers[1]])[1]
+    assert "got layers [1], expected all from 0 on, in their order" in given(layers=[layers[1]])[1]
     assert "format 2, this version reads 1" in given(format=2)[1]
-    assert "expected the keys format" in given(more=1)[1]
-    assert "plain values" in given(layers=[layers[0] | {"arguments": {"a": [1]}}])[1]
+    assert "unknown key 'more'. Known: architecture, format, layers, model_type" in given(more=1)[1]
+    said = given(layers=[layers[0] | {"arguments": {"a": [1]}}])[1]
+    assert "layers[0].arguments.a: got a list, expected text or a whole number or a number or true or false" in said
     assert "takes no arguments" in given(layers=[layers[0] | {"kernel": "softmax", "window": 3}])[1]
     assert given(model_type="bert", layers=mine)[0] == 0
 
