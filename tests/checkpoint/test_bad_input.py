@@ -110,7 +110,7 @@ CONFIG_DAMAGE = {
     "one kernel more": (
         lambda v: v["linearize"]["layers"].append({**v["linearize"]["layers"][0], "module": "pooler"}),
         CheckpointError,
-        "pooler",
+        "numbers of the layers",
     ),
     "one kernel less": (lambda v: v["linearize"]["layers"].pop(), CheckpointError, "holds"),
     "softmax instead": (edit_layer(kernel="softmax"), CheckpointError, "holds"),

@@ -15,7 +15,7 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.cli import _progress
+from linearize.cli import _output, _progress
 from linearize.cli._output import Screen, console, print_json, table
 from linearize.cli._progress import Heartbeat, StepProgress
 from linearize.cli.main import VERBS, build_parser
@@ -210,7 +210,8 @@ def test_a_log_hears_of_longer_work_less_often():
 
 def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
     now, spoken = [0.0], [5.0, 12.0, 15.0, 30.0]
-    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (_progress, _output):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def wait(seconds):
         """Let the time pass, with what is said in it; the work is over after 37 seconds."""

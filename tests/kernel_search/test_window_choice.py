@@ -135,4 +135,4 @@ def test_convert_chooses_and_writes_the_plan(tmp_path, monkeypatch, capsys):
     assert info.plan is not None
     assert {layer.hybrid.window for layer in info.plan.converted} <= {1, 2, 4, 8, 16}
     read = read_plan("p.yaml").layers
-    assert [one.arguments["window"] for one in read] == [layer.hybrid.window for layer in info.plan.converted]
+    assert [one.window for one in read] == [layer.hybrid.window for layer in info.plan.converted]

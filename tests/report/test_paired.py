@@ -99,9 +99,9 @@ def test_all_are_timed_in_the_same_turns_and_noise_is_no_verdict(tmp_path, capsy
         make_text(tmp_path / name)
     turns = []
 
-    def in_turns(calls, repeats, **_):
-        turns.append((list(calls), repeats))
-        return {(name, side): meter.Timing.of([1.0 if side == "softmax" else 0.5] * repeats) for name, side in calls}
+    def in_turns(sides, repeats, **_):
+        turns.append((list(sides), repeats))
+        return {(name, side): meter.Timing.of([1.0 if side == "softmax" else 0.5] * repeats) for name, side in sides}
 
     monkeypatch.setattr(job, "in_turns", in_turns)
     monkeypatch.setattr(meter.Noise, "too_noisy", property(lambda noise: True))
