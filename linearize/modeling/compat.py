@@ -153,7 +153,9 @@ def record_outputs(model: PreTrainedModel) -> None:
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
     except ImportError:
         from transformers.utils.generic import _CAN_RECORD_REGISTRY  # type: ignore[attr-defined,no-redef]
-    _CAN_RECORD_REGISTRY[model] = model._can_record_outputs
+    registry: dict[Any, Any] = _CAN_RECORD_REGISTRY
+    # Its keys are the names of classes; newer releases take the name from the model that they are given.
+    registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
 
 
 _SLICING = "_maybe_slice_kv_shared_inputs"
