@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from linearize.evaluation.bench.rows import Row
     from linearize.jobs.convert import ConvertResult
 
-SIZES: dict[str, object] = {"batch_size": 32, "holdout": 64}
+SIZES: dict[str, object] = {"batch_size": 32, "holdout": 32}
 """Rows per step, and held-out rows."""
 LENGTH = 128
 """Tokens of a row."""
@@ -165,7 +165,7 @@ def sized(batch: float, job: DemoJob) -> tuple[int, float]:
     # A step of stage one costs 2 units, and a sixth of a step of the alignment 1.
     per_step, size = 3.0, job.tokens / 8192
     # Loading, data, and fidelity before and after both; then three turns of both attentions on the document.
-    rest = 37.0 + 3 * (6.0 * size + 10.0 * size**2)
+    rest = 30.0 + 3 * (6.0 * size + 10.0 * size**2)
     steps = job.steps
     if steps is None:
         steps = min(MOST, max(LEAST, int((BUDGET / batch - rest) / per_step)))
