@@ -45,6 +45,9 @@ EXACT_KEYS = (0, 0.5)
 """Exact keys to choose from in addition to the reference's, as shares of its window."""
 HELD_OUT = 8
 """Rows on which choices are compared, at most."""
+TOKENS = 4096
+"""Tokens of the rows on which scales are fitted, and of those on which choices are compared; one row has more if it is
+longer."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
         ConfigError: if no layer has a window, or there are no held-out rows.
     """
     layers = {layer.index: layer for layer in base.converted if layer.index is not None and layer.hybrid.window}
-    held_out = [{name: value[:HELD_OUT] for name, value in batch.items()} for batch in data.holdout_batches()[:1]]
+    held_out = [some_rows(batch, HELD_OUT) for batch in data.holdout_batches()[:1]]
     if not layers or not held_out:
         raise ConfigError(f"window: got auto, but {'no held-out rows' if layers else 'no layer takes a window'}")
     options = {number: choices_of(layer) for number, layer in layers.items()}
@@ -133,8 +136,8 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
     carrier = carrier_of(model, replace(base, layers=tuple(kept)))
     with frozen(carrier):
         candidates = Candidates(layout, carrier, accelerator.device)
-        rows = next(data.train_batches())
-        tokens = _fit(carrier, candidates, {name: value[:ROWS].to(accelerator.device) for name, value in rows.items()})
+        rows = some_rows(next(data.train_batches()), ROWS)
+        tokens = _fit(carrier, candidates, {name: value.to(accelerator.device) for name, value in rows.items()})
         keys = [
             (n, label)
             for place, (n, own) in enumerate(options.items())
@@ -181,8 +184,17 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
     return ChosenWindows(plan, why, whole.known[chosen].hidden, whole.known[reference].hidden)
 
 
+def some_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """Return at most `rows` rows of a batch, and no more than have `TOKENS` tokens together."""
+    longest = max((value.shape[1] for value in batch.values() if value.ndim == 2), default=1)
+    return {name: value[: min(rows, max(1, TOKENS // longest))] for name, value in batch.items()}
+
+
 def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Tensor]) -> int:
-    """Fit the scales of all candidates that are not too wide for the rows, and return the tokens of a row."""
+    """Fit the scales of all candidates that are not too wide for the rows, and return the tokens of a row.
+
+    Candidates of a layer that differ in their exact keys alone share the fit of the first of them.
+    """
     tokens = 0
 
     def observe(
@@ -191,10 +203,16 @@ def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Ten
         nonlocal tokens
         tokens = max(tokens, q.shape[2])
         number = candidates.number_of[id(layer)]
+        fitted: dict[int | None, LinearAttention] = {}
         for (n, _), module in candidates.modules.items():
             hybrid = module.hybrid
-            if n == number and hybrid.scale != SCALES[0] and (hybrid.window or 0) <= q.shape[2] // 2:
+            if n != number or hybrid.scale == SCALES[0] or (hybrid.window or 0) > q.shape[2] // 2:
+                continue
+            if hybrid.window in fitted:
+                module.load_state_dict(fitted[hybrid.window].state_dict())
+            else:
                 fit_scales(module, Targets(q, k, scaling, layer.shape.causal, mask))
+                fitted[hybrid.window] = module
         return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
 
     with torch.no_grad(), observed(model, observe):

@@ -15,7 +15,7 @@ from linearize.conversion.plan_file import read_plan
 from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid
 from linearize.jobs.config import ConvertJob
-from linearize.kernel_search.windows import choices_of, choose_windows, state_numbers
+from linearize.kernel_search.windows import choices_of, choose_windows, some_rows, state_numbers
 from linearize.modeling.plan import LayerPlan
 
 CAUSAL = "AutoModelForCausalLM"
@@ -136,3 +136,21 @@ def test_convert_chooses_and_writes_the_plan(tmp_path, monkeypatch, capsys):
     assert {layer.hybrid.window for layer in info.plan.converted} <= {1, 2, 4, 8, 16}
     read = read_plan("p.yaml").layers
     assert [one.window for one in read] == [layer.hybrid.window for layer in info.plan.converted]
+
+
+def test_long_rows_count_fewer():
+    rows = {"input_ids": torch.zeros(8, 2000, dtype=torch.long), "attention_mask": torch.ones(8, 2000)}
+    assert [len(some_rows(rows, most)["input_ids"]) for most in (1, 2, 8)] == [1, 2, 2]
+    assert len(some_rows({"input_ids": torch.zeros(3, 9000)}, 8)["input_ids"]) == 1
+    assert len(some_rows({"pixel_values": torch.zeros(8, 3, 4, 4)}, 5)["pixel_values"]) == 5
+
+
+def test_choices_that_differ_in_exact_keys_share_a_fit(monkeypatch):
+    fitted = []
+    monkeypatch.setattr(
+        "linearize.kernel_search.windows.fit_scales", lambda module, targets: fitted.append(module.hybrid.window)
+    )
+    model = loud("llama", CAUSAL)
+    choose_windows(model, rows(), linearize.plan(model, "hedgehog", window=8, sinks=1))
+    # Two layers; 32 is more than half of 40 tokens.
+    assert sorted(fitted) == [2, 2, 4, 4, 8, 8, 16, 16]
