@@ -303,16 +303,28 @@ def error_against_time(result: SearchResult) -> Figure:
     figure = style.new_figure(6.4, 4.0)
     axes = figure.subplots()
     front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
-    axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1)
+    label = "no other one is both faster and closer"
+    axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1, label=label)
+    kinds = {
+        "the plan": {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3},
+        "softmax": {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2},
+        "another plan": {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2},
+    }
+    kind_of = [
+        "the plan" if point.name.startswith(PLAN) else "softmax" if point.name.startswith(SOFTMAX) else "another plan"
+        for point in result.points
+    ]
+    for kind, look in kinds.items():
+        points = [(one.seconds, one.error) for one, its in zip(result.points, kind_of, strict=True) if its == kind]
+        if points:
+            axes.scatter(*zip(*points, strict=True), label=kind, **look)
     for point in result.points:
-        plan, softmax = point.name.startswith(PLAN), point.name.startswith(SOFTMAX)
-        colour, marker = (style.LINEAR, "*") if plan else (style.SOFTMAX, "o") if softmax else (style.THIRD, "s")
-        size, above, offset = (160, 3, 8) if plan else (40, 2, -10)
-        axes.scatter(point.seconds, point.error, color=colour, marker=marker, s=size, zorder=above)
-        where = (point.seconds, point.error)
-        axes.annotate(point.name, where, xytext=(6, offset), textcoords="offset points", fontsize=7)
+        if point.name not in kinds:
+            where = (point.seconds, point.error)
+            axes.annotate(point.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.margins(0.18)
+    axes.legend(fontsize=7, frameon=False)
     title = f"Whole model compared with its original ({result.figure})"
     style.tidy(axes, title, f"seconds of all attentions, {result.length:,} tokens", f"error, {result.figure}")
     return figure
