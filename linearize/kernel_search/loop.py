@@ -39,6 +39,7 @@ from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.run import Batches, Progress, Run, RunState, frozen
+from linearize.training.stage_one.start import start_scales
 
 TRAINING = 0.8
 """Share of a limited time that the rungs may take; the rest is for the whole model."""
@@ -224,6 +225,9 @@ class _Search(Run):
         learning = self.config.learning(max(1, steps[number]), number)
         trainer = SearchTrainer(self.carrier, self.candidates, keys, learning, self.accelerator)
         planned = steps[number] if trainer.layers else 0
+        if number == 0 and saved is None:
+            process = self.accelerator.process_index, self.accelerator.num_processes
+            start_scales(trainer, self.data.train_batches(0, *process), self.whole.held_out)
         self.begin(number, before, planned, trainer, saved)
         if saved is not None:
             for loss in [x for x in trainer.layers if list(trainer.key_of[id(x)]) in saved.record["dropped"]]:

@@ -318,8 +318,8 @@ def error_against_time(result: SearchResult) -> Figure:
         points = [(one.seconds, one.error) for one, its in zip(result.points, kind_of, strict=True) if its == kind]
         if points:
             axes.scatter(*zip(*points, strict=True), label=kind, **look)
-    for point in result.points:
-        if point.name not in kinds:
+    for point, kind in zip(result.points, kind_of, strict=True):
+        if kind == "another plan":
             where = (point.seconds, point.error)
             axes.annotate(point.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")

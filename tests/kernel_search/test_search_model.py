@@ -209,3 +209,19 @@ def test_a_candidate_that_cannot_serve_the_model(monkeypatch, data):
     model = loud("gpt2")
     with pytest.raises(ConfigError, match=r"candidates: 'polaformer' cannot serve this model: .*bidirectional only"):
         search(model, Fixed(batches(model)), config(candidates=("polaformer", "hedgehog")))
+
+
+@pytest.mark.usefixtures("given_costs")
+def test_candidates_with_a_window_start_with_fitted_scales(monkeypatch):
+    fitted = []
+
+    def fit(layer, targets):
+        fitted.append((layer.hybrid.window, targets.q.shape[2]))
+
+    monkeypatch.setattr("linearize.training.stage_one.start.fit_scales", fit)
+    model = loud("llama", "AutoModelForCausalLM")
+    search(
+        model, Fixed(batches(model)), config(candidates=("hedgehog", "hedgehog:window=4", "hedgehog:window=6"), steps=4)
+    )
+    # In each of two layers, once; rungs after the first start from what was learned.
+    assert sorted(window for window, _ in fitted) == [4, 4, 6, 6]

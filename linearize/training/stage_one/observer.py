@@ -260,13 +260,20 @@ class KernelTrainer(Trainer):
         if not math.isfinite(float(norm)):
             raise diverged(loss.name, step, f"the gradient became {float(norm)}")
 
-    @torch.no_grad()
     def evaluate(self, held_out: Iterable[Mapping[str, Tensor]], step: int = 0) -> float:
         """Return the mean held-out loss over the layers.
 
         Raises:
             TrainingError: if it is not finite.
         """
+        self.measure(held_out)
+        for loss in self.layers:
+            self._check(loss, step)
+        return sum(loss.mean for loss in self.layers) / len(self.layers)
+
+    @torch.no_grad()
+    def measure(self, held_out: Iterable[Mapping[str, Tensor]]) -> None:
+        """Add up every layer's loss over batches, without gradients."""
         for loss in self.layers:
             loss.reset()
             loss.layer.eval()
@@ -274,8 +281,6 @@ class KernelTrainer(Trainer):
             self._pass(batch, train=False)
         for loss in self.layers:
             loss.layer.train()
-            self._check(loss, step)
-        return sum(loss.mean for loss in self.layers) / len(self.layers)
 
     def _pass(self, batch: Mapping[str, Tensor], *, train: bool) -> None:
         """Run the frozen model once; `_observe` computes losses and gradients on the way."""

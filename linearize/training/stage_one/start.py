@@ -52,17 +52,18 @@ def start_scales(
     fresh = [loss for loss in trainer.layers if _is_zero(loss.layer)]
     if not fresh:
         return
-    trainer.evaluate(held_out[:JUDGED])
+    trainer.measure(held_out[:JUDGED])
     before = [loss.mean for loss in fresh]
-    hosts = {id(loss.host or loss.layer): loss for loss in fresh}
+    hosts: dict[int, list[LinearAttention]] = {}
+    for loss in fresh:
+        hosts.setdefault(id(loss.host or loss.layer), []).append(loss.layer)
 
     def observe(
         layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        if id(layer) in hosts:
-            mine = hosts[id(layer)].layer
+        for one in hosts.get(id(layer), []):
             with torch.autocast(device_type=q.device.type, enabled=False):
-                fit_scales(mine, Targets(q, k, scaling, layer.shape.causal, mask))
+                fit_scales(one, Targets(q, k, scaling, layer.shape.causal, mask))
         return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
 
     moved = {name: value[:ROWS].to(trainer.device) for name, value in next(batches).items()}
@@ -71,7 +72,7 @@ def start_scales(
         for loss in fresh:
             for tensor in _fitted(loss.layer):
                 tensor.copy_(trainer.reduce(tensor) / trainer.accelerator.num_processes)
-    trainer.evaluate(held_out[:JUDGED])
+    trainer.measure(held_out[:JUDGED])
     _restore([loss for loss, worst in zip(fresh, before, strict=True) if not loss.mean < worst])
 
 
