@@ -323,8 +323,8 @@ def run_example(line, file, words):
         importlib.import_module(words[0]).parse(words[1:])
         return
     name = Path(file).stem
-    if file in ("scripts/search_check.py", "scripts/hybrid_check.py"):
-        # They take minutes, and hybrid_check a real language model: only the line is checked here.
+    if file in ("scripts/search_check.py", "scripts/proof_smollm2.py"):
+        # They take minutes, and proof_smollm2 a real language model: only the line is checked here.
         script(name).parse(words)
         return
     assert file == f"examples/{name}.py" and name in EXAMPLES, f"{line!r} is not covered; add the example to EXAMPLES"

@@ -1,0 +1,381 @@
+"""What each part of a hybrid is worth on a language model, with controls, compared on the same inputs.
+
+    python scripts/proof_smollm2.py SMOLLM2 --converted recall=DIR window=DIR unscaled=DIR kernel=DIR exact=DIR \\
+        --text test.txt --offset 160000 --output proof.json
+
+SMOLLM2 is the softmax original; the folders are what `linearize convert` made of it (docs/benchmarks/proof.md has the
+commands). `COLUMNS` says which of them a column reads, and what is added or removed without further training. Figures
+that --output has already are kept, so an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import linearize  # noqa: F401  (loads converted checkpoints)
+from linearize.attention.interface import linear_attentions
+from linearize.fidelity.ablate import ablated
+from linearize.training.stage_two.metrics import RESAMPLES, percentiles
+
+EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+BLOCK = 256
+"""Tokens of a unit of the perplexity's bootstrap."""
+NEAR, FAR = 100, 1000
+"""A near answer stands at most so many tokens back, a far one at least so many."""
+COMMON = 120
+"""Words that are more frequent in the text are no answers."""
+NEW_TOKENS = 64
+BASES = ("softmax", "window only")
+"""Columns that all others are compared with."""
+NAMES = ("harbour", "castle", "garden", "bridge")
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Explain gravity to a child.",
+    "Give me a tip for sleeping well.",
+    "What is photosynthesis?",
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: a converted checkpoint, and what is different about its layers.
+
+    Attributes:
+        folder: its name in --converted; None: the softmax original.
+        kernel: whether the kernels are left in.
+        hybrid: what the layers get instead of what they have.
+        softmax_layers: every so many-th layer is softmax; 0: none.
+    """
+
+    folder: str | None
+    kernel: bool = True
+    hybrid: Mapping[str, Any] = field(default_factory=dict)
+    softmax_layers: int = 0
+
+
+COLUMNS = {
+    "softmax": Column(None),
+    "window only": Column("recall", kernel=False, hybrid={"exact_keys": 0, "softmax_heads": ()}),
+    "kernel only": Column("kernel"),
+    "kernel and window, no scales": Column("unscaled"),
+    "kernel and window": Column("window"),
+    "kernel and window, exact keys": Column("exact"),
+    "kernel and window, exact keys, softmax heads": Column("recall"),
+    "window only, exact keys, softmax heads": Column("recall", kernel=False),
+    "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
+}
+
+
+@contextmanager
+def column_of(model: Any, column: Column) -> Iterator[None]:
+    """Give a converted model's layers the form of a column while the block runs."""
+    mixers: list[Any] = [layer.mixer for layer in linear_attentions(model).values()]
+    before = [mixer.hybrid for mixer in mixers]
+    for place, mixer in enumerate(mixers, start=1):
+        values = dict(column.hybrid)
+        if column.softmax_layers and place % column.softmax_layers == 0:
+            values["softmax_heads"] = tuple(range(mixer.shape.heads))
+        mixer.change(replace(mixer.hybrid, **values))
+    try:
+        with nullcontext() if column.kernel else ablated(model, "kernel"):
+            yield
+    finally:
+        for mixer, hybrid in zip(mixers, before, strict=True):
+            mixer.change(hybrid)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, last: int = 0) -> Tensor:
+    """Return the logits [T, vocabulary] of one row [T], or of its last tokens."""
+    found: Tensor = model(ids[None], use_cache=False, logits_to_keep=last).logits[0]
+    return found
+
+
+def cloze_items(ids: Tensor, rows: int, length: int, tokens: Sequence[str], most: int) -> list[list[Any]]:
+    """Make questions about the next word: [row, place, kind, the word and three others].
+
+    An answer is a word of one token that the row has, last at most `NEAR` or at least `FAR` tokens before. The others
+    are words of the whole text of the same frequency and case that the row does not have up to there. All have one
+    token, so that their likelihoods can be compared as they are.
+
+    Args:
+        ids: [N] tokens of the text.
+        rows: rows to ask in, the first ones.
+        length: tokens of a row.
+        tokens: the vocabulary, as byte-level BPE writes it.
+        most: questions of a kind, drawn evenly over the rows.
+    """
+    count = Counter(ids.tolist())
+    words = [i for i in count if len(w := tokens[i]) > 4 and w[0] == "Ġ" and w[1:].isascii() and w[1:].isalpha()]
+    pools: dict[bool, list[int]] = {False: [], True: []}
+    for word in sorted((word for word in words if count[word] <= COMMON), key=lambda word: (count[word], word)):
+        pools[tokens[word][1].isupper()].append(word)
+    ranks = {word: rank for pool in pools.values() for rank, word in enumerate(pool)}
+    found: dict[str, list[list[Any]]] = {"near": [], "far": []}
+    for number, row in enumerate(ids[: rows * length].view(rows, length).tolist()):
+        last: dict[int, int] = {}
+        for place, word in enumerate(row[:-1]):
+            begins = not tokens[row[place + 1]][0].isalpha() or tokens[row[place + 1]][0] == "Ġ"
+            back = place - last.get(word, place)
+            if word in ranks and begins and (0 < back <= NEAR or back >= FAR):
+                pool, rank = pools[tokens[word][1].isupper()], ranks[word]
+                like = (pool[r] for d in range(1, len(pool)) for r in (rank - d, rank + d) if 0 <= r < len(pool))
+                kind = "near" if back <= NEAR else "far"
+                others = itertools.islice((other for other in like if other not in last), 3)
+                found[kind].append([number, place, kind, [word, *others]])
+            last[word] = place
+    return [of[k * len(of) // min(most, len(of))] for of in found.values() for k in range(min(most, len(of)))]
+
+
+def reading(model: Any, rows: Tensor, items: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
+    """Read rows [R, L]: the loss by position and by stretch of `BLOCK` tokens, and which cloze questions are right."""
+    edges = [edge for edge in EDGES if edge <= rows.shape[1]]
+    parts, blocks, right = [], [], {"near": "", "far": ""}
+    for number, row in enumerate(rows):
+        said = logits(model, row)
+        pairs = zip(said[:-1].split(BLOCK), row[1:].split(BLOCK), strict=True)
+        loss = torch.cat([torch.zeros(1), *(F.cross_entropy(a, b, reduction="none") for a, b in pairs)])
+        parts.append([float(loss[max(1, a) : b].mean()) for a, b in itertools.pairwise(edges)])
+        blocks.append([round(float(part.sum()), 3) for part in loss.split(BLOCK)])
+        for _, place, kind, words in (item for item in items if item[0] == number):
+            scores = said[place - 1, words]
+            right[kind] += str(int(scores.argmax() == 0))
+    nats = {f"{a}-{b - 1}": sum(of) / len(of) for (a, b), of in zip(itertools.pairwise(edges), zip(*parts, strict=True),
+                                                                      strict=True)}  # fmt: skip
+    mean = sum(map(sum, blocks)) / (len(rows) * (rows.shape[1] - 1))
+    found = {"perplexity": math.exp(mean), "nats": nats, "blocks": blocks}
+    return found | ({"right": right} if items else {})
+
+
+def copying(model: Any, passages: Tensor) -> dict[str, Any]:
+    """Return the share of the tokens of passages [R, L] that are right when a passage is read for the second time."""
+    right = []
+    for passage in passages:
+        said = logits(model, torch.cat([passage, passage]), last=len(passage)).argmax(dim=-1)
+        right.append(float((said[:-1] == passage[1:]).float().mean()))
+    return {"share": sum(right) / len(right), "rows": [round(x, 4) for x in right]}
+
+
+def needles(model: Any, tokenizer: Any, ids: Tensor, length: int, count: int, names: Sequence[str]) -> str:
+    """Hide numbers of five digits in rows of text, ask for all of them, and return "1" for every number that is right.
+
+    With one name the number stands at another depth in each row. With several, each row has as many numbers, at even
+    distances, which are asked for in the order in which they stand, one question behind the other's answer.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def code(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    right = ""
+    for number in range(count):
+        secrets = ["".join(map(str, torch.randint(10, (5,), generator=draw).tolist())) for _ in names]
+        pairs = list(zip(names, secrets, strict=True))
+        facts = [code(f" The secret number of the {name} is {secret} .") for name, secret in pairs]
+        asked = [(code(f" The secret number of the {name} is "), code(secret)) for name, secret in pairs]
+        end = [token for question, answer in asked for token in (*question, *answer)]
+        fill = length - len(end) - sum(map(len, facts))
+        hay = ids[number * fill : (number + 1) * fill].tolist()
+        row: list[int] = []
+        depths = [(number + 0.5) / count] if len(names) == 1 else [(i + 0.5) / len(names) for i in range(len(names))]
+        begin = 0
+        for depth, fact in zip(depths, facts, strict=True):
+            row += [*hay[begin : int(depth * fill)], *fact]
+            begin = int(depth * fill)
+        said = logits(model, torch.tensor([*row, *hay[begin:], *end]), last=len(end) + 1).argmax(dim=-1).tolist()
+        place = 0
+        for question, answer in asked:
+            place += len(question)
+            right += str(int(said[place : place + len(answer)] == answer))
+            place += len(answer)
+    return right
+
+
+def prompts(tokenizer: Any, passages: Tensor) -> list[Tensor]:
+    """Return questions in the chat's template, and passages [R, L] to continue, as rows [1, T]."""
+    rows = []
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        rows.append(prompt if torch.is_tensor(prompt) else prompt["input_ids"])
+    return [*rows, *passages[:, None]]
+
+
+@torch.no_grad()
+def generations(model: Any, tokenizer: Any, rows: Sequence[Tensor]) -> list[str]:
+    """Return greedy answers of `NEW_TOKENS` tokens."""
+    found = []
+    for row in rows:
+        out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=NEW_TOKENS, do_sample=False,
+                             min_new_tokens=NEW_TOKENS, pad_token_id=tokenizer.eos_token_id)  # fmt: skip
+        found.append(tokenizer.decode(out[0, row.shape[1] :]))
+    return found
+
+
+def same_tokens(tokenizer: Any, ours: Sequence[str], theirs: Sequence[str]) -> list[float]:
+    """Return, for every answer, the share of places with the same token."""
+    shares = []
+    for a, b in zip(ours, theirs, strict=True):
+        x, y = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (a, b))
+        shares.append(sum(p == q for p, q in zip(x, y, strict=False)) / max(len(x), len(y)))
+    return shares
+
+
+def same_weights(original: Any, model: Any) -> tuple[int, int]:
+    """Return how many tensors of the original a converted model has bit for bit, and how many the original has."""
+    ours, theirs = model.state_dict(), original.state_dict()
+    return sum(name in ours and torch.equal(ours[name], value) for name, value in theirs.items()), len(theirs)
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson 1927)."""
+    z, p = 1.959964, right / count
+    middle, half = p + z * z / (2 * count), z * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
+    return max(0.0, (middle - half) / (1 + z * z / count)), min(1.0, (middle + half) / (1 + z * z / count))
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Return the mean difference of paired figures and its 95 % bootstrap interval."""
+    values = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    return {"value": float(values.mean()), "interval": percentiles(values[drawn].mean(axis=1))}
+
+
+def units(figures: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return what is drawn in the bootstrap, by figure: stretches in nats per token, questions, passages."""
+    found: dict[str, list[float]] = {}
+    for name, of in figures.items():
+        if "blocks" in of:
+            found[f"nats, {name}"] = [x / BLOCK for row in of["blocks"] for x in row]
+            for kind, right in of.get("right", {}).items():
+                found[f"cloze, {kind}"] = [float(x) for x in right]
+        elif name == "copying":
+            found[name] = of["rows"]
+        elif name == "generations" and "same" in of:
+            found["same tokens"] = of["same"]
+    return found
+
+
+def compare(
+    table: Mapping[str, Mapping[str, Any]], bases: Sequence[str] = ("softmax", "window only")
+) -> dict[str, Any]:
+    """Return the paired differences of all columns from some of them."""
+    result: dict[str, Any] = {}
+    for name, figures in table.items():
+        for base in (base for base in bases if base in table and base != name):
+            ours, theirs = units(figures), units(table[base])
+            result.setdefault(name, {})[base] = {
+                figure: difference(ours[figure], theirs[figure]) for figure in ours if figure in theirs
+            }
+    return result
+
+
+def shares(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the shares of needles that are found, with intervals."""
+    return {
+        name: {what: {"share": of.count("1") / len(of), "interval": wilson(of.count("1"), len(of))}
+               for what, of in figures.items() if isinstance(of, str)}
+        for name, figures in table.items()
+    }  # fmt: skip
+
+
+def write(output: Path, done: dict[str, Any], tokenizer: Any) -> None:
+    """Write all figures, with what is compared among them."""
+    table = done["columns"]
+    theirs = table.get("softmax", {}).get("generations")
+    for ours in (figures["generations"] for figures in table.values() if theirs and "generations" in figures):
+        ours["same"] = same_tokens(tokenizer, ours["texts"], theirs["texts"])
+    done |= {"needles": shares(table), "differences": compare(table)}
+    output.write_text(json.dumps(done, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("original")
+    parser.add_argument("--converted", nargs="+", required=True, metavar="NAME=DIR", help="checkpoints by name")
+    parser.add_argument("--text", required=True, help="text to measure on")
+    parser.add_argument("--offset", type=int, default=0, help="first token to measure on")
+    parser.add_argument("--rows", type=int, default=8, help="rows of 1,024 tokens, and passages to copy")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of these rows")
+    parser.add_argument("--long-rows", type=int, default=2)
+    parser.add_argument("--long-length", type=int, default=8192)
+    parser.add_argument("--cloze", type=int, default=300, help="most questions of a kind, in the long rows")
+    parser.add_argument("--needles", type=int, nargs="*", default=[1024], help="lengths")
+    parser.add_argument("--needle-rows", type=int, default=10)
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), help="columns to measure; by default all")
+    parser.add_argument("--only", nargs="*", help="figures to measure; by default all")
+    parser.add_argument("--output", required=True)
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure and write; figures that --output has already are kept."""
+    args = parse(words)
+    tokenizer = AutoTokenizer.from_pretrained(args.original)
+    ids = torch.tensor(tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"])[args.offset :]
+    long, rest = ids.split([args.long_rows * args.long_length, len(ids) - args.long_rows * args.long_length])
+    rows, rest = rest.split([args.rows * args.length, len(rest) - args.rows * args.length])
+    passages, rest = rest.split([args.rows * args.length // 4, len(rest) - args.rows * args.length // 4])
+    vocabulary = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    items = cloze_items(ids, args.long_rows, args.long_length, vocabulary, args.cloze)
+    starts = prompts(tokenizer, rows.view(args.rows, -1)[:4, : args.length // 2])
+    measures: dict[str, Callable[[Any], Any]] = {
+        "rows": lambda model: reading(model, rows.view(args.rows, -1)),
+        "copying": lambda model: copying(model, passages.view(args.rows, -1)),
+        **{
+            f"needle at {n}": lambda model, n=n: needles(model, tokenizer, rest, n, args.needle_rows, ["harbour"])
+            for n in args.needles
+        },
+        **{
+            f"{len(NAMES)} needles at {n}": lambda model, n=n: needles(
+                model, tokenizer, rest, n, (args.needle_rows + 1) // 2, NAMES
+            )
+            for n in args.needles
+        },
+        "long rows": lambda model: reading(model, long.view(args.long_rows, -1), items),
+        "generations": lambda model: {"texts": generations(model, tokenizer, starts)},
+    }
+    folders = dict(pair.split("=", 1) for pair in args.converted)
+    output = Path(args.output)
+    done: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {"columns": {}}
+    done["settings"] = {name: getattr(args, name) for name in
+                        ("offset", "rows", "length", "long_rows", "long_length", "cloze", "needle_rows")}  # fmt: skip
+    table, open_folder, model = done["columns"], "", None
+    for name in args.columns:
+        column = COLUMNS[name]
+        figures = table.get(name, {})
+        missing = [what for what in measures if what not in figures and what in (args.only or measures)]
+        if not missing or column.folder not in {None, *folders}:
+            continue
+        table[name] = figures
+        folder = folders[column.folder] if column.folder else args.original
+        if folder != open_folder:
+            model = None
+            model, open_folder = AutoModelForCausalLM.from_pretrained(folder).eval(), folder
+        with column_of(model, column) if column.folder else nullcontext():
+            for what in missing:
+                figures[what] = measures[what](model)
+                write(output, done, tokenizer)
+                print(name, what, str(figures[what])[:300], flush=True)
+    write(output, done, tokenizer)
+
+
+if __name__ == "__main__":
+    main()
