@@ -154,7 +154,7 @@ def reading(model: Any, rows: Tensor, items: Sequence[Sequence[Any]] = ()) -> di
         blocks.append([round(float(part.sum()), 3) for part in loss.split(BLOCK)])
         for _, place, kind, words in (item for item in items if item[0] == number):
             scores = said[place - 1, words]
-            right[kind] += str(int(scores.argmax() == 0))
+            right[kind] += str(int(scores[0] > scores[1:].max()))
     nats = {f"{a}-{b - 1}": sum(of) / len(of) for (a, b), of in zip(itertools.pairwise(edges), zip(*parts, strict=True),
                                                                       strict=True)}  # fmt: skip
     mean = sum(map(sum, blocks)) / (len(rows) * (rows.shape[1] - 1))
@@ -218,23 +218,19 @@ def prompts(tokenizer: Any, passages: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def generations(model: Any, tokenizer: Any, rows: Sequence[Tensor]) -> list[str]:
-    """Return greedy answers of `NEW_TOKENS` tokens."""
+def generations(model: Any, tokenizer: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
+    """Return greedy answers of `NEW_TOKENS` tokens, as tokens and as texts."""
     found = []
     for row in rows:
-        out = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=NEW_TOKENS, do_sample=False,
-                             min_new_tokens=NEW_TOKENS, pad_token_id=tokenizer.eos_token_id)  # fmt: skip
-        found.append(tokenizer.decode(out[0, row.shape[1] :]))
-    return found
+        limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": tokenizer.eos_token_id}
+        out = model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, **limits)
+        found.append(out[0, row.shape[1] :].tolist())
+    return {"tokens": found, "texts": [tokenizer.decode(answer) for answer in found]}
 
 
-def same_tokens(tokenizer: Any, ours: Sequence[str], theirs: Sequence[str]) -> list[float]:
+def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[float]:
     """Return, for every answer, the share of places with the same token."""
-    shares = []
-    for a, b in zip(ours, theirs, strict=True):
-        x, y = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (a, b))
-        shares.append(sum(p == q for p, q in zip(x, y, strict=False)) / max(len(x), len(y)))
-    return shares
+    return [sum(map(int.__eq__, a, b)) / NEW_TOKENS for a, b in zip(ours, theirs, strict=True)]
 
 
 def same_weights(original: Any, model: Any) -> tuple[int, int]:
@@ -295,12 +291,12 @@ def shares(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write(output: Path, done: dict[str, Any], tokenizer: Any) -> None:
+def write(output: Path, done: dict[str, Any]) -> None:
     """Write all figures, with what is compared among them."""
     table = done["columns"]
     theirs = table.get("softmax", {}).get("generations")
     for ours in (figures["generations"] for figures in table.values() if theirs and "generations" in figures):
-        ours["same"] = same_tokens(tokenizer, ours["texts"], theirs["texts"])
+        ours["same"] = same_tokens(ours["tokens"], theirs["tokens"])
     done |= {"needles": shares(table), "differences": compare(table)}
     output.write_text(json.dumps(done, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -350,7 +346,7 @@ def main(words: list[str] | None = None) -> None:
             for n in args.needles
         },
         "long rows": lambda model: reading(model, long.view(args.long_rows, -1), items),
-        "generations": lambda model: {"texts": generations(model, tokenizer, starts)},
+        "generations": lambda model: generations(model, tokenizer, starts),
     }
     folders = dict(pair.split("=", 1) for pair in args.converted)
     output = Path(args.output)
@@ -372,9 +368,9 @@ def main(words: list[str] | None = None) -> None:
         with column_of(model, column) if column.folder else nullcontext():
             for what in missing:
                 figures[what] = measures[what](model)
-                write(output, done, tokenizer)
+                write(output, done)
                 print(name, what, str(figures[what])[:300], flush=True)
-    write(output, done, tokenizer)
+    write(output, done)
 
 
 if __name__ == "__main__":

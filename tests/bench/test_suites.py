@@ -12,6 +12,7 @@ from support.tiny import converted, original
 from transformers.cache_utils import DynamicCache
 
 import linearize
+from linearize.attention.cache import cache_nbytes
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
 from linearize.core.parsing import check_file
@@ -276,6 +277,20 @@ def test_a_context_of_made_up_keys_is_before_the_token():
     assert cache.get_seq_length() == 20 and torch.equal(
         cache.layers[0].keys[:, :, 14:20], cache.layers[0].keys[:, :, :6]
     )
+
+
+def test_keys_of_softmax_heads_are_as_many_as_the_context():
+    model = original("llama", "AutoModelForCausalLM")
+    linear = linearize.convert(model, "hedgehog", window=4, softmax_heads="0:1")
+    cache = linear.new_cache()
+    linear(input_ids=torch.full((1, 7), 5), past_key_values=cache, use_cache=True)
+    before = cache_nbytes(cache)
+    set_context(cache, 20)
+    state = cache.layers[0].state
+    keys = state["softmax_k"]
+    assert keys.shape[2] == 20 and torch.equal(keys[:, :, 14:20], keys[:, :, :6]) and bool(state["softmax_mask"].all())
+    # One key head's keys and values in fp32, and the mask.
+    assert cache_nbytes(cache) - before == 13 * (2 * keys.shape[3] * 4 + 1)
 
 
 def test_decoding_with_a_converted_checkpoint(folders, tmp_path):

@@ -437,8 +437,12 @@ def set_context(cache: Any, context: int) -> None:
     for layer in cache.layers:
         if hasattr(layer, "store"):
             layer.tokens = context
-            if layer.state is not None and "seen" in layer.state:
-                layer.state["seen"].fill_(context)
+            state = layer.state or {}
+            if "seen" in state:
+                state["seen"].fill_(context)
+            if "softmax_k" in state:
+                state |= {name: _as_many(state[name], context) for name in ("softmax_k", "softmax_v")}
+                state["softmax_mask"] = _as_many(state["softmax_mask"][..., None], context)[..., 0]
             continue
         if not layer.is_initialized or layer.keys.ndim < 3:
             continue
@@ -449,6 +453,5 @@ def set_context(cache: Any, context: int) -> None:
 
 
 def _as_many(x: Tensor, count: int) -> Tensor:
-    """Cut or repeat [B, K, T, D] to `count` tokens."""
-    tokens = x.shape[-2]
-    return x.repeat(1, 1, max(1, -(-count // tokens)), 1)[..., :count, :].contiguous()
+    """Cut or repeat [..., T, D] to `count` tokens; a cut copies nothing, which a timed step would pay for."""
+    return x[..., torch.arange(count, device=x.device) % x.shape[-2], :] if count > x.shape[-2] else x[..., :count, :]
