@@ -1,6 +1,6 @@
 """What a finished stage found, and which command comes next; everything follows from figures that it measured.
 
-Also the lines of the shell: the one that is running, a variation of it, and those that are proposed.
+Also the lines of the shell: the one that is running, and those that are proposed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from linearize.conversion.positions import current_length
 from linearize.core.heads import HEADS, head_of_class
 from linearize.core.options import effective, name_of, on_disk, options_of
 from linearize.core.registry import kernel_info
-from linearize.jobs.config import AlignJob, ConvertJob, StageOneJob
+from linearize.jobs.config import ConvertJob, StageOneJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import LayerPlan, Plan
 
@@ -30,24 +30,11 @@ if TYPE_CHECKING:
     from linearize.jobs.stages import Context
     from linearize.jobs.task_config import TuneJob
     from linearize.training.stage_two.prepared import TaskData
-    from linearize.training.stage_two.trainer import TuneResult
 
 SWITCHES = ("--resume", "--overwrite", "--json")
 """Options without a value that concern one run, not the job."""
 PLACES = ("--output", "--device", "--report-to")
 """Options with a value that say where a job runs."""
-STAGE_ONE, ALIGNMENT, STAGE_TWO = "stage one", "alignment", "stage two"
-FALLING, FLAT, START, UNKNOWN = "falling", "flat", "start", "unknown"
-TRENDS = {
-    FALLING: "the held-out loss was still falling: as many steps again would pay",
-    FLAT: "the held-out loss has stopped falling",
-    START: "no step measured better than the start, which was kept",
-    UNKNOWN: "too few evaluations to tell whether the held-out loss still falls",
-}
-FEWEST = 4
-"""Evaluations from which a trend can be told."""
-WORTH = 0.05
-"""Share of the whole fall that the last part of a loss curve must add to count as falling."""
 FAR = 2.0
 """A layer this many times worse than the mean is an exception, for which softmax may stay."""
 CLOSE = 0.01
@@ -56,8 +43,6 @@ NEGATIVE = 0.01
 """Share of negative attention weights that is worth a remark."""
 WINDOW = 64
 """Tokens of the proposed window."""
-SAMPLE = 256
-"""Queries per row of the loss that is proposed for long rows."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,6 @@ class Findings:
     """What a stage found.
 
     Attributes:
-        trends: a key of `TRENDS` for each trained stage.
         worst: the worst layer; None if layers were not measured, or if there is only one.
         lengths: None if the model reads no text or has no limit.
         load: Python code that loads the checkpoint.
@@ -103,7 +87,6 @@ class Findings:
         merit: what the kernels add to their windows; None without windows.
     """
 
-    trends: dict[str, str]
     worst: WorstLayer | None
     lengths: Lengths | None
     load: str
@@ -113,9 +96,7 @@ class Findings:
 
     def lines(self) -> list[str]:
         """Return sentences for people."""
-        lines = [f"Verdict, {stage}: {TRENDS[trend]}." for stage, trend in self.trends.items()]
-        if self.merit:
-            lines.append(f"Control, after stage one: {self.merit.text}.")
+        lines = [f"Control, after stage one: {self.merit.text}."] if self.merit else []
         if self.worst:
             name = self.worst.module if self.worst.index is None else f"{self.worst.index} ({self.worst.module})"
             text = f"Worst layer: {name}, {self.worst.figure} {self.worst.value:.3f}, {self.worst.mean:.3f} on average"
@@ -133,33 +114,6 @@ class Findings:
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
-
-
-def trend(losses: Sequence[float]) -> str:
-    """Compare the last two parts, a third or at least two evaluations each, of one run's held-out losses.
-
-    Returns:
-        `FALLING` if every loss of the last part is below all of the part before and the last part adds a share of
-        `WORTH` to the whole fall; else `FLAT`, or `UNKNOWN` for fewer than `FEWEST` losses.
-    """
-    if len(losses) < FEWEST:
-        return UNKNOWN
-    part = max(2, len(losses) // 3)
-    before, last = losses[-2 * part : -part], losses[-part:]
-    gain, fall = min(before) - min(last), losses[0] - min(losses)
-    return FALLING if max(last) < min(before) and gain >= WORTH * fall else FLAT
-
-
-def stage_two_trend(history: Iterable[Mapping[str, float]], best_step: int) -> str:
-    """Judge the trainer's log: the loss on the rows that chose the kept state, or else on the validation rows."""
-    entries = [entry for entry in history if entry.get("step")]
-    for name in ("eval_selection", "eval_loss"):
-        # The last evaluation is logged twice.
-        losses = {entry["step"]: entry[name] for entry in entries if name in entry}
-        if losses:
-            result = trend(list(losses.values()))
-            return result if best_step or result == FALLING else START
-    return UNKNOWN
 
 
 def worst_layer(
@@ -238,16 +192,8 @@ def load_lines(model: PreTrainedModel, folder: object, *, embedder: bool = False
 
 def after_training(context: Context, plan: Plan) -> Findings:
     """Say what a conversion, a further stage one or an alignment found, and which command comes next."""
-    job, done, aligned, model = context.job, context.distillation, context.alignment, context.loaded.model
-    trends, worst = {}, None
-    if done is not None and done.history and isinstance(job, StageOneJob):
-        # Groups of layers are trained one after the other: judge the last one.
-        last = [r.held_out for r in done.history if r.step > r.steps - job.distill.steps and r.held_out is not None]
-        trends[STAGE_ONE] = trend(last)
-    if aligned is not None and aligned.history:
-        phase = aligned.history[-1].phase
-        losses = [r.held_out for r in aligned.history if r.phase == phase and r.held_out is not None]
-        trends[ALIGNMENT] = trend(losses) if aligned.best_step else START
+    done, aligned, model = context.distillation, context.alignment, context.loaded.model
+    worst = None
     if done is not None:
         name, figure = "kl", "KL"
         if any(layer.kl is None for layer in done.after.layers):
@@ -256,50 +202,20 @@ def after_training(context: Context, plan: Plan) -> Findings:
         worst = worst_layer(figures, figure, plan, {layer.module: layer.negative_share for layer in done.after.layers})
     elif aligned is not None:
         worst = worst_layer(growth(aligned.after.layers), "growth of the hidden states' error", plan)
-    lengths = lengths_of(context.longest_seen, model)
-    why, command = next_command(context, trends, lengths)
     load = load_lines(model, context.target, embedder=bool(context.loaded.embedder))
-    return Findings(trends, worst, lengths, load, command, why, context.merit)
+    why, command = next_command(context)
+    return Findings(worst, lengths_of(context.longest_seen, model), load, command, why, context.merit)
 
 
-def next_command(context: Context, trends: Mapping[str, str], lengths: Lengths | None) -> tuple[str, str]:
+def next_command(context: Context) -> tuple[str, str]:
     """Return why a command comes next, and the command."""
-    job, target, source = context.job, context.target, context.source
+    job, target = context.job, context.target
     data = data_options(job)
-    cut = None if source is None else source.options["max_length"]
-    # The longest row was as long as allowed, so there may be longer ones, and the model takes them.
-    longer = lengths is not None and cut is not None and cut <= lengths.seen < lengths.promised
-    long_rows: dict[str, object] = {
-        "distill_length": lengths and lengths.promised,
-        "query_sample": SAMPLE,
-        "batch_size": 1,
-    }
     if context.alignment is None and not weights_were_trained(context.provenance):
         # Stage one imitates the checkpoint's own softmax, which still is the original's.
-        assert isinstance(job, StageOneJob)
-        data_of_stage_one = data | {"distill_length": job.distill_length}
-        if context.distillation is None:
-            return "to teach the kernels", line("distill", target, data_of_stage_one)
-        if trends.get(STAGE_ONE) == FALLING:
-            steps = {"distill_steps": job.distill.steps}
-            return "as it still falls", line("distill", target, data_of_stage_one | steps)
-        if longer and context.positions is not None:
-            return "for longer rows", line("distill", target, data | long_rows)
+        if context.distillation is None and isinstance(job, StageOneJob):
+            return "to teach the kernels", line("distill", target, data | {"distill_length": job.distill_length})
         return "to bring the whole model close", line("align", target, data)
-    # Weights that were trained cannot go through stage one again, so the line is repeated with other options.
-    verb, prefix = ("align", "") if isinstance(job, AlignJob) else ("convert", "align_")
-    changes: dict[str, object] = {}
-    if trends.get(ALIGNMENT) == START and isinstance(job, AlignJob | ConvertJob):
-        why, rates = "as nothing better was found, at half the rates", ("learning_rate", "kernel_learning_rate")
-        changes = {f"{prefix}{name}": getattr(job.align, name) / 2 for name in rates}
-    elif trends.get(ALIGNMENT) == FALLING and isinstance(job, AlignJob | ConvertJob):
-        why, changes = "as it still falls", {f"{prefix}steps": 2 * job.align.steps}
-    elif trends.get(STAGE_ONE) == FALLING and isinstance(job, ConvertJob):
-        why, changes = "as stage one still falls", {"distill_steps": 2 * job.distill.steps}
-    elif longer and isinstance(job, ConvertJob) and job.max_length is not None:
-        why, changes = "for longer rows", long_rows
-    if changes and (command := again(verb, changes | {"overwrite": True})):
-        return why, command
     original = job.model if isinstance(job, ConvertJob) else getattr(job, "teacher", None)
     options: dict[str, object] = {"original": original or context.provenance.get("base_model") or "ORIGINAL"}
     options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
@@ -308,32 +224,27 @@ def next_command(context: Context, trends: Mapping[str, str], lengths: Lengths |
     return "to look at every layer", line("report", target, options)
 
 
-def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData, result: TuneResult) -> Findings:
-    """Say what stage two found, and which command comes next."""
-    target, found = str(job.target()), stage_two_trend(result.history, result.best_step)
-    seen = None
-    if job.task.modality == "text":
+def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findings:
+    """Say what stage two was measured on, and which command comes next."""
+    target, task, seen = str(job.target()), job.task, None
+    if task.modality == "text":
         rows = (data.validation[place] for place in range(len(data.validation)))
         seen = max((len(row["input_ids"]) for row in rows), default=None)
-    why, command = _after_tuning(is_linearized(model), job, found, result.steps)
-    return Findings({STAGE_TWO: found}, None, lengths_of(seen, model), load_lines(model, target), command, why)
+    if is_linearized(model):
+        why, command = "to measure it", line("evaluate", target, _of_evaluation(job))
+    else:
+        options = {"dataset": job.dataset, "text_column": task.columns or None}
+        why, command = "to make it linear", line("convert", target, options)
+    return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
 
 
-def _after_tuning(linear: bool, job: TuneJob, found: str, steps: int) -> tuple[str, str]:
-    target, task = str(job.target()), job.task
-    if found == FALLING and (command := again("finetune", {"steps": 2 * steps, "overwrite": True})):
-        return "as it still falls", command
-    rate = {"learning_rate": job.tune.learning_rate / 2, "overwrite": True}
-    if found == START and (command := again("finetune", rate)):
-        return "as nothing better was found, at half the rate", command
-    if not linear:
-        return "to make it linear", line(
-            "convert", target, {"dataset": job.dataset, "text_column": task.columns or None}
-        )
+def _of_evaluation(job: TuneJob) -> dict[str, object]:
+    """Return the options that measure a tuned model as it was tuned."""
     from linearize.training.stage_two.tasks import TASKS
 
+    task = job.task
     usual = TASKS[task.name]
-    options = {
+    return {
         "task": task.name,
         "columns": task.columns if task.columns != usual.columns else None,
         "label_column": task.label if task.label != usual.label else None,
@@ -345,7 +256,6 @@ def _after_tuning(linear: bool, job: TuneJob, found: str, steps: int) -> tuple[s
         "device": job.device if job.device != "auto" else None,
         "compare": job.teacher,
     }
-    return "to measure it", line("evaluate", target, options)
 
 
 def typed() -> list[str]:
@@ -365,15 +275,6 @@ def without(words: Sequence[str], names: Collection[str]) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def again(verb: str, changes: Mapping[str, object]) -> str | None:
-    """Return the line that is running with other options; None if it is not a line of this verb."""
-    words = typed()
-    if words[:1] != [verb]:
-        return None
-    names = ["--resume", "--json", *map(_flag, changes)]
-    return shlex.join(["linearize", *without(words, names), *_words(changes)])
 
 
 def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:

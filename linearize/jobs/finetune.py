@@ -87,7 +87,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
         if is_main():
             _save(job, opened, result)
         wait_for_all()
-        findings = after_tuning(model, job, data, result)
+        findings = after_tuning(model, job, data)
     on_event(Saved(target))
     on_event(Concluded(findings))
     return target, result

@@ -1,8 +1,7 @@
-"""What a finished stage says: the trend of its loss, the worst layer, and the lines that it proposes."""
+"""What a finished stage says: the worst layer, lengths, and the lines that it proposes."""
 
 from __future__ import annotations
 
-import math
 import sys
 from types import SimpleNamespace
 
@@ -14,48 +13,9 @@ import linearize
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import Hybrid
 from linearize.jobs import advice
-from linearize.jobs.advice import add_command, again, data_options, line, trend, worst_layer
-from linearize.jobs.config import ConvertJob
+from linearize.jobs.advice import add_command, data_options, line, worst_layer
+from linearize.jobs.config import AlignJob, ConvertJob
 from linearize.modeling.plan import LayerPlan, Plan
-
-STEPS = range(100, 1001, 100)
-
-
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        (lambda t: 1 + 2 * t**-0.5, "falling"),
-        (lambda t: 3 - t / 1000, "falling"),
-        (lambda t: 1 + math.exp(-t / 100), "flat"),
-        (lambda t: 1.0, "flat"),
-        (lambda t: 1 + t % 300 / 1e4, "flat"),
-        (lambda t: 1 + (t - 400) ** 2 / 1e5, "flat"),
-    ],
-)
-def test_the_last_two_parts_of_a_curve_decide(loss, expected):
-    assert trend([loss(step) for step in STEPS]) == expected
-
-
-def test_noise_is_no_trend():
-    generator = torch.Generator().manual_seed(0)
-    verdicts = [trend((1 + 0.01 * torch.randn(10, generator=generator)).tolist()) for _ in range(40)]
-    assert verdicts.count("flat") >= 36
-
-
-def test_few_evaluations_say_nothing():
-    assert trend([1.0, 0.5, 0.3]) == "unknown" and trend([1.0, 0.5, 0.3, 0.2]) == "falling"
-    assert advice.stage_two_trend([{"loss": 1.0, "step": 3}], 3) == "unknown"
-
-
-def test_stage_two_is_judged_on_the_rows_that_chose_the_state():
-    log = [{"step": s, "eval_selection": 1 + s / 10} for s in range(11)]
-    assert advice.stage_two_trend(log, 0) == "start"
-    falling = [{"step": 0, "eval_selection": 0.5}, *({"step": s, "eval_selection": 2 - s / 10} for s in range(1, 11))]
-    assert advice.stage_two_trend(falling, 0) == "falling"
-    log = [{"step": s, "eval_loss": 1.0, "eval_selection": 2 - s / 10} for s in range(1, 11)] + [{"train_loss": 1}]
-    assert advice.stage_two_trend(log, 10) == "falling"
-    log = [{"step": s, "eval_loss": 1.0} for s in range(1, 11)]
-    assert advice.stage_two_trend(log, 10) == "flat"
 
 
 def layer(index, kernel="flexformer_n", window=None, size=32):
@@ -145,14 +105,7 @@ def test_a_line_is_recorded_as_it_was_typed_but_for_places(typed, tmp_path):
 
 def test_python_callers_record_no_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "convert", "bert"])
-    assert add_command({"commands": ["before"]}) == {"commands": ["before"]} and again("convert", {}) is None
-
-
-def test_the_running_line_with_other_options(typed):
-    typed("convert", "bert", "--distill-steps", "8", "--resume", "--output", "my folder")
-    changes = {"distill_steps": 16, "overwrite": True}
-    assert again("convert", changes) == ("linearize convert bert --output 'my folder' --distill-steps 16 --overwrite")
-    assert again("finetune", changes) is None
+    assert add_command({"commands": ["before"]}) == {"commands": ["before"]}
 
 
 def test_lines_are_made_of_options():
@@ -166,42 +119,22 @@ def test_lines_are_made_of_options():
     ]  # fmt: skip
 
 
-def context(job, seen, cut, **more):
-    shown = {"alignment": None, "distillation": SimpleNamespace(), "positions": None, "provenance": {}, **more}
-    return SimpleNamespace(job=job, target="out", source=SimpleNamespace(options={"max_length": cut}), **shown)
+def context(job, **more):
+    shown = {"alignment": None, "distillation": SimpleNamespace(), "provenance": {}, **more}
+    return SimpleNamespace(job=job, target="out", **shown)
 
 
-def test_longer_rows_are_proposed_if_the_data_may_have_them(typed):
-    """Rows shorter than the limit were never cut, so converting again for longer ones would teach nothing."""
-    typed("convert", "bert", "--max-length", "1024")
-    job = ConvertJob.of(model="bert", max_length=1024, distill_steps=8)
-    for seen, expected in ((37, "to look at every layer"), (256, "for longer rows")):
-        found = advice.next_command(context(job, seen, 256, alignment=True), {}, advice.Lengths(seen, 1024))
-        assert found[0] == expected
-    assert found[1].endswith("--distill-length 1024 --query-sample 256 --batch-size 1 --overwrite")
-
-
-def test_the_next_command_follows_from_what_was_found(typed):
-    job = ConvertJob.of(model="bert", distill_steps=8, align_steps=4)
-    plain, aligned = context(job, 9, 9), context(job, 9, 9, alignment=True)
-    assert advice.next_command(context(job, 9, 9, distillation=None), {}, None)[0] == "to teach the kernels"
-    assert advice.next_command(plain, {"stage one": "falling"}, None) == (
-        "as it still falls", "linearize distill out --distill-steps 8",
+def test_the_next_command_follows_from_what_was_done():
+    job = ConvertJob.of(model="bert", distill_length=32, text_column="x,y")
+    assert advice.next_command(context(job, distillation=None)) == (
+        "to teach the kernels", "linearize distill out --text-column x,y --distill-length 32",
     )  # fmt: skip
-    assert advice.next_command(plain, {"stage one": "flat"}, None) == (
-        "to bring the whole model close", "linearize align out",
+    assert advice.next_command(context(job)) == (
+        "to bring the whole model close", "linearize align out --text-column x,y",
     )  # fmt: skip
-    # Not from the shell: there is no line to repeat.
-    assert advice.next_command(aligned, {"alignment": "falling"}, None)[1] == "linearize report out --original bert"
-    typed("convert", "bert", "--distill-steps", "8")
-    repeated = "linearize convert bert --distill-steps 8"
-    assert advice.next_command(aligned, {"alignment": "falling"}, None) == (
-        "as it still falls", f"{repeated} --align-steps 8 --overwrite",
-    )  # fmt: skip
-    assert advice.next_command(aligned, {"alignment": "start"}, None)[1] == (
-        f"{repeated} --align-learning-rate 0.0001 --align-kernel-learning-rate 0.0005 --overwrite"
-    )
-    assert advice.next_command(aligned, {"stage one": "falling", "alignment": "flat"}, None)[1] == (
-        "linearize convert bert --distill-steps 16 --overwrite"
-    )
-    assert advice.next_command(aligned, {"alignment": "flat"}, None)[0] == "to look at every layer"
+    report = ("to look at every layer", "linearize report out --original bert --text-column x")
+    assert advice.next_command(context(job, alignment=True)) == report
+    job, tuned = AlignJob.of(model="out", teacher="mine"), {"finetuning": {}, "base_model": "theirs"}
+    assert advice.next_command(context(job, provenance=tuned))[1] == "linearize report out --original mine"
+    job = AlignJob.of(model="out")
+    assert advice.next_command(context(job, provenance=tuned))[1] == "linearize report out --original theirs"
