@@ -1,18 +1,19 @@
-"""Run `kernels`: list them, explain one, or advise on the kernel for a model."""
+"""Run `kernels`: list them, explain one, or list those that fit a model."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from linearize.attention.factory import count_parameters, state_bytes
+from linearize.attention.factory import build_mixer, count_parameters, state_bytes
 from linearize.attention.shape import HeadShape
 from linearize.cli._output import ROOMY, console, print_json, table
 from linearize.core.errors import ConfigError
 from linearize.core.registry import KernelInfo, kernel_info, kernel_infos
 from linearize.evaluation.bench.measured import (
+    CAUSAL,
     EXPERIMENTS,
     FORWARD,
     SPEED,
@@ -25,6 +26,8 @@ from linearize.evaluation.bench.measured import (
 FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
 LIMITS = ("low", "high", "multiple_of", "choices")
 """What `linearize.core.registry.option` may say of an argument's values."""
+LONG = 4096
+"""Longest input for kernels that need one, if the model has no limit."""
 BERT_BASE = {"layers": 12, "heads": 12, "head_dim": 64}
 
 
@@ -64,11 +67,11 @@ def describe(info: KernelInfo) -> dict[str, Any]:
 
 
 def kernels(args: argparse.Namespace) -> None:
-    """Print the table, one kernel, or the advice."""
+    """Print the table, one kernel, or the table for a model."""
     if args.model:
         if args.name:
             raise ConfigError(f"kernels: got the kernel {args.name!r} and --for, expected one of them; drop one")
-        _advise(args.model, as_json=args.json)
+        _list_for(args.model, as_json=args.json)
         return
     facts = [describe(info) for info in ([kernel_info(args.name)] if args.name else kernel_infos())]
     if args.json:
@@ -84,26 +87,21 @@ NARROW = (0, 4, 5, 6)
 """Columns for a narrow terminal; `kernels NAME` shows the others."""
 
 
-def _print(title: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Print kernels, and where their figures come from.
-
-    Args:
-        title: of the table.
-        rows: name, features, parameters, bytes of the state, nats, experiment, times faster, advice.
-    """
+def _print(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print kernels (`_row`), and where their figures come from."""
     out = console()
     kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
     cells = [
         [
-            name,
-            features or "-",
-            f"{parameters:,}",
-            _mebibytes(state),
-            "-" if kl is None else f"{kl:.3f} {experiment}",
-            "-" if times is None else f"{times:.1f} x",
-            choose,
+            row["name"],
+            row["features"] or "-",
+            f"{row['parameters']:,}",
+            _mebibytes(row["state_bytes"]),
+            "-" if row["kl"] is None else f"{row['kl']:.3f} {row['experiment']}",
+            "-" if row["times_faster"] is None else f"{row['times_faster']:.1f} x",
+            row["choose"],
         ]
-        for name, features, parameters, state, kl, experiment, times, choose in rows
+        for row in rows
     ]
     columns = [COLUMNS[place] for place in kept]
     shown = [[row[place] for place in kept] for row in cells]
@@ -114,15 +112,25 @@ def _print(title: str, rows: Sequence[Sequence[Any]]) -> None:
     out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({SPEED_SOURCE}).")
 
 
+def _row(info: KernelInfo, features: int | None, parameters: int, state: int | None, what: str) -> dict[str, Any]:
+    """Return a row of the table: sizes, and what was measured with the kernel's default arguments."""
+    quality, speed = default_quality(info.name), speed_of(info.name, what)
+    return {
+        "name": info.name,
+        "features": features,
+        "parameters": parameters,
+        "state_bytes": state,
+        "kl": None if quality is None else quality.kl,
+        "experiment": None if quality is None else quality.experiment.key,
+        "times_faster": None if speed is None else speed.times,
+        "choose": info.choose or info.summary,
+    }
+
+
 def _list(facts: list[dict[str, Any]]) -> None:
     """Print all kernels."""
-    rows = []
-    for fact in facts:
-        quality, speed = default_quality(fact["name"]), speed_of(fact["name"])
-        sizes = (fact[name] for name in ("feature_size", "extra_parameters_bert_base", "state_bytes_bert_base"))
-        closeness = (None, None) if quality is None else (quality.kl, quality.experiment.key)
-        times = None if speed is None else speed.times
-        rows.append([fact["name"], *sizes, *closeness, times, fact["choose"] or fact["summary"]])
+    names = ("feature_size", "extra_parameters_bert_base", "state_bytes_bert_base")
+    rows = [_row(kernel_info(fact["name"]), *(fact[name] for name in names), FORWARD) for fact in facts]
     _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows)
 
 
@@ -130,27 +138,44 @@ def _mebibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:,.2f}"
 
 
-def _advise(model: str, *, as_json: bool) -> None:
-    """Print which kernels suit a model."""
-    from linearize.jobs.choose import advise
+def _list_for(model: str, *, as_json: bool) -> None:
+    """Print the kernels that fit a model's attentions, with their sizes there; those closest to softmax come first."""
+    from linearize.checkpoint.inspect import inspect_checkpoint
+    from linearize.checkpoint.loading import load_model
+    from linearize.conversion.plan import plan
 
-    advice = advise(model)
+    info = inspect_checkpoint(model)
+    layers = [layer for layer in (info.plan or plan(load_model(model).model, "elu")).layers if layer.index is not None]
+    longest = info.max_length
+    shapes = [layer.shape for layer in layers]
+    causal = any(shape.causal for shape in shapes)
+    rows, refused = [], {}
+    for kernel in (kernel for kernel in kernel_infos() if kernel.preset is None):
+        arguments: dict[str, object] = {"max_positions": longest or LONG} if kernel.maximum_positions else {}
+        try:
+            for shape in dict.fromkeys(shapes):
+                build_mixer(kernel.name, arguments, shape)
+        except ConfigError as error:
+            refused[kernel.name] = str(error)
+            continue
+        config, size = kernel.config(**arguments), max(shape.head_dim for shape in shapes)
+        features = None if kernel.feature_dim is None else kernel.feature_dim(config, size)
+        parameters = sum(count_parameters(kernel.name, arguments, shape) for shape in shapes)
+        state = state_bytes(kernel, config, shapes)
+        rows.append(_row(kernel, features, parameters, state, CAUSAL if causal else FORWARD))
+    # Experiments do not compare with each other; within one the closest comes first.
+    rows.sort(key=lambda row: (row["experiment"] or "z", row["kl"] or 0.0, row["name"]))
+    sizes = sorted({shape.head_dim for shape in shapes})
     if as_json:
-        print_json(asdict(advice))
+        facts = {"model": model, "attentions": len(layers), "causal": causal, "head_dims": sizes, "longest": longest}
+        print_json(facts | {"kernels": rows, "refused": refused})
         return
-    names = ("kernel", "features", "parameters", "state", "kl", "experiment", "times", "choose")
-    rows = [[getattr(one, name) for name in names] for one in advice.candidates if not one.why_not]
-    sizes = ", ".join(map(str, advice.head_dims))
-    longest = "any number of" if advice.longest is None else f"{advice.longest:,}"
-    sees = "causal" if advice.causal else "both ways"
-    _print(f"{model}: {advice.attentions} attentions, {sees}, heads of size {sizes}, takes {longest} tokens", rows)
-    out = console()
-    for one in advice.candidates:
-        if one.why_not:
-            out.print(f"Not {one.kernel}: {one.why_not}")
-    for line in [*advice.notes, *(f"{what.capitalize()}: {kernel}" for what, kernel in advice.picks.items())]:
-        out.print(line)
-    out.print(f"Next: {advice.command}", soft_wrap=True)
+    takes = "any number of" if longest is None else f"{longest:,}"
+    heads = f"heads of size {', '.join(map(str, sizes))}"
+    sees = "causal" if causal else "both ways"
+    _print(f"{model}: {len(layers)} attentions, {sees}, {heads}, takes {takes} tokens", rows)
+    for name, why in refused.items():
+        console().print(f"Not {name}: {why}")
 
 
 def _explain(facts: dict[str, Any]) -> None:

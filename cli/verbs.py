@@ -111,7 +111,7 @@ class Results(Verb):
 
 
 class Kernels(Verb):
-    """List the kernels with what was measured of them, explain one, or advise on the kernel for a model.
+    """List the kernels with what was measured of them, explain one, or list those that fit a model.
 
     examples:
       linearize kernels
@@ -124,14 +124,14 @@ class Kernels(Verb):
     grows.
     """
 
-    summary = "list the kernels, explain one, or advise for a model"
+    summary = "list the kernels, explain one, or those that fit a model"
     module = "kernels"
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the kernel or the model."""
         parser.add_argument("name", nargs="?", metavar="NAME", help="kernel to explain")
-        parser.add_argument("--for", dest="model", metavar="MODEL", help="advise for a model: Hub name or folder")
+        parser.add_argument("--for", dest="model", metavar="MODEL", help="kernels that fit a model: Hub name or folder")
 
 
 class Inspect(Verb):
