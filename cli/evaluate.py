@@ -33,15 +33,10 @@ def evaluate(job: EvaluateJob, args: argparse.Namespace) -> None:
     show(out, title, result, job.task)
 
 
-def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
+def longdoc(job: LongdocJob, args: argparse.Namespace) -> None:
     """Run all steps and print the comparison."""
-    from linearize.jobs.longdoc import run_longdoc
-    from linearize.jobs.longdoc_data import work_folder
+    from linearize.jobs.longdoc import run_longdoc, work_folder
 
-    if args.dry_run:
-        from linearize.cli.train import show_bill
-
-        return show_bill(job, as_json=args.json)
     out, folder = console(to_stderr=args.json), work_folder(job.target())
 
     def kept() -> str:
@@ -67,7 +62,7 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
         result = run_longdoc(job, on_event)
     if args.json:
         print_json(asdict(result))
-        return 0
+        return
     title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
     out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
     for line in [*(one.sentence for one in result.differences), *result.notes, result.times.text]:
@@ -75,7 +70,6 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
     out.print(result.verdict, style="bold")
     files = "original/, linear/, results.json and times.json"
     out.print(f"Saved {result.output} ({result.seconds:.0f} s): {files}.")
-    return 0
 
 
 def print_alone(out: Screen, title: str, result: Evaluation, task: Task) -> None:

@@ -61,7 +61,8 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     Raises:
         ConfigError: naming the first value that differs, and some of the others.
     """
-    names = [*now, *(name for name in saved if name not in now)]
+    # An option that only an earlier version had may be ignored if it was off.
+    names = [*now, *(name for name in saved if name not in now and saved[name] not in (None, False))]
     missing = object()
     differ = [name for name in names if saved.get(name, missing) != now.get(name, missing)]
     if not differ:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.core.errors import CheckpointError
-from linearize.jobs.bill import duration
 from linearize.jobs.config import ConvertJob, DemoJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
@@ -104,6 +103,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     from linearize.evaluation.bench.job import measure_speed
     from linearize.evaluation.bench.models import BenchModel
     from linearize.jobs.convert import convert_checkpoint
+    from linearize.jobs.dry_run import duration
 
     folder = minilm_folder()
     on_event(Noted("Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens"))

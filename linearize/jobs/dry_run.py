@@ -15,27 +15,21 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.native.build import worth_building
-from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
-from linearize.conversion.plan import convert_model
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
 from linearize.jobs.align import open_alignment
-from linearize.jobs.bill import HOW, Bill, StageBill
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.convert import longest_input, open_conversion, open_distillation, plan_of, put_in_kernels
-from linearize.jobs.events import Callback, Noted, Started, ignore
+from linearize.jobs.convert import longest_input, open_conversion, open_distillation, put_in_kernels
+from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import check_output, open_tuning
-from linearize.jobs.longdoc import conversion_job, tuning_job
-from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.longdoc_data import check_options, examine, quick
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.loop import search
@@ -57,9 +51,10 @@ if TYPE_CHECKING:
     from linearize.training.alignment.loop import AlignResult
     from linearize.training.stage_one.loop import DistillResult
 
+HOW = "from real steps of this job on this machine, under its present load"
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
 SEARCHED = "; stage one and the alignment with the plan that a few steps of the search chose"
-AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob | LongdocJob
+AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob
 TIMED = 3
 """Steps of each stage: the first one warms up, an evaluation follows the last one."""
 TIMED_IN_SEARCH = 7
@@ -67,6 +62,119 @@ TIMED_IN_SEARCH = 7
 NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False}
 ONCE = 10**6
 """Steps between evaluations, for an evaluation after the last step only."""
+
+
+@dataclass(frozen=True)
+class StageBill:
+    """What one stage costs.
+
+    Attributes:
+        stage: its name.
+        steps: optimizer steps.
+        rows: rows per step.
+        seconds_per_step: mean of the timed steps.
+        timed: number of timed steps.
+        evaluations: how often the held-out rows are measured.
+        seconds: duration of the whole stage with its evaluations, unless it stops early.
+        evaluation: seconds of one evaluation.
+    """
+
+    stage: str
+    steps: int
+    rows: int
+    seconds_per_step: float
+    timed: int
+    evaluations: int
+    seconds: float
+    evaluation: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        measured = f", measured {self.evaluations:,} times" if self.evaluations else ""
+        return (
+            f"{self.stage}: {self.steps:,} steps of {self.rows:,} rows at {self.seconds_per_step:.3g} s{measured}: "
+            f"{duration(self.seconds)}"
+        )
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a job costs.
+
+    Attributes:
+        output: the folder that it makes.
+        data: one line about the data.
+        length: the most tokens of a row; None for images.
+        stages: what is trained.
+        device: the device's type.
+        memory: peak bytes while the steps were timed: of the process on a CPU, of torch's tensors on another device;
+            None if the system does not report it.
+        memory_there: bytes available for it; None if the system does not report it.
+        disk: bytes of the result and of the states.
+        disk_there: free bytes at the output.
+        problem: why it did not work when tried; empty otherwise.
+        how: where the figures come from.
+    """
+
+    output: str
+    data: str
+    length: int | None
+    stages: tuple[StageBill, ...]
+    device: str
+    memory: int | None
+    memory_there: int | None
+    disk: int
+    disk_there: int
+    problem: str = ""
+    how: str = HOW
+
+    @property
+    def seconds(self) -> float:
+        """Duration of all stages."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it does not fit; empty if it does."""
+        problems = [self.problem] if self.problem else []
+        if self.memory is not None and self.memory_there is not None and self.memory > self.memory_there:
+            problems.append(f"memory: {size(self.memory)} needed, {size(self.memory_there)} there")
+        if self.disk > self.disk_there:
+            problems.append(f"disk: {size(self.disk)} needed, {size(self.disk_there)} free")
+        return problems
+
+    def lines(self) -> list[str]:
+        """Return the bill for people."""
+        rows = "" if self.length is None else f"; rows of up to {self.length:,} tokens"
+        lines = [f"Data: {self.data}{rows}", *(f"Time, {stage.text}" for stage in self.stages)]
+        if len(self.stages) > 1:
+            lines.append(f"Time, altogether: {duration(self.seconds)}")
+        if self.stages:
+            lines.append(f"Estimated {self.how}.")
+        if self.memory is not None:
+            available = "" if self.memory_there is None else f" of {size(self.memory_there)}"
+            lines.append(f"Memory on {self.device}: {size(self.memory)}{available}")
+        lines.append(f"Folder: {self.output}, {size(self.disk)} of {size(self.disk_there)} free")
+        problems = "; ".join(self.problems)
+        return [*lines, f"It does not fit: {problems}." if problems else "It fits. Nothing was written."]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data."""
+        return asdict(self) | {"seconds": self.seconds, "fits": not self.problems, "problems": self.problems}
+
+
+def duration(seconds: float) -> str:
+    """Write a duration for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(count: int) -> str:
+    """Write a number of bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
@@ -82,7 +190,7 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     check_alone("dry run")
     if isinstance(job, TuneJob):
         return _of_tuning(job, on_event)
-    return _of_longdoc(job, on_event) if isinstance(job, LongdocJob) else _of_training(job, on_event)
+    return _of_training(job, on_event)
 
 
 @dataclass
@@ -309,50 +417,3 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     rows = config.batch_size * config.gradient_accumulation
     whole = first + (total - 1) * step + evaluations * evaluation
     return StageBill("stage two", total, rows, step, steps, evaluations, whole, evaluation)
-
-
-def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
-    """Time the steps of `longdoc` one after the other, each on the model that it will have, but for its training."""
-    target = str(job.target())
-    check_target(target, overwrite=job.overwrite, sources=[job.model, job.dataset])
-    check_options(job)
-    job = quick(job)
-    data, lengths = examine(job)
-    for note in lengths.notes:
-        on_event(Noted(note))
-    trial, sizes = _Trial(on_event, check_device(job.device)), [0]
-
-    def tuned(called: str, length: int, put: Callable[[PreTrainedModel], object] | None = None) -> list[StageBill]:
-        asked = tuning_job(job, job.model, folder / called, length)
-        opened = open_tuning(asked, ignore, put)
-        sizes.append(size_of(opened.model))
-        return [replace(_stage_two(asked, opened), stage=f"tuning {called} at {length:,} tokens")]
-
-    def stage_one() -> list[StageBill]:
-        asked = conversion_job(job, folder, lengths, job.distill_length or lengths.original)
-        return [_stage_one(open_conversion(asked, on_event)[0], asked.distill)]
-
-    def alignment() -> list[StageBill]:
-        asked = conversion_job(replace(job, distill_steps=1), folder, lengths, job.align_length or lengths.linear)
-        return _alignment(open_conversion(asked, ignore)[0], replace(asked.align, steps=job.align_steps), None)
-
-    def put(model: PreTrainedModel) -> None:
-        asked = conversion_job(job, folder, lengths, lengths.linear)
-        decided = plan_of(asked, model, asked.max_length)
-        convert_model(model, decided, max_length=asked.max_length, positions=asked.positions)
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        trial.run("the original's tuning", lambda: tuned("the original", lengths.original))
-        if job.distill_steps:
-            trial.run("stage one", stage_one)
-        if job.align_steps:
-            trial.run("the alignment", alignment)
-        trial.run("the linear model's tuning", lambda: tuned("the linear model", lengths.linear, put))
-    if not trial.problem:
-        rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2
-        seconds = (sides - 1) * trial.stages[0].evaluation + trial.stages[-1].evaluation
-        side = StageBill("the comparison, a step per side", sides, rows, seconds / sides, 1, 0, seconds)
-        trial.stages.append(side)
-    # Four models, and one tuning's states: three times the weights and two moments.
-    return trial.bill(target, data.description, lengths.linear, (4 + 9) * max(sizes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,14 +129,8 @@ class Opened:
     teacher: PreTrainedModel | None
 
 
-def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedModel], object] | None = None) -> Opened:
-    """Do everything before the first step: validate all, write nothing.
-
-    Args:
-        job: the options.
-        on_event: called with every event.
-        change: called with the loaded model before its length is checked (dry runs).
-    """
+def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
+    """Do everything before the first step: validate all, write nothing."""
     target, data_options = job.target(), job.data
     check_fsdp()
     device = own_device(job.device)
@@ -156,8 +149,6 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
     data = prepare(job.task, processor, data_options, data=job.dataset)
     on_event(DataOpened(data.description))
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed)
-    if change is not None:
-        change(model)
     # FSDP spreads the weights over the devices from the host's memory.
     model = move(model, "cpu" if under_fsdp() else device)
     fit_tokenizer(model, processor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -15,13 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from linearize.checkpoint.loading import check_device
+from linearize.checkpoint.fingerprint import fingerprint
+from linearize.checkpoint.loading import check_device, model_type
 from linearize.checkpoint.output import atomic_folder, claim
-from linearize.core.errors import CheckpointError
-from linearize.core.options import recorded
+from linearize.checkpoint.ownership import remove_parts
+from linearize.conversion.positions import extend_positions
+from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
+from linearize.core.options import name_of, recorded
 from linearize.jobs.align import align_checkpoint
 from linearize.jobs.config import AlignJob, ConvertJob, Job
-from linearize.jobs.convert import convert_checkpoint
+from linearize.jobs.convert import check_kernel, convert_checkpoint, make_plan
 from linearize.jobs.evaluate import (
     Side,
     SideDifference,
@@ -35,28 +39,24 @@ from linearize.jobs.evaluate import (
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.longdoc_data import (
-    ALIGNED,
-    CONVERTED,
-    LINEAR,
-    ORIGINAL,
-    Lengths,
-    begin,
-    check_options,
-    examine,
-    quick,
-    remove,
-    write_texts,
-)
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import check_alone
+from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_processor
+from linearize.training.stage_two.prepare import located, open_splits, prepare
 from linearize.training.stage_two.prepared import TaskData
-from linearize.training.stage_two.save import without_folders
+from linearize.training.stage_two.save import STARTED, check_started, remove_work, without_folders, write_started
 
 RESULTS, TIMES = "results.json", "times.json"
 """Files of the output: what was measured, which a seed determines; and what depends on the machine."""
 STEPS = 5
+ORIGINAL, CONVERTED, ALIGNED, LINEAR = "original", "converted", "aligned", "linear"
+"""Folders of the steps in the work folder: the tuned original; the model converted, aligned, and tuned."""
+_STEP = f"({ORIGINAL}|{CONVERTED}|{ALIGNED}|{LINEAR})"
+PARTS = rf"\.?started\.json|{_STEP}(\.training|\.stage1|\.align)?|\.(new|old|lock)-{_STEP}.*"
+FREE = ("save_every", "memory")
+"""Options that a resumed run may change."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     with claim(target, overwrite=job.overwrite, sources=[job.model, job.dataset]):
         device = check_device(job.device)
         check_options(job)
-        job = quick(job)
         data, lengths = examine(job)
         for note in lengths.notes:
             on_event(Noted(note))
@@ -245,7 +244,7 @@ def compare(
         differences,
         chance,
         tuple(notes),
-        ("A taste only: " if job.quick else "") + verdict(job, results, differences, lengths, rows, chance),
+        verdict(job, results, differences, lengths, rows, chance),
         sides.times(),
     )
 
@@ -330,3 +329,149 @@ def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
             (fresh / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with contextlib.suppress(CheckpointError):
         remove(job, work)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many tokens are read.
+
+    Attributes:
+        original: by the original, at most.
+        linear: by the linear model, at most.
+        longest: length of the longest row to measure on.
+        notes: what a reader must know.
+    """
+
+    original: int
+    linear: int
+    longest: int
+    notes: tuple[str, ...] = ()
+
+
+def check_options(job: LongdocJob) -> None:
+    """Refuse what a later step would refuse: a converted model, an unknown kernel, positions that cannot be extended.
+
+    Raises:
+        LinearizeError: one of its children.
+    """
+    if model_type(job.model) == "linearize":
+        raise ConfigError(f"model: {job.model!r} is converted already; give the original that it was made from")
+    limit, longer = length_limit(job.model), job.max_length
+    if longer is not None and limit is not None and longer < limit:
+        raise ConfigError(
+            f"max_length: got {longer}, but {job.model!r} takes {limit:,} tokens already; choose a larger one, or "
+            "leave it out"
+        )
+    convert = ConvertJob.of(
+        model=job.model, **job.attention(), max_length=None if limit is None or longer == limit else longer
+    )
+    check_kernel(convert)
+    loaded, _, _ = make_plan(convert)
+    if convert.max_length is not None:
+        extend_positions(loaded.model, convert.max_length, method=job.positions)
+
+
+def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
+    """Open the data with whole rows, and measure how long they are.
+
+    Raises:
+        ConfigError: if rows are longer than the model takes and `max_length` is not given, the original has no limit,
+            or chunks would be longer than it takes.
+        DataError: if the data cannot be read, or a text has no token.
+    """
+    limit = length_limit(job.model)
+    if limit is None:
+        raise ConfigError(
+            f"model: {job.model!r} has no limit to its input, expected one whose inputs are cut; compare at other "
+            "lengths: linearize evaluate MODEL --compare ORIGINAL --max-length N"
+        )
+    options = replace(job.rows, max_length=job.max_length or NO_LIMIT, seed=job.seed)
+    chunk_options(job.model, options, job.chunk_length)
+    data = prepare(job.task, load_processor(job.model, "text"), options, data=job.dataset)
+    longest = data.facts["longest_row"]
+    if job.max_length is None and longest > limit:
+        power = 1 << (longest - 1).bit_length()
+        raise ConfigError(
+            f"max_length: got none, but rows have up to {longest:,} tokens and {job.model!r} takes {limit:,}; say how "
+            f"long inputs shall be, such as --max-length {power}"
+        )
+    notes = []
+    if longest <= limit:
+        notes.append(
+            f"The longest row has {longest:,} tokens, which the original reads whole ({limit:,}): a greater length "
+            "cannot decide here."
+        )
+    if job.max_length is not None and longest > job.max_length:
+        notes.append(
+            f"{100 * data.facts['cut_share']:.1f} % of the rows are longer than {job.max_length:,} tokens and are cut "
+            f"there; the longest has {longest:,}."
+        )
+    return data, Lengths(limit, job.max_length or limit, longest, tuple(notes))
+
+
+def write_texts(job: LongdocJob, work: Path) -> tuple[Path, str, int]:
+    """Write the texts of the training rows, which exclude all texts to measure on.
+
+    Returns:
+        The file, its columns as `DataConfig.text_column` takes them, and how many texts there are.
+    """
+    train = open_splits(job.task, located(job.task, job.dataset), limit=job.rows.limit, seed=job.seed).train
+    examples = train.fetch(range(len(train)))
+    pairs = examples[0].pair is not None
+    file = _texts_file(job, work)
+    rows = [{"text": e.value, **({"pair": str(e.pair)} if pairs else {})} for e in examples]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file, "text,pair" if pairs else "text", len(rows)
+
+
+def _texts_file(job: LongdocJob, work: Path) -> Path:
+    return work / f"{Path(name_of(job.dataset)).name.partition('.')[0]}.jsonl"
+
+
+def work_folder(target: Path) -> Path:
+    """Return the work folder of an output."""
+    return target.with_name(f"{target.name}.work")
+
+
+def begin(job: LongdocJob, data: TaskData) -> Path:
+    """Make the work folder, or resume the run in it.
+
+    Raises:
+        ConfigError: if it exists and neither `resume` nor `overwrite` is set, or the run was started with other options
+            or other data.
+        CheckpointError: if the folder holds something else.
+    """
+    work = work_folder(job.target())
+    options = {name: value for name, value in recorded(job).items() if name not in FREE}
+    options |= {"task": job.task.name, "label column": job.task.label}
+    started = fingerprint(data=data, options=options)
+    if work.exists() and not job.resume and not job.overwrite:
+        raise interrupted_run(work)
+    if job.resume and (work / STARTED).exists():
+        check_started(work, started)
+        return work
+    remove(job, work)
+    write_started(work, started)
+    return work
+
+
+def remove(job: LongdocJob, work: Path) -> None:
+    """Remove the work folder of a run that is saved, or starts again.
+
+    Raises:
+        CheckpointError: if it holds something else; nothing is removed then.
+    """
+    parts = re.compile(rf"{PARTS}|{re.escape(_texts_file(job, work).name)}")
+    remove_parts(work, parts, "a longdoc run of linearize", record=STARTED, unmarked=_holds_states)
+
+
+def _holds_states(folder: Path) -> bool:
+    """Tell whether a folder holds the states of an unfinished step, and nothing else."""
+    try:
+        if folder.suffix == ".training":
+            remove_work(folder, check_only=True)
+        else:
+            StateFolder(folder, 1).check_free(overwrite=True)
+    except CheckpointError:
+        return False
+    return bool(folder.suffix)

@@ -10,9 +10,8 @@ from support.command_lines import run
 
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs import dry_run as module
-from linearize.jobs.bill import Bill, StageBill, duration
 from linearize.jobs.config import DistillJob
-from linearize.jobs.dry_run import _step_and_evaluation, dry_run
+from linearize.jobs.dry_run import Bill, StageBill, _step_and_evaluation, dry_run, duration
 from linearize.training.stage_one import observer
 
 DATA = "--dataset texts.jsonl --text-column text --holdout 8 --batch-size 4 --device cpu"
