@@ -208,9 +208,8 @@ class Report(Verb):
     The page is one file without scripts that needs no network. Its pictures are saved next to it as PNG files, its
     numbers in report.json. It opens with a sentence: how close, how fast, up to what length.
 
-    Without --dataset the inputs are of the data that the checkpoint was taught on by its record, if that is in this
-    folder, next to the checkpoint or on the Hub; else the built-in data of `linearize convert`. For a classifier or
-    regression the page lists the texts whose prediction changed most (--original names the tuned original).
+    Without --dataset the inputs are the built-in data of `linearize convert`. For a classifier or regression the page
+    lists the texts whose prediction changed most (--original names the tuned original).
     """
 
     summary = "show a converted checkpoint: pictures, figures, one page"

@@ -1,30 +1,21 @@
-"""Softmax's weights and the kernel's: whole matrices for one short input, and how widely they are spread.
-
-Locally accumulated attention: Qin et al. 2022, "The Devil in Linear Transformer", https://arxiv.org/abs/2210.10340,
-section 3.2. `l(i, r, N)` is the weight of the neighbourhood of r N keys centred on token i; a low curve is the
-"attention dilution" of linear attention.
-"""
+"""Softmax's weights and the kernel's on one short input, as whole matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import DataError
 from linearize.fidelity.measure import weight_rows
-from linearize.fidelity.teacher import Rows, all_rows, group, show, softmax_rows
+from linearize.fidelity.teacher import Rows, group, show, softmax_rows
 
 MAX_TOKENS = 1024
 """Most tokens of the input, as there are T x T numbers per layer and head."""
-RATIOS = tuple(i / 20 for i in range(1, 21))
-"""Sizes of the neighbourhood, as shares of the input's length."""
-SIDES = ("softmax", "linear")
 
 
 @dataclass(frozen=True)
@@ -145,91 +136,3 @@ def _ranks(x: Tensor) -> Tensor:
     """Return centred ranks along the last axis."""
     ranks = x.argsort(dim=-1).argsort(dim=-1).float()
     return ranks - ranks.mean(dim=-1, keepdim=True)
-
-
-@dataclass(frozen=True)
-class LayerSpread:
-    """One layer, means over queries; `[softmax's, the kernel's]` by the names in `SIDES`.
-
-    Attributes:
-        module: the host module.
-        kernel: the kernel's name.
-        entropy: nats per head. Negative weights count by their magnitude, as an entropy needs a distribution.
-        local: locally accumulated attention at each of `RATIOS`, mean over heads.
-    """
-
-    module: str
-    kernel: str
-    entropy: dict[str, list[float]]
-    local: dict[str, list[float]]
-
-
-@torch.no_grad()
-def measure_spread(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[LayerSpread]:
-    """Measure entropy and locally accumulated attention of softmax and kernel in every converted layer.
-
-    Args:
-        model: a converted model; it is unchanged afterwards.
-        batches: model inputs; they are moved to the model's device.
-
-    Raises:
-        DataError: if `batches` is empty.
-    """
-    layers = linear_attentions(model)
-    sums = {
-        name: torch.zeros(len(SIDES), layer.shape.heads + len(RATIOS), dtype=torch.float64)
-        for name, layer in layers.items()
-    }
-    counts = dict.fromkeys(layers, 0.0)
-
-    def visit(
-        name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-    ) -> None:
-        valid = torch.ones(q.shape[0], q.shape[2], device=q.device) if mask is None else mask[:, -q.shape[2] :].float()
-        counts[name] += valid.sum().item()
-        sums[name] += _spread(layer, q, k, mask, scaling, valid)
-
-    show(model, batches, visit)
-    spreads = []
-    for name, layer in layers.items():
-        heads, count = layer.shape.heads, max(1.0, counts[name])
-        entropy = dict(zip(SIDES, (sums[name][:, :heads] / count).tolist(), strict=True))
-        local = dict(zip(SIDES, (sums[name][:, heads:] / (count * heads)).tolist(), strict=True))
-        spreads.append(LayerSpread(name, layer.kernel, entropy, local))
-    return spreads
-
-
-def _spread(layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float, valid: Tensor) -> Tensor:
-    """Return sums over valid queries, [2, H + R]: the entropy per head, and the weight near the query per ratio."""
-    # A neighbourhood is a share of the real tokens, counted without the padding.
-    places = (valid.cumsum(dim=-1) - 1).clamp(min=0)
-    lengths = valid.sum(dim=-1)
-    queries = group(q, k.shape[1])
-    weights = weight_rows(layer, q, k, mask, scaling)
-    sums = torch.zeros(len(SIDES), layer.shape.heads + len(RATIOS), dtype=torch.float64)
-    for rows in all_rows(q, layer.shape.causal, mask):
-        keep = valid[:, None, None, rows.part]
-        near = _neighbourhoods(places[:, rows.part], places[:, : rows.seen], lengths)
-        for side, w in enumerate((softmax_rows(queries, k, rows, scaling), weights(rows))):
-            p = w.abs()
-            p = p if rows.visible is None else p * rows.visible
-            p = p / p.sum(dim=-1, keepdim=True).clamp(min=1e-30)
-            entropy = -(p * p.clamp(min=1e-30).log()).sum(dim=-1) * keep
-            heads = (p.flatten(1, 2) * keep.flatten(1, 2)[..., None]).sum(dim=1)
-            local = torch.stack([(heads * mask).sum() for mask in near])
-            sums[side] += torch.cat([entropy.double().sum(dim=(0, 3)).flatten().cpu(), local.double().cpu()])
-    return sums
-
-
-def _neighbourhoods(queries: Tensor, keys: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Tell which keys [B, S] are near which queries [B, C], for inputs of lengths [B]: one [B, C, S] per ratio.
-
-    At the ends a neighbourhood is moved inwards, so that it always has r N tokens.
-    """
-    near = []
-    for ratio in RATIOS:
-        size = (ratio * lengths).round().clamp(min=1)[:, None]
-        start = (queries - (size / 2).floor()).clamp(min=0).minimum((lengths[:, None] - size).clamp(min=0))
-        gap = keys[:, None, :] - start[:, :, None]
-        near.append((gap >= 0) & (gap < size[:, :, None]))
-    return near

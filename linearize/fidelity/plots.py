@@ -17,7 +17,7 @@ import numpy as np
 
 from linearize.core.errors import DataError
 from linearize.fidelity import plots_style as style
-from linearize.fidelity.maps import RATIOS, LayerMaps, LayerSpread, rank_correlation
+from linearize.fidelity.maps import LayerMaps, rank_correlation
 from linearize.fidelity.measure import Fidelity
 
 if TYPE_CHECKING:
@@ -86,51 +86,6 @@ def _brief(value: float) -> str:
         return f"{value:.0e}".replace("e-0", "e-")
     text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
-
-
-def entropy_by_layer(spreads: Sequence[LayerSpread]) -> Figure:
-    """Show the entropy of the weights per layer, softmax next to linear; bars span the heads."""
-    names = style.layer_names([spread.module for spread in spreads])
-    vertical = sum(map(len, names)) > 64
-    figure = style.new_figure(7.5, 3.0 + 0.06 * max(map(len, names)) * vertical)
-    axes = figure.subplots()
-    places = np.arange(len(spreads))
-    for side, colour, marker, shift, dashes in (
-        ("softmax", style.SOFTMAX, "o", -0.08, "-"),
-        ("linear", style.LINEAR, "s", 0.08, "--"),
-    ):
-        values = [np.array(spread.entropy[side]) for spread in spreads]
-        mean = np.array([v.mean() for v in values])
-        bars = np.array([[m - v.min(), v.max() - m] for m, v in zip(mean, values, strict=True)]).T
-        axes.errorbar(
-            places + shift, mean, yerr=np.abs(bars), color=colour, marker=marker, markersize=5, linestyle=dashes,
-            linewidth=1.2, elinewidth=1, capsize=2, label=side,
-        )  # fmt: skip
-    axes.set_xticks(places, names, rotation=90 if vertical else 0)
-    style.tidy(axes, "Entropy of the weights (mean over heads; bars: lowest to highest head)", "", "nats")
-    axes.set_ylim(0, 1.15 * axes.dataLim.y1)
-    axes.legend(fontsize=8, frameon=False)
-    return figure
-
-
-def local_attention(spreads: Sequence[LayerSpread]) -> Figure:
-    """Show locally accumulated attention against the size of the neighbourhood (TransNormer, section 3.2)."""
-    figure = style.new_figure(7.5, 3.4)
-    one, two = figure.subplots(1, 2, sharey=True)
-    ratios = [0.0, *RATIOS]
-    last = max(1, len(spreads) - 1)
-    for axes, side, colour in ((one, "softmax", style.SOFTMAX), (two, "linear", style.LINEAR)):
-        for number, spread in enumerate(spreads):
-            axes.plot(ratios, [0, *spread.local[side]], color=colour, alpha=0.25 + 0.3 * number / last, linewidth=0.8)
-        style.tidy(axes, f"{side}: one line per layer, thick: mean", "neighbourhood, share of the input")
-        means = (("softmax", style.SOFTMAX, "-"), ("linear", style.LINEAR, "--"))
-        for which, ink, dashes in means[: 1 if side == "softmax" else 2]:
-            mean = np.mean([spread.local[which] for spread in spreads], axis=0)
-            axes.plot(ratios, [0, *mean], color=ink, linestyle=dashes, linewidth=2.2, label=f"{which}, mean")
-        axes.plot([0, 1], [0, 1], color=style.THIRD, linestyle=":", linewidth=1, label="evenly spread")
-        axes.legend(fontsize=7, frameon=False, loc="lower right")
-    one.set_ylabel("accumulated attention", fontsize=8)
-    return figure
 
 
 def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:

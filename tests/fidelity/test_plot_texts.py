@@ -9,7 +9,7 @@ from matplotlib.text import Text
 from support.tiny import converted, inputs_of
 
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
-from linearize.fidelity.maps import attention_maps, measure_spread
+from linearize.fidelity.maps import attention_maps
 from linearize.fidelity.plots_style import layer_names, to_png
 
 
@@ -60,13 +60,11 @@ def check(figure):
 def test_texts_of_all_pictures(layers, style):
     model = converted("bert", config={"num_hidden_layers": layers})
     batch = {name: value[1:2] for name, value in inputs_of(model).items()}
-    maps, spreads = (named(x, style) for x in (attention_maps(model, batch), measure_spread(model, [batch])))
+    maps = named(attention_maps(model, batch), style)
     fidelity = measure(None, model, [batch])
     fidelity = dataclasses.replace(fidelity, layers=tuple(named(fidelity.layers, style)))
     title = f"{layer_names([maps[0].module])[0]}, head 1: total variation 0.123 (best)"
     check(plots.fidelity_heatmaps(fidelity))
-    check(plots.entropy_by_layer(spreads))
-    check(plots.local_attention(spreads))
     check(plots.weight_scatter(maps))
     check(plots_maps.attention_grid(maps))
     check(plots_maps.head_map(maps[0], 1, [f"token{i}-with-long-text" for i in range(9)], title))

@@ -10,7 +10,7 @@ from support.tiny import converted, inputs_of
 
 from linearize.core.errors import DataError
 from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
-from linearize.fidelity.maps import RATIOS, attention_maps, measure_spread, rank_correlation
+from linearize.fidelity.maps import attention_maps, rank_correlation
 from linearize.fidelity.plots_style import DISTANCE_SCALE, WEIGHT_SCALE, layer_names, safe_label, shade, to_png
 
 KERNELS = ("hedgehog", "luna", "flexformer_s", "flexformer_n", "norm_elu", "diag_softmax")
@@ -54,41 +54,15 @@ def test_two_inputs_at_once_have_no_map():
         attention_maps(model, inputs_of(model))
 
 
-def test_spread_equals_the_written_out_figures():
-    model = converted("bert")
-    batch = one(model)
-    maps, spread = attention_maps(model, batch)[0], measure_spread(model, [batch])[0]
-    for side, w in (("softmax", maps.softmax), ("linear", maps.linear)):
-        entropy = -(w * w.clamp(min=1e-30).log()).sum(-1).mean(-1)
-        assert spread.entropy[side] == pytest.approx(entropy.tolist(), rel=1e-4)
-        assert spread.local[side][-1] == pytest.approx(1.0, abs=1e-5)
-        # 9 tokens: a neighbourhood of one third has three, moved inwards at the ends.
-        place = RATIOS.index(0.35)
-        near = [w[:, i, (s := min(max(i - 1, 0), 6)) : s + 3].sum(-1).mean() for i in range(9)]
-        assert spread.local[side][place] == pytest.approx(float(np.mean(near)), rel=1e-4)
-    padded = {k: torch.cat([v, torch.zeros(1, 4, dtype=v.dtype)], dim=1) for k, v in batch.items()}
-    again = measure_spread(model, [padded])[0]
-    assert again.local["linear"] == pytest.approx(spread.local["linear"], rel=1e-4)
-    assert again.entropy["softmax"] == pytest.approx(spread.entropy["softmax"], rel=1e-4)
-    with pytest.raises(DataError, match="no batch"):
-        measure_spread(model, [])
-
-
 @pytest.mark.parametrize("kernel", ["flexformer_n", "norm_elu"])
 def test_every_figure_draws(kernel):
     model = converted("bert", kernel=kernel)
     batch = one(model)
-    maps, spreads, fidelity = (
-        attention_maps(model, batch),
-        measure_spread(model, [batch]),
-        measure(None, model, [batch]),
-    )
+    maps, fidelity = attention_maps(model, batch), measure(None, model, [batch])
     figures = [
         plots_maps.attention_grid(maps),
         plots_maps.head_map(maps[1], 3, ["$a", "b\n", "漢", "<s>", "e", "f", "g", "h" * 40, ""]),
         plots.fidelity_heatmaps(fidelity),
-        plots.entropy_by_layer(spreads),
-        plots.local_attention(spreads),
         plots.weight_scatter(maps),
     ]
     for figure in figures:

@@ -1,9 +1,8 @@
-"""A report answers: its first sentence, the data that the model was taught on, the texts whose prediction changed."""
+"""A report answers: its first sentence, its inputs, and the texts whose prediction changed."""
 
 from __future__ import annotations
 
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -18,16 +17,11 @@ from linearize.core.options import recorded
 from linearize.evaluation.bench.meter import Timing
 from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.report.gather import answer, gather
-from linearize.evaluation.report.inputs import load_inputs, recorded_data
+from linearize.evaluation.report.inputs import load_inputs
 from linearize.evaluation.report.options import InputOptions, ReportOptions
 from linearize.evaluation.report.page import write_report
 from linearize.evaluation.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
 from linearize.jobs.config import ConvertJob
-from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.save import tuning_record
-from linearize.training.stage_two.tasks import task
-from linearize.training.stage_two.trainer import TuneConfig
 
 read = Provenance.from_dict
 NAMES = {0: "<b>bad", 1: "<b>so", 2: "<b>good"}
@@ -71,19 +65,23 @@ def made(tmp_path_factory):
     return root
 
 
+def given_by(made):
+    return {"dataset": str(made / "rows.jsonl"), "text_column": "text"}
+
+
 def made_by(loaded):
     return read(loaded.model.config.linearize["provenance"])
 
 
 def options(made, original="original", **inputs):
-    given = InputOptions(**{"inputs": 3} | inputs)
+    given = InputOptions(**given_by(made) | {"inputs": 3} | inputs)
     return ReportOptions(str(made / "linear"), original and str(made / original), given, lengths=(), device="cpu")
 
 
 def test_the_page_opens_with_the_answer_and_lists_the_texts(made, tmp_path):
     found = write_report(options(made), str(tmp_path / "out"))
     numbers, page = (json.loads((tmp_path / "out/report.json").read_text()), (tmp_path / "out/index.html").read_text())
-    assert found.inputs == "3 held-out examples of file rows.jsonl, which stage one learned from"
+    assert found.inputs == "3 held-out examples of file rows.jsonl"
     changes = found.changes
     cosine = found.outputs.cosine
     assert numbers["answer"] == (
@@ -100,7 +98,7 @@ def test_the_page_opens_with_the_answer_and_lists_the_texts(made, tmp_path):
 def test_changed_predictions_are_the_models_own(made):
     """Written out: each text alone through transformers' own model; labels by name, in whatever order they stand."""
     linear, plain = load_converted(str(made / "linear")), load_model(str(made / "original"))
-    texts = load_inputs(linear, InputOptions(), provenance=made_by(linear)).texts
+    texts = load_inputs(linear, InputOptions(**given_by(made)), made_by(linear)).texts
     assert len(texts) == 37
     found = compare_predictions(plain, linear, texts, 31)
     expected = []
@@ -121,7 +119,7 @@ def test_changed_predictions_are_the_models_own(made):
 
 def test_other_kinds_of_predictions(made):
     linear, plain = load_converted(str(made / "linear")), load_model(str(made / "original"))
-    texts = load_inputs(linear, InputOptions(), provenance=made_by(linear)).texts[:5]
+    texts = load_inputs(linear, InputOptions(**given_by(made)), made_by(linear)).texts[:5]
     same = compare_predictions(plain, plain, texts, 31)
     assert same.same == 5 and same.largest[0].difference == 0
     linear.model.config.problem_type = SEVERAL
@@ -143,58 +141,16 @@ def test_without_predictions_it_says_why(made):
     assert why_not(None, load_model(str(made / "untuned")), ()) == ""
 
 
-def test_the_data_of_the_record_is_found_again_or_not(made, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_inputs_are_built_in_unless_data_is_named(made):
+    """Whatever data a record names, it is not read: the record comes from whoever made the checkpoint."""
     linear = load_converted(str(made / "linear"))
-    provenance = made_by(linear)
-    assert provenance.options.dataset == "rows.jsonl"
-    assert recorded_data(provenance, str(made / "linear")).names == ((str(made / "rows.jsonl"), 1.0),)
-    # In the current folder first; and nothing outside of these two, whatever a record says.
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
-    assert recorded_data(provenance, str(made / "linear")).names == (("rows.jsonl", 1.0),)
-    os.remove("rows.jsonl")
-    for name in (
-        str(made / "rows.jsonl"),
-        f"../{made.name}/rows.jsonl",
-        "..",
-        "~/rows.jsonl",
-        "x.jsonl",
-        "a/b/c",
-        "bare",
-    ):
-        assert recorded_data(read({"options": {"dataset": name}}), "elsewhere").missing == name
-    several = {"options": {"dataset": {"owner/glue:sst2": 1, "o/n": 2}}}
-    assert recorded_data(read(several), "x").names == (("owner/glue:sst2", 1.0), ("o/n", 2.0))
-    for nothing in ({}, {"options": {"dataset": None}}, {"options": 3}, {"options": {"dataset": {"a": "b"}}}):
-        assert recorded_data(read(nothing), "x") is None
-    (tmp_path / "rows.jsonl").write_text("{")
-    inputs = load_inputs(linear, InputOptions(inputs=2), provenance=provenance)
-    assert "'rows.jsonl', which the checkpoint names" in inputs.notes[0] and "cannot be read now" in inputs.notes[0]
-    os.remove("rows.jsonl")
-    linear.name = "elsewhere"
-    inputs = load_inputs(linear, InputOptions(inputs=2), provenance=provenance)
-    assert "built-in" in inputs.description and inputs.texts == ()
-    assert "'rows.jsonl', which the checkpoint names as the data of stage one, is not here" in inputs.notes[0]
-
-
-def test_a_tasks_rows_are_those_it_is_measured_on(made, monkeypatch):
-    """Also with columns and a seed of its own, as the record of stage two has them."""
-    chosen = task("text-classification", columns=("other", "text"))
-    asked = DataOptions(max_length=20, seed=3)
-    data = prepare(chosen, tokenizer(), asked, data=str(made / "rows.jsonl"))
-    measured = {"metrics": {}, "score": 0.5, "interval": None, "chance": None}
-    result = SimpleNamespace(**measured, steps=1, best_step=1, selection=None, stopped="steps", seconds=1.0)
-    record = tuning_record(data, TuneConfig(), result)
-    linear = load_converted(str(made / "linear"))
-    inputs = load_inputs(
-        linear, InputOptions(inputs=4), provenance=read({"finetuning": json.loads(json.dumps(record))})
-    )
-    assert inputs.description == "4 rows to measure on of rows.jsonl, which stage two learned from"
-    assert [batch["input_ids"].shape[0] for batch in inputs.batches] == [4] and inputs.length == 20
-    held = [data.validation[place]["input_ids"] for place in range(len(data.validation))]
-    mask = inputs.batches[0]["attention_mask"].bool()
-    assert [ids[keep].tolist() for ids, keep in zip(inputs.batches[0]["input_ids"], mask, strict=True)] == held[:4]
-    assert len(inputs.texts) == len(held) == 15
+    assert made_by(linear).options.dataset == "rows.jsonl"
+    inputs = load_inputs(linear, InputOptions(inputs=2), made_by(linear))
+    assert "built-in" in inputs.description and inputs.texts == () and inputs.length == 31
+    assert inputs.notes == [
+        "The inputs are built-in ones, not the data that the checkpoint learned from; name it: --dataset."
+    ]
+    assert load_inputs(linear, InputOptions(inputs=2)).notes == []
 
 
 def test_lengths_are_those_it_was_taught_on():
@@ -216,7 +172,7 @@ def test_the_sentence_says_only_what_is_known():
     info = SimpleNamespace(max_length=4096, provenance=read(provenance))
     outputs, fidelity = SimpleNamespace(cosine=0.98), SimpleNamespace(mean=lambda name: 0.25)
     found = SimpleNamespace(
-        info=info, speeds=speeds, changes=None, outputs=outputs, fidelity=fidelity, picture=None, spreads=[], noise=None
+        info=info, speeds=speeds, changes=None, outputs=outputs, fidelity=fidelity, picture=None, noise=None
     )
     assert answer(found) == (
         "By its own record this model reaches 0.900 on sst2, the original 0.950 and its outputs have a mean cosine of "

@@ -26,7 +26,7 @@ from linearize.evaluation.report.measure import Measured, measure_checkpoint
 from linearize.evaluation.report.options import ReportOptions, lengths_within
 from linearize.evaluation.report.predictions import SEVERAL, Changes, compare_predictions, has_predictions, why_not
 from linearize.fidelity.ablate import kernel_merit
-from linearize.fidelity.maps import LayerMaps, LayerSpread, attention_maps, measure_spread
+from linearize.fidelity.maps import LayerMaps, attention_maps
 from linearize.fidelity.measure import Fidelity, OutputDifference
 
 MAP_TOKENS = 32
@@ -48,7 +48,6 @@ class Gathered:
         info: facts about the checkpoint.
         inputs: the inputs in one line.
         fidelity: each layer against its own softmax.
-        spreads: entropy and locally accumulated attention per layer.
         maps: attention maps of the first input.
         tokens: labels of the first input's tokens; empty for a picture.
         picture: the first picture as the model gets it, [C, height, width], or None.
@@ -64,7 +63,6 @@ class Gathered:
     info: CheckpointInfo
     inputs: str
     fidelity: Fidelity
-    spreads: list[LayerSpread]
     maps: list[LayerMaps]
     tokens: list[str]
     picture: Tensor | None
@@ -86,7 +84,6 @@ class Gathered:
             "checkpoint": info | {"plan": plan},
             "inputs": self.inputs,
             "fidelity": self.fidelity.to_dict(),
-            "spread": [asdict(spread) for spread in self.spreads],
             "outputs": None if self.outputs is None else asdict(self.outputs),
             "predictions": None if self.changes is None else asdict(self.changes),
             "speed": [row.side_by_side() for row in self.speeds],
@@ -111,10 +108,7 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     loaded = load_converted(options.checkpoint, device=device)
     info = inspect_checkpoint(options.checkpoint)
     made = info.provenance
-    seed = made.seed if made.seed is not None and made.seed >= 0 else 0
-    measured = measure_checkpoint(
-        loaded, options.inputs, options.original, seed=seed, provenance=made, on_event=on_event
-    )
+    measured = measure_checkpoint(loaded, options.inputs, options.original, made, on_event)
     inputs, notes, left_out = measured.inputs, list(measured.notes), []
     if made.weights_were_trained:
         notes.append(OTHER_SOFTMAX)
@@ -144,7 +138,6 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         info=info,
         inputs=inputs.description,
         fidelity=measured.fidelity,
-        spreads=measure_spread(loaded.model, inputs.batches),
         maps=maps,
         tokens=token_labels(loaded.processor, first["input_ids"][0]) if is_text else [],
         picture=None if is_text else first["pixel_values"][0],

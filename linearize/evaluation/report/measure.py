@@ -52,8 +52,6 @@ def measure_checkpoint(
     loaded: Loaded,
     options: InputOptions,
     original: str | None,
-    *,
-    seed: int = 0,
     provenance: Provenance | None = None,
     on_event: Callback = ignore,
 ) -> Measured:
@@ -63,14 +61,13 @@ def measure_checkpoint(
         loaded: the checkpoint.
         options: which inputs.
         original: name of the original; None: what the checkpoint records.
-        seed: as in `linearize.evaluation.report.inputs.load_inputs`.
-        provenance: the same.
+        provenance: as in `linearize.evaluation.report.inputs.load_inputs`.
         on_event: called with what happens.
 
     Raises:
         LinearizeError: one of its children, for everything the user can correct.
     """
-    inputs = load_inputs(loaded, options, seed=seed, provenance=provenance)
+    inputs = load_inputs(loaded, options, provenance)
     first, missing = find_original(original, loaded, str(loaded.model.device))
     on_event(Started(f"measuring on {inputs.description}"))
     fidelity = measure_layers(loaded.model, inputs.batches)

@@ -51,19 +51,13 @@ def _lengths() -> Any:
     )
 
 
-OF_RECORD = {
-    "dataset": "the data it was trained on, if found; otherwise the built-in data",
-    "max_length": "the length it was trained on, 512 at most",
-}
-
-
 @dataclass(frozen=True)
 class ReportOptions:
     """Options of a report."""
 
     checkpoint: str = option(help="folder or Hub name of a converted checkpoint", positional=True, metavar="DIR")
     original: str | None = _original()
-    inputs: InputOptions = section(InputOptions, shown=OF_RECORD)
+    inputs: InputOptions = section(InputOptions, shown={"max_length": "the length it was trained on, 512 at most"})
     lengths: Sequence[int] = _lengths()
     device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
 

@@ -177,7 +177,7 @@ def _shown(value: Any) -> Any:
 
 def make_sections(found: Gathered) -> list[Section]:
     """Draw all sections that have something to show, in the order of the page."""
-    makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _scatter, _spread, _kernels, _training, _speed)
+    makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _scatter, _kernels, _training, _speed)
     return [section for make in makers for section in make(found)]
 
 
@@ -321,21 +321,6 @@ def _scatter(found: Gathered) -> Iterator[Section]:
     )
     alt = "Weight against q . k, one panel per layer: softmax's points and the kernel's."
     yield Section("scatter", "Weight against q . k", text, (draw("scatter", plots.weight_scatter(found.maps), alt),))
-
-
-def _spread(found: Gathered) -> Iterator[Section]:
-    text = (
-        "Entropy says how many keys a query attends to. Locally accumulated attention (TransNormer, section 3.2) is "
-        "the weight of the keys nearest to a query: a curve below softmax's means diluted attention. "
-        "Negative weights count by their magnitude."
-    )
-    entropy = draw("entropy", plots.entropy_by_layer(found.spreads), "Entropy per layer, softmax against linear.")
-    local = draw(
-        "local",
-        plots.local_attention(found.spreads),
-        "Locally accumulated attention against the size of the neighbourhood, softmax left, linear right.",
-    )
-    yield Section("spread", "How widely attention is spread", text, (entropy, local))
 
 
 def _kernels(found: Gathered) -> Iterator[Section]:
