@@ -95,7 +95,7 @@ class Distill(Verb):
       num_machines: 1
       num_processes: 8
     FSDP 1 is refused: it cannot leave the kernels out. accelerate starts FSDP on GPUs only; the spreading itself is
-    tested on two CPU processes. `finetune` runs under FSDP too, `align` does not. DeepSpeed is not tested: its
+    tested on two CPU processes. `align` and `finetune` do not run under FSDP. DeepSpeed is not tested: its
     processes share the rows, but no weights are spread. If one device is too small: --layers-at-a-time, --query-sample,
     --precision bf16, a smaller --batch-size.
     """
@@ -145,13 +145,8 @@ class Finetune(Verb):
       linearize finetune bert-hedgehog --task cola --config mine.yaml --epochs 10                # options from a file
       linearize finetune bert-hedgehog --task cola --dry-run                                     # what it would cost
       torchrun --nproc_per_node 4 --no-python linearize finetune bert-hedgehog --task sst2                # on four GPUs
-      accelerate launch --config_file fsdp.yaml --no_python linearize finetune llama --task chat --dataset c.jsonl
 
-    Several processes share the rows, and one of them writes. Under FSDP weights, gradients, the optimizer's state and
-    the teacher are spread over the devices and gathered layer by layer, in fp32 (--precision bf16 is autocast, as in
-    one process); each process first loads the model into its host's memory, and has the tuned weights there at the end.
-    One process gathers and writes the states, and --resume continues exactly with as many processes. For fsdp.yaml see
-    `linearize distill --help`.
+    Several processes share the rows, and one of them writes.
 
     With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the
     labels join half-way. The kept state is chosen on rows held out of the training rows, never on the reported ones.

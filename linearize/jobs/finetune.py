@@ -17,7 +17,7 @@ from linearize.core.options import name_of
 from linearize.jobs.advice import add_command, after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.task_config import TuneJob
-from linearize.training.stage_one.processes import is_main, own_device, under_fsdp, wait_for_all
+from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
 from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task, load_processor
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import TaskData, hold_out
@@ -149,8 +149,7 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     data = prepare(job.task, processor, data_options, data=job.dataset)
     on_event(DataOpened(data.description))
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed)
-    # FSDP spreads the weights over the devices from the host's memory.
-    model = move(model, "cpu" if under_fsdp() else device)
+    model = move(model, device)
     fit_tokenizer(model, processor)
     if (note := fit_positions(model, processor, job.task, data_options.max_length)) is not None:
         on_event(Noted(note))

@@ -38,12 +38,8 @@ def models(tmp_path_factory):
     return root
 
 
-ENVIRONMENT = {"ddp": {}, "fsdp": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}}
-
-
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("teacher", [False, True])
-def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, kind, models, tmp_path):
+def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, models, tmp_path):
     more = OPTIONS
     if teacher:
         # Far from its student, or the gradients are no more than rounding, which Adam makes large.
@@ -53,7 +49,7 @@ def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, kind,
     line = (str(models / "hedgehog"), str(models / "data.jsonl"))
     one, two = tmp_path / "one", tmp_path / "two"
     tuning.main(*line, str(one), {**more, "batch_size": 4, "gradient_accumulation": 2})
-    together(tuning.main, *line, str(two), {**more, "batch_size": 4}, environment=ENVIRONMENT[kind])
+    together(tuning.main, *line, str(two), {**more, "batch_size": 4})
     first, second = (load_file(folder / "model.safetensors") for folder in (one, two))
     assert first.keys() == second.keys()
     for name in first:
@@ -73,55 +69,19 @@ def test_each_process_has_a_device_of_its_own(monkeypatch):
         own_device("cuda:0")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert own_device("auto") == "cpu"
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="got cpu under FSDP where there are GPUs"):
-        own_device("auto")
 
 
-@pytest.mark.slow
-def test_shards_hold_low_rank_updates_and_passes_that_are_added_up(models, tmp_path):
-    more = OPTIONS | {"lora": "r=2", "keep_adapter": True, "gradient_checkpointing": True, "learning_rate": 1e-2}
-    line = (str(models / "hedgehog"), str(models / "data.jsonl"))
-    one, two = tmp_path / "one", tmp_path / "two"
-    tuning.main(*line, str(one), {**more, "batch_size": 4, "gradient_accumulation": 4})
-    shards = {**more, "batch_size": 4, "gradient_accumulation": 2}
-    together(tuning.main, *line, str(two), shards, environment=ENVIRONMENT["fsdp"])
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        first, second = (load_file(folder / name) for folder in (one, two))
-        assert first.keys() == second.keys()
-        for key in first:
-            torch.testing.assert_close(first[key], second[key], rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_run_in_shards_is_taken_up_again_to_the_bit(models, tmp_path):
-    line, fsdp = (str(models / "hedgehog"), str(models / "data.jsonl")), ENVIRONMENT["fsdp"]
-    options = OPTIONS | {"batch_size": 4, "learning_rate": 1e-2}
-    whole = tmp_path / "whole"
-    together(tuning.main, *line, str(whole), options, environment=fsdp)
-    first = load_file(whole / "model.safetensors")
-    for stop in (3, "end"):
-        parts = tmp_path / f"parts-{stop}"
-        work = parts.with_name(f"{parts.name}.training")
-        together(tuning.main, *line, str(parts), options, stop, environment=fsdp)
-        assert not parts.exists() and list(work.glob("checkpoint-*/model.safetensors"))
-        together(tuning.main, *line, str(parts), options | {"resume": True}, environment=fsdp)
-        second = load_file(parts / "model.safetensors")
-        assert all(torch.equal(first[name], second[name]) for name in first | second)
-        assert not work.exists()
-
-
-def test_the_first_version_of_fsdp_is_refused_before_anything_is_read(monkeypatch, tmp_path):
+def test_fsdp_is_refused_before_anything_is_read(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     options = {"task": "cola", "max_length": 8, "output": str(tmp_path / "out")}
-    with pytest.raises(ConfigError, match="stage two: got FSDP version 1, expected 2; set fsdp_version: 2"):
+    with pytest.raises(ConfigError, match="stage two: got FSDP, expected one process or plain data parallelism"):
         open_tuning(TuneJob.of(model="./nowhere", **options), ignore)
 
 
 def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, tmp_path):
     """Two ranks of `longdoc` fought for one folder; transformers' trainer wants an optimizer to measure under FSDP."""
-    for name, value in {"WORLD_SIZE": "2", **ENVIRONMENT["fsdp"]}.items():
+    for name, value in {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
     task = {"model": "./nowhere", "task": "text-classification", "dataset": "./nothing", "max_length": 8}
     with pytest.raises(ConfigError, match="longdoc: got several processes, expected one; start it without a launcher"):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -285,42 +284,24 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
             f"stage one: got FSDP version {plugin.fsdp_version}, expected 2; set fsdp_version: 2 under fsdp_config in "
             "the file of accelerate config"
         )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     kernels = list(linear_attentions(model).values())
     for kernel in kernels:
         kernel.to(accelerator.device)
     spread: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
     body = body_of(spread)
-    whole = (parameter for kernel in kernels for parameter in kernel.parameters())
-    shard_frozen(body, blocks_of(body), accelerator, whole=whole)
+    for module in (*blocks_of(body), body):
+        fully_shard(
+            module,
+            # There is no backward pass to gather weights for.
+            reshard_after_forward=True,
+            mesh=getattr(accelerator, "torch_device_mesh", None),
+            mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+            offload_policy=plugin.cpu_offload,
+            ignored_params={parameter for kernel in kernels for parameter in kernel.parameters()},
+        )
     return spread
-
-
-def shard_frozen(
-    body: nn.Module, blocks: Iterable[nn.Module], accelerator: Accelerator, *, whole: Iterable[nn.Parameter] = ()
-) -> None:
-    """Spread the weights of a module that has no backward pass over the processes, in place.
-
-    Args:
-        body: the module.
-        blocks: its layers, each gathered separately while it runs.
-        accelerator: of an FSDP 2 run.
-        whole: weights that every process keeps.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    plugin = accelerator.state.fsdp_plugin
-    shard = functools.partial(
-        fully_shard,
-        # There is no backward pass to gather weights for.
-        reshard_after_forward=True,
-        mesh=getattr(accelerator, "torch_device_mesh", None),
-        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        offload_policy=plugin.cpu_offload,
-        ignored_params=set(whole),
-    )
-    for block in blocks:
-        shard(block)
-    shard(body)
 
 
 def blocks_of(body: nn.Module) -> list[nn.Module]:

@@ -45,7 +45,7 @@ def own_device(name: str) -> str:
     """Return the device of this process; "auto" gives each process of a machine its own GPU.
 
     Raises:
-        ConfigError: if one device is named for several processes, or FSDP would use GPUs despite `cpu`.
+        ConfigError: if one device is named for several processes.
     """
     from linearize.checkpoint.loading import check_device
 
@@ -58,8 +58,6 @@ def own_device(name: str) -> str:
         )
     device = check_device("auto")
     if name == "cpu" or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-        if device == "cuda" and under_fsdp():
-            raise ConfigError("device: got cpu under FSDP where there are GPUs, which it uses; launch without FSDP")
         return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
 

@@ -7,8 +7,6 @@ checkpointing).
 from __future__ import annotations
 
 import contextlib
-import copy
-import os
 import re
 import tempfile
 import time
@@ -17,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import disable_fsdp_ram_efficient_loading
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, set_seed
@@ -27,7 +24,7 @@ from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
-from linearize.training.stage_one.processes import Interrupts, own_device, under_fsdp
+from linearize.training.stage_one.processes import Interrupts, under_fsdp
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
 from linearize.training.stage_two.prepared import TaskData, hold_out
@@ -114,8 +111,8 @@ def finetune(
 
     Raises:
         ConfigError: if the teacher cannot be compared with the model, the model does not support gradient
-            checkpointing, several processes were started with the first version of FSDP, or the run to be resumed was
-            started with another model, other data or other options.
+            checkpointing, FSDP was started, or the run to be resumed was started with another model, other data or
+            other options.
         DataError: if there are too few rows to hold some out.
         TrainingError: if the loss becomes NaN or infinite.
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
@@ -137,21 +134,13 @@ def finetune(
     if last is not None:
         check_weights(model, last)
         check_started(Path(folder), started)
-    if under_fsdp():
-        from linearize.training.stage_two.sharded import ShardedTuner
-
-        # A copy is spread over the processes, and its weights are copied back at the end.
-        spread, device = copy.deepcopy(model), own_device("auto")
-        trainer: Tuner = ShardedTuner(spread, data, config, folder, teacher=teacher, on_log=on_log, device=device)
-    else:
-        trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
+    trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
     for tracker in callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(tracker)
     _train(trainer, Path(folder), last, started, on_step)
     history = list(trainer.state.log_history)
     metrics, predictions, labels = trainer.measure()
     score = score_of(data, metrics, predictions, labels)
-    trainer.gather_into(model)
     state = trainer.state
     return TuneResult(
         metrics=metrics,
@@ -252,20 +241,16 @@ def check_adapter(config: TuneConfig, adapter_of: str | None) -> None:
 
 
 def check_fsdp() -> None:
-    """Refuse the first version of FSDP, and let every process load its own copy of a model.
+    """Refuse FSDP, under which a tuning would end with a part of the weights in every process.
 
     Raises:
-        ConfigError: if several processes were started with the first version.
+        ConfigError: if it was started.
     """
-    version = os.environ.get("FSDP_VERSION", "1")
-    if under_fsdp() and version != "2":
-        raise ConfigError(
-            f"stage two: got FSDP version {version}, expected 2; set fsdp_version: 2 under fsdp_config in the file of "
-            "accelerate config"
-        )
     if under_fsdp():
-        # Otherwise transformers would load a second model in one run without weights in all processes but the first.
-        disable_fsdp_ram_efficient_loading()
+        raise ConfigError(
+            "stage two: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, and save "
+            "memory with --lora or --gradient-checkpointing"
+        )
 
 
 def check_trains(data: TaskData) -> None:

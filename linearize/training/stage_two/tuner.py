@@ -59,7 +59,6 @@ class Tuner(Trainer):
         folder: for checkpoints.
         teacher: a frozen softmax model on the model's device; None: labels alone, without `data.extra`.
         on_log: called with every entry of the log.
-        device: where to train; by default where the model is.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Tuner(Trainer):
         *,
         teacher: PreTrainedModel | None = None,
         on_log: Callable[[dict[str, float]], None] | None = None,
-        device: str | None = None,
     ) -> None:
         self.data, self.tune, self.teacher = data, config, teacher
         # Any rows by number will do, though transformers' types say torch's data sets.
@@ -84,7 +82,7 @@ class Tuner(Trainer):
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
         super().__init__(
             model=model,
-            args=training_arguments(data, config, folder, device or next(model.parameters()).device.type),
+            args=training_arguments(data, config, folder, next(model.parameters()).device.type),
             train_dataset=ConcatDataset([train, extra]) if extra else train,
             eval_dataset=validation,
             data_collator=data.collate,
@@ -286,14 +284,11 @@ class Tuner(Trainer):
         else:
             self._load_best_model()
 
-    def gather_into(self, model: PreTrainedModel) -> None:
-        """Copy the tuned weights into the caller's model, which is the one that was trained."""
-
-    def best_folder(self) -> Path:
-        """Return the best checkpoint in the run's present folder; without it transformers would keep the last weights.
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint in the run's present folder; without it transformers would keep the last weights.
 
         Raises:
-            CheckpointError: if they are gone.
+            CheckpointError: if its weights are gone.
         """
         best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
         if not any(best.glob("*.safetensors")):
@@ -302,10 +297,6 @@ class Tuner(Trainer):
                 "until the end; run it again without --resume"
             )
         self.state.best_model_checkpoint = str(best)
-        return best
-
-    def _load_best_model(self) -> None:
-        self.best_folder()
         super()._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
