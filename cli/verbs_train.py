@@ -95,9 +95,9 @@ class Distill(Verb):
       num_machines: 1
       num_processes: 8
     FSDP 1 is refused: it cannot leave the kernels out. accelerate starts FSDP on GPUs only; the spreading itself is
-    tested on two CPU processes. `align` and `finetune` do not run under FSDP. DeepSpeed is not tested: its
-    processes share the rows, but no weights are spread. If one device is too small: --layers-at-a-time, --query-sample,
-    --precision bf16, a smaller --batch-size.
+    tested on two CPU processes. `align` and `finetune` do not run under FSDP. DeepSpeed is not tested: its processes
+    share the rows, but no weights are spread. If one device is too small: --query-sample, --precision bf16, a smaller
+    --batch-size.
     """
 
     summary = "continue the distillation of a converted checkpoint"

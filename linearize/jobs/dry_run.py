@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.attention.interface import linear_attentions
 from linearize.attention.native.build import worth_building
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
@@ -307,13 +306,8 @@ def _search(context: Context, job: ConvertJob, base: Plan) -> StageBill:
 
 
 def _stage_one(context: Context, config: DistillConfig) -> StageBill:
-    groups = 1
-    if config.layers_at_a_time:
-        learn = sum(layer.mixer.learnable for layer in linear_attentions(context.loaded.model).values())
-        groups = max(1, math.ceil(learn / config.layers_at_a_time))
-    together = replace(config, layers_at_a_time=None)
     run = functools.partial(distill, context.loaded.model, context.source)
-    return _timed("stage one", context, together, config.steps, run, groups)
+    return _timed("stage one", context, config, config.steps, run)
 
 
 def _alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None) -> list[StageBill]:
@@ -330,7 +324,6 @@ def _timed(
     config: DistillConfig | AlignConfig,
     steps: int,
     run: Callable[[Any], DistillResult | AlignResult],
-    groups: int = 1,
 ) -> StageBill:
     """Run a few steps of a stage, and extrapolate the whole.
 
@@ -338,9 +331,8 @@ def _timed(
         name: of the stage.
         context: the running job.
         config: the stage's options.
-        steps: steps of the whole stage, of one group of layers.
+        steps: steps of the whole stage.
         run: runs the stage with other options.
-        groups: groups of layers that are trained one after the other.
     """
     start = time.perf_counter()
     result = run(replace(config, **NO_STATES, steps=min(TIMED, steps), eval_every=ONCE))
@@ -348,11 +340,11 @@ def _timed(
     if not seconds:
         return StageBill(name, 0, 0, 0.0, 0, 0, wall)
     step, evaluation = _step_and_evaluation(seconds)
-    total, evaluations = groups * steps, groups * math.ceil(steps / config.eval_every)
+    evaluations = math.ceil(steps / config.eval_every)
     # `wall` includes one evaluation, and measuring before and after the steps.
-    whole = wall + (total - len(seconds)) * step + (evaluations - 1) * evaluation
+    whole = wall + (steps - len(seconds)) * step + (evaluations - 1) * evaluation
     rows = context.source.options["batch_size"] * config.gradient_accumulation
-    return StageBill(name, total, rows, step, len(seconds), evaluations, whole, evaluation)
+    return StageBill(name, steps, rows, step, len(seconds), evaluations, whole, evaluation)
 
 
 def _step_and_evaluation(seconds: list[float]) -> tuple[float, float]:

@@ -40,7 +40,7 @@ def run(folder, *, stop_at=None, resume=False, name="bert", **options):
     return {k: v.clone() for k, v in model.state_dict().items()}, result
 
 
-@pytest.mark.parametrize("options", [{}, {"layers_at_a_time": 1}, {"gradient_accumulation": 2}, {"patience": 1}])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation": 2}, {"patience": 1}])
 @pytest.mark.parametrize("stop_at", [1, 5, 9, 12])
 def test_resumed_equals_uninterrupted_to_the_bit(stop_at, options, tmp_path):
     whole, result = run(tmp_path / "whole", **options)
@@ -86,14 +86,6 @@ def test_a_broken_state_is_an_error_that_says_what_to_do(tmp_path):
     (tmp_path / "step-2" / "state.safetensors").write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match="remove that folder to resume from the one before"):
         run(tmp_path, resume=True)
-
-
-def test_layers_one_after_the_other_learn_as_well():
-    model = sharp("bert")
-    result = distill(model, Fixed(batches(model)), DistillConfig(steps=30, layers_at_a_time=1))
-    assert result.after.mean("kl") < 0.8 * result.before.mean("kl")
-    assert result.steps == 60
-    assert all(len(report.losses) == 1 for report in result.history)
 
 
 def child(states, result):

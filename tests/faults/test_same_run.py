@@ -49,6 +49,15 @@ def test_what_differs_is_named(change, named):
         check_same(fingerprint(**given), fingerprint(**given | change))
 
 
+def test_an_option_of_an_earlier_version_may_have_been_off():
+    """`layers_at_a_time`, say: a run that did not use it can be resumed without it."""
+    now = fingerprint(options={"rate": 0.1})
+    for off in (None, False):
+        check_same(fingerprint(options={"rate": 0.1, "gone": off}), now)
+    with pytest.raises(ConfigError, match="started with gone=1, which is not there now"):
+        check_same(fingerprint(options={"rate": 0.1, "gone": 1}), now)
+
+
 @pytest.mark.parametrize("change", [{"kernel": "t2r"}, {"kernel_args": {"activation": "exp"}}, {"window": 4}])
 def test_kernels_are_compared_by_their_arguments(change):
     """Also where the weights are the same numbers, as those of two activations are."""

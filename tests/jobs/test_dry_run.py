@@ -19,8 +19,8 @@ TASK = "--task text-classification --dataset texts.jsonl --columns text --max-le
 CASES = {
     # Verb -> its line, and of each stage: name, steps, rows per step, evaluations.
     "convert": (f"convert bert {DATA} --distill-steps 50 --eval-every 20 --align-steps 8 --align-eval-every 3 "
-                "--gradient-accumulation 2 --layers-at-a-time 1 --output made",
-                [("stage one", 100, 8, 6), ("alignment, blockwise", 2, 8, 1), ("alignment, end to end", 6, 8, 2)]),
+                "--gradient-accumulation 2 --output made",
+                [("stage one", 50, 8, 3), ("alignment, blockwise", 2, 8, 1), ("alignment, end to end", 6, 8, 2)]),
     "distill": (f"distill linear {DATA} --distill-steps 7 --save-every 2 --output made", [("stage one", 7, 4, 1)]),
     "align": (f"align linear {DATA} --teacher bert --steps 4 --blockwise 0 --output made",
               [("alignment, end to end", 4, 4, 1)]),

@@ -74,7 +74,6 @@ class DistillConfig(RunConfig):
     patience: int = option(5, "evaluations without a better held-out loss after which to stop; 0: never", low=0)
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
-    layers_at_a_time: int | None = option(None, "train N layers, then the next N; by default all together", low=1)
     save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
     keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
     folder: str | None = option(None, "where states are kept")

@@ -73,7 +73,7 @@ class DistillResult:
 
     Attributes:
         steps: optimizer steps done.
-        best_step: the step whose parameters were kept (of the last group of layers).
+        best_step: the step whose parameters were kept.
         held_out: its mean held-out loss.
         stopped: why it ended ("steps", "early stopping", "nothing to learn").
         before: fidelity before, on the held-out batches.
@@ -136,7 +136,7 @@ def make_accelerator(model: PreTrainedModel) -> Accelerator:
 
 
 class _Run(Run):
-    """One run of stage one: groups of layers one after the other; by default one group."""
+    """One run of stage one. Its states call it group 0: earlier versions could train layers in groups."""
 
     part_name, weights_name, report = "group", "kernel", StepReport
     config: DistillConfig
@@ -154,9 +154,7 @@ class _Run(Run):
         super().__init__(data, config, on_step, accelerator)
         self.model = self.frozen = model
         layers = linear_attentions(model)
-        learn = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.learnable]
-        size = config.layers_at_a_time or max(1, len(learn))
-        self.groups = [learn[i : i + size] for i in range(0, len(learn), size)]
+        self.layers = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.learnable]
 
     def run(self) -> DistillResult:
         """Measure, train, measure again."""
@@ -166,12 +164,12 @@ class _Run(Run):
         self.frozen = frozen_model(self.model, self.accelerator)
         held_out = self.data.holdout_batches()
         before = measure_layers(self.frozen, held_out)
-        if not self.groups or self.config.steps == 0:
-            return DistillResult(0, 0, None, "steps" if self.groups else "nothing to learn", before, before)
+        if not self.layers or self.config.steps == 0:
+            return DistillResult(0, 0, None, "steps" if self.layers else "nothing to learn", before, before)
         with frozen(self.model):
             # `frozen` does not cover a spread-out copy, which is discarded afterwards.
             self.frozen.eval().requires_grad_(False)
-            self._train_groups(held_out)
+            self._train_layers(held_out)
         after = measure_layers(self.frozen, held_out)
         if self.frozen is not self.model:
             # The kernels were on the accelerator; they return to the rest of the given model.
@@ -181,23 +179,17 @@ class _Run(Run):
             steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, self.seconds, self.state
         )
 
-    def _train_groups(self, held_out: list[dict[str, Tensor]]) -> None:
-        saved = self.load(self._kernels())
-        first = 0 if saved is None else saved.record["group"]
-        for number in range(first, len(self.groups)):
-            layers, steps = self.groups[number], self.config.steps
-            for loss in layers:
-                loss.layer.train().requires_grad_(True)
-            trainer = KernelTrainer(self.frozen, layers, self.config, self.accelerator)
-            if saved is None:
-                process = self.accelerator.process_index, self.accelerator.num_processes
-                start_scales(trainer, self.data.train_batches(0, *process), held_out)
-            start = math.inf if saved is not None else trainer.evaluate(held_out)
-            self.begin(number, number * steps, steps, trainer, saved, start)
-            saved = None
-            self.train(held_out)
-            for loss in layers:
-                loss.layer.eval().requires_grad_(False)
+    def _train_layers(self, held_out: list[dict[str, Tensor]]) -> None:
+        saved = self.load(kernels_of(self.layers))
+        for loss in self.layers:
+            loss.layer.train().requires_grad_(True)
+        trainer, start = KernelTrainer(self.frozen, self.layers, self.config, self.accelerator), math.inf
+        if saved is None:
+            process = self.accelerator.process_index, self.accelerator.num_processes
+            start_scales(trainer, self.data.train_batches(0, *process), held_out)
+            start = trainer.evaluate(held_out)
+        self.begin(0, 0, self.config.steps, trainer, saved, start)
+        self.train(held_out)
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1
@@ -210,20 +202,16 @@ class _Run(Run):
             self.best_weights = trainer.snapshot()
         elif config.patience and progress.rises >= config.patience:
             progress.stopped = "early stopping"
-        steps = len(self.groups) * self.steps
-        self.finish_step(StepReport(self.before + step, steps, losses, loss, rate, self.seconds))
+        self.finish_step(StepReport(step, self.steps, losses, loss, rate, self.seconds))
 
     def options(self) -> dict[str, object]:
         return super().options() | {"data": getattr(self.data, "description", None)}
 
-    def _kernels(self) -> dict[str, Tensor]:
-        return kernels_of(loss for group in self.groups for loss in group)
-
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self._kernels().items()}
+        return {name: tensor.detach() for name, tensor in kernels_of(self.layers).items()}
 
     def last_state(self) -> RunState | None:
-        return self.current_state() if self.number == len(self.groups) - 1 else None
+        return self.current_state()
 
 
 def within(loaded: Loaded, length: int) -> int:
