@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from linearize.core.errors import ConfigError, DataError, UnknownNameError
-from linearize.jobs.synthetic import sequences
-from linearize.jobs.synthetic import texts as made_texts
-from linearize.jobs.synthetic.sequences import pixel_text
-from linearize.jobs.synthetic.sets import SETS, make
+from linearize.jobs.synthetic import sets
+from linearize.jobs.synthetic.sets import SETS, make, pixel_text
 from linearize.jobs.synthetic.tokenizers import SPECIAL, make_tokenizer
 
 
@@ -21,11 +19,11 @@ def evaluate(text: str) -> int:
     """Compute the value of a list from its text."""
     stack: list[tuple[str, list[int]]] = [("", [])]
     for token in text.split():
-        if token in sequences.OPERATORS:
+        if token in sets.OPERATORS:
             stack.append((token, []))
-        elif token == sequences.END:
+        elif token == sets.END:
             name, values = stack.pop()
-            stack[-1][1].append(sequences.OPERATORS[name](values))
+            stack[-1][1].append(sets.OPERATORS[name](values))
         else:
             stack[-1][1].append(int(token))
     return stack[0][1][0]
@@ -46,7 +44,7 @@ def test_listops_values(text, value):
 
 
 def test_listops_rows_are_right_and_of_the_published_lengths():
-    config = sequences.ListOps(train=6, validation=3)
+    config = sets.ListOps(train=6, validation=3)
     found = config.make()[0]
     assert len(found["train"]) == 6 and len(found["validation"]) == 3
     texts = [row["text"] for rows in found.values() for row in rows]
@@ -54,32 +52,32 @@ def test_listops_rows_are_right_and_of_the_published_lengths():
     for rows in found.values():
         for row in rows:
             tokens = row["text"].split()
-            assert 500 <= len(tokens) <= 2000 and set(tokens) <= set(sequences.TOKENS)
+            assert 500 <= len(tokens) <= 2000 and set(tokens) <= set(sets.TOKENS)
             assert evaluate(row["text"]) == row["label"]
             depth = deepest = 0
             for token in tokens:
-                depth += (token in sequences.OPERATORS) - (token == "]")
+                depth += (token in sets.OPERATORS) - (token == "]")
                 deepest = max(deepest, depth)
             assert depth == 0 and deepest < 10
     assert found == config.make()[0]
-    assert found != sequences.ListOps(train=6, validation=3, seed=1).make()[0]
+    assert found != sets.ListOps(train=6, validation=3, seed=1).make()[0]
 
 
 def test_listops_grammar():
-    config = sequences.ListOps(shortest=1)
+    config = sets.ListOps(shortest=1)
     chance, operators = random.Random(0), 0
     for _ in range(2000):
         tokens: list[str] = []
         try:
-            sequences.draw(chance, config, tokens, 1)
-        except sequences.TooLongError:
+            sets.draw(chance, config, tokens, 1)
+        except sets.TooLongError:
             continue
         operators += len(tokens) > 1
     assert 0.2 < operators / 2000 < 0.3
 
 
 def test_recall_ends_in_a_key_seen_before():
-    config = sequences.AssociativeRecall(train=20, validation=5)
+    config = sets.AssociativeRecall(train=20, validation=5)
     found = config.make()[0]
     for row in found["train"]:
         tokens = row["text"].split()
@@ -93,19 +91,6 @@ def test_recall_ends_in_a_key_seen_before():
     keys = sum(len(row["text"].split()) // 2 for row in found["train"]) / 20 / 20
     assert keys == pytest.approx(3.2), "a key comes up three times on average, as in the paper"
     assert config.make()[0] == found
-
-
-def test_recall_with_easy_rows():
-    config = sequences.AssociativeRecall(fewest_keys=2, shortest=8)
-    rows = sequences.recall_rows(config, 200, 0, "all", easy=True)
-    counts = {len(set(row["text"].split()[::2])) for row in rows}
-    assert min(counts) <= 4 and max(counts) >= 17
-    lengths = {len(row["text"].split()) for row in rows}
-    assert min(lengths) < 16 and max(lengths) > 112 and min(lengths) >= 8
-    assert {len(row["text"].split()) for row in sequences.recall_rows(config, 5, 0, "all")} == {128}
-    assert all(row["positions"] for row in rows)
-    with pytest.raises(ConfigError, match="got fewest_keys 21"):
-        sequences.AssociativeRecall(fewest_keys=21)
 
 
 def test_made_sets_have_tables_and_tokenizers():
@@ -159,7 +144,7 @@ def test_pathfinder(tmp_path):
 
 def test_retrieval(tmp_path):
     texts = [f"{chr(97 + i) * 4}{chr(65 + i) * 4}" for i in range(9)]
-    rows = made_texts.halves(made_texts.Halves(longest=3), texts)
+    rows = sets.halves(sets.Halves(longest=3), texts)
     for row in rows:
         assert len(row["text1"]) == len(row["text2"]) == 3
         assert (row["text1"][0] == row["text2"][0].lower()) == bool(row["label"])
@@ -168,21 +153,21 @@ def test_retrieval(tmp_path):
         for label in (0, 1):
             assert len({row[half] for row in rows if row["label"] == label}) == 9, "no half tells the label by itself"
     long = [f"{text}{text.upper()}" for text in texts[:5]]
-    rows = made_texts.halves(made_texts.Halves(longest=8, shortest=16), texts + long)
+    rows = sets.halves(sets.Halves(longest=8, shortest=16), texts + long)
     assert len(rows) == 10 and all(len(row["text1"]) == len(row["text2"]) == 8 for row in rows), "no length tells"
     with pytest.raises(DataError, match=r"got 1 texts of 16 characters or more"):
-        made_texts.halves(made_texts.Halves(shortest=16), texts + long[:1])
+        sets.halves(sets.Halves(shortest=16), texts + long[:1])
     texts_of_ten = [f"{n}{n}{n}abcd{n}{n}{n}" for n in range(4)]
-    for row in made_texts.halves(made_texts.Halves(longest=6, overlap=4), texts_of_ten):
+    for row in sets.halves(sets.Halves(longest=6, overlap=4), texts_of_ten):
         first, second = row["text1"], row["text2"]
         assert first[2:] == second[:4] == "abcd" and (first[0] == second[-1]) == bool(row["label"])
     for wrong in ({"shortest": -1}, {"overlap": -1}, {"longest": 5, "overlap": 5}):
         with pytest.raises(ConfigError, match=r"retrieval, (shortest|overlap): got -1|expected less than longest"):
-            made_texts.Halves(**wrong)
+            sets.Halves(**wrong)
     (tmp_path / "set.txt").write_text("\n".join(texts * 6))
     made = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
     assert set(made.tables["train"].column_names) == {"text1", "text2", "label"}
-    for name in made_texts.RELEASED.values():
+    for name in sets.RELEASED.values():
         (tmp_path / name).write_text('1\t3\t4\tone text\tanother\n0.0\t5\t6\ta "b\tc\n')
     made = make("retrieval", {}, str(tmp_path))
     assert made.tables["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}
@@ -191,33 +176,6 @@ def test_retrieval(tmp_path):
 
 
 def test_documents(tmp_path):
-    chance = random.Random(0)
-    for split, count in (("train", 30), ("validation", 12)):
-        rows = [
-            {"text": f"{split}{n} " + " ".join(chance.choices("abc", k=9)), "label": ["bad", "good"][n % 2]}
-            for n in range(count)
-        ]
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    labels = {f"{split}{n}": ["bad", "good"][n % 2] for split in ("train", "validation") for n in range(30)}
-    options = {"parts": 4, "words": 5, "train": 20, "validation": 8}
-    made = make("documents", options, str(tmp_path))
-    assert [(split, len(table)) for split, table in made.tables.items()] == [("train", 20), ("validation", 8)]
-    for split, table in made.tables.items():
-        for row in table:
-            parts = row["text"].split("\n")
-            assert [part.startswith("Verdict: ") for part in parts] == [n == row["places"][0] for n in range(4)]
-            names = [part.split()[1] for part in parts]
-            assert len(set(names)) == 4 and all(name.startswith(split) for name in names)
-            assert all(len(part.split()) == 6 for part in parts)
-            assert row["label"] == labels[names[row["places"][0]]]
-    assert {place for places in made.tables["train"]["places"] for place in places} == {0, 1, 2, 3}, "any place decides"
-    again, other = make("documents", options, str(tmp_path)), make("documents", options | {"seed": 1}, str(tmp_path))
-    assert again.tables["train"][:] == made.tables["train"][:] != other.tables["train"][:]
-    with pytest.raises(DataError, match="got 12 texts, expected at least the 20 of a document"):
-        make("documents", {"parts": 20}, str(tmp_path))
-
-
-def test_documents_with_other_texts_between(tmp_path):
     texts, other = tmp_path / "texts", tmp_path / "other"
     texts.mkdir()
     other.mkdir()
@@ -239,17 +197,17 @@ def test_documents_with_other_texts_between(tmp_path):
             assert all(part[0].startswith(f"{split}line") and part[1] == "stands" for part in parts)
             places.add(row["places"][0])
     assert places == {0, 1, 2}
+    again, other = (make("documents", {"filler": "other", **plain, "seed": seed}, str(texts)) for seed in (0, 1))
+    assert again.tables["train"][:] == made.tables["train"][:] != other.tables["train"][:]
     with pytest.raises(DataError, match="got 0 other texts of at least 8 words, expected at least the 3"):
         make("documents", {"filler": "other", **plain, "words": 8}, str(texts))
     with pytest.raises(DataError, match="documents: filler: got 'othr', which does not exist in "):
         make("documents", {"filler": "othr", **plain}, str(texts))
-    with pytest.raises(ConfigError, match="before every text, expected another one before the others"):
-        make("documents", {**plain, "heading": "x", "other": "x"}, str(texts))
+    with pytest.raises(ConfigError, match="documents: got no filler"):
+        make("documents", plain, str(texts))
 
 
-@pytest.mark.parametrize("filler", ["", "other"])
-@pytest.mark.parametrize("decides", ["agreement", "last"])
-def test_documents_of_two_texts_that_decide(tmp_path, filler, decides):
+def test_documents_of_two_texts_that_decide(tmp_path):
     texts, other = tmp_path / "texts", tmp_path / "other"
     texts.mkdir()
     other.mkdir()
@@ -257,41 +215,37 @@ def test_documents_of_two_texts_that_decide(tmp_path, filler, decides):
         rows = [{"text": f"{split}{n} is a text", "label": "abc"[n % 3]} for n in range(9)]
         (texts / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (other / f"{split}.txt").write_text("\n".join(f"{split}line{n} stands between" for n in range(9)) + "\n")
-    options = {"decides": decides, "filler": filler, "words": 3, "parts": 6, "apart": 3, "train": 300}
+    options = {"decides": "last", "filler": "other", "words": 3, "parts": 6, "apart": 3, "train": 300}
     made = make("documents", options | {"validation": 40}, str(texts))
-    said = {"agreement": "two of which decide by whether they agree", "last": "the last of two decides"}
-    assert said[decides] in made.description
+    assert "the last of two decides" in made.description
     apart, first, same = set(), set(), 0
     for split, table in made.tables.items():
         for row in table:
             parts = [part.split() for part in row["text"].split("\n")]
-            if not filler:
-                headed = [n for n, part in enumerate(parts) if part.pop(0) == "Verdict:"]
-                assert headed == row["places"]
             assert len({part[0] for part in parts}) == 6, "no text comes twice"
             one, two = row["places"]
             apart.add(two - one)
             first.add(one)
             classes = ["abc"[int(parts[n][0].removeprefix(split)) % 3] for n in (one, two)]
             agree = classes[0] == classes[1]
-            assert row["label"] == (agree if decides == "agreement" else classes[1])
+            assert row["label"] == classes[1]
             same += agree
     assert apart == {3, 4, 5} and first == {0, 1, 2}
     assert 130 < same < 210, "as many agree as not, of 340"
 
 
 def test_what_documents_refuse(tmp_path):
-    with pytest.raises(ConfigError, match=r"documents, decides: got 'agree', expected one of one, last, agreement"):
-        make("documents", {"decides": "agree"}, str(tmp_path))
+    with pytest.raises(ConfigError, match=r"documents, decides: got 'agree', expected one of one, last"):
+        make("documents", {"decides": "agree", "filler": "x"}, str(tmp_path))
     with pytest.raises(ConfigError, match="apart: got 6, expected 1 to 5 of 6 parts"):
-        make("documents", {"decides": "agreement", "apart": 6}, str(tmp_path))
+        make("documents", {"decides": "last", "apart": 6, "filler": "x"}, str(tmp_path))
     with pytest.raises(ConfigError, match="parts: got 1, expected 2 or more, as two of them decide"):
-        make("documents", {"decides": "last", "parts": 1}, str(tmp_path))
+        make("documents", {"decides": "last", "parts": 1, "filler": "x"}, str(tmp_path))
     for split in ("train", "validation"):
         rows = [{"text": f"{split}{n} is a text", "label": int(n == 0)} for n in range(9)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="classes 0: 8, 1: 1, expected two classes or more, each with two"):
-        make("documents", {"decides": "agreement"}, str(tmp_path))
+        make("documents", {"decides": "last", "filler": str(tmp_path), "words": 3}, str(tmp_path))
 
 
 def test_byte_tokenizer():
