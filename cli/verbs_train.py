@@ -141,7 +141,6 @@ class Finetune(Verb):
       linearize finetune bert-hedgehog --task cola --output bert-cola --resume
       linearize finetune bert-base --task mrpc --output bert-mrpc                     # the teacher: the original, tuned
       linearize finetune bert-hedgehog --task mrpc --teacher bert-mrpc --extra-pairs 1 --epochs 10
-      linearize finetune bert-hedgehog --task cola --teacher bert-cola --extra-texts more.jsonl=2,lines.txt=0.5
       linearize finetune bert-hedgehog --task cola --config mine.yaml --epochs 10                # options from a file
       linearize finetune bert-hedgehog --task cola --dry-run                                     # what it would cost
       torchrun --nproc_per_node 4 --no-python linearize finetune bert-hedgehog --task sst2                # on four GPUs
@@ -150,9 +149,7 @@ class Finetune(Verb):
 
     With a teacher the model follows the hidden states of every layer and the logits of the tuned original, and the
     labels join half-way. The kept state is chosen on rows held out of the training rows, never on the reported ones.
-    Rows without a label are for the teacher alone: new pairs of the task's texts (--extra-pairs 1: one per training
-    row), and texts of other data sets (--extra-texts more.jsonl=2: two per training row, without those that the task
-    already has; both texts of a pair if the task reads one text).
+    --extra-pairs 1 adds a new pair of the task's texts per training row, without a label, for the teacher alone.
 
     Low-rank updates (--lora) are merged into the saved weights. --keep-adapter also saves them separately, with kernels
     and head, in OUTPUT/adapter: peft.PeftModel.from_pretrained(MODEL, "OUTPUT/adapter") puts them on the model that was

@@ -99,8 +99,7 @@ def check_output(job: TuneJob) -> None:
 
 def sources_of(job: TuneJob) -> list[str | None]:
     """Return what is read, which the output must not replace; it may replace the checkpoint itself."""
-    texts = [name for name, _ in job.data.text_sources]
-    return [None if _in_place(job) else job.model, job.dataset, job.teacher, *texts]
+    return [None if _in_place(job) else job.model, job.dataset, job.teacher]
 
 
 def _in_place(job: TuneJob) -> bool:
@@ -136,10 +135,9 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     device = own_device(job.device)
     check_adapter(job.tune, _adapter_of(job))
     check_report_to(job.tune.report_to)
-    if data_options.unlabelled and job.teacher is None:
-        name = data_options.unlabelled[0]
+    if data_options.extra_pairs and job.teacher is None:
         raise ConfigError(
-            f"{name}: got {getattr(data_options, name)!r}, but these rows have no label; name a teacher (--teacher)"
+            f"extra_pairs: got {data_options.extra_pairs!r}, but new pairs have no label; name a teacher (--teacher)"
         )
     work = target.with_name(f"{target.name}.training")
     check_work(work, resume=job.resume, overwrite=job.overwrite)

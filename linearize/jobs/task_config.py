@@ -82,7 +82,7 @@ class TuneJob(Job):
         DataOptions,
         only=(
             *("max_length", "limit", "validation_limit", "stride", "mask_share", "augment"),
-            *("extra_pairs", "extra_texts", "seed"),
+            *("extra_pairs", "seed"),
         ),
     )
     tune: TuneConfig = section(

@@ -175,29 +175,3 @@ def test_numbers_without_a_dot_are_numbers(tiny, write):
     assert yaml.safe_load("1e-5") == "1e-5", "YAML 1.1 reads it as text"
     tiny["finetune"]["learning_rate"] = "1e-5"
     assert cells(load_recipe(write(tiny)))[0].job.finetune.learning_rate == 1e-5
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, r"tasks.cola.rows.extra_texts: these texts have no label; set finetune.teacher to true"),
-        ({"tasks": {"masked-lm": {}}, "figures": {}, "finetune": {"teacher": True}}, r"task masked-lm reads no texts"),
-        ({"rows": {"extra_texts": "mrpc=0"}}, r"rows: data: got weight '0' for data set 'mrpc'"),
-        ({"rows": {"extra_texts": ""}}, r"rows: data: got an empty extra_texts"),
-        ({"rows": {"extra_texts": 3}}, r"rows.extra_texts: got 3, expected text or a list"),
-        ({"rows": {"extra_texts": "mrpc", "streaming": True}}, r"rows: unknown key 'streaming'"),
-    ],
-)
-def test_texts_without_a_label_want_a_teacher_and_a_task_of_texts(tiny, write, changes, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        load(tiny, write, **{"rows": {"extra_texts": "mrpc"}, **changes})
-    assert "\n" not in str(caught.value) and str(caught.value).startswith("recipe tiny")
-
-
-def test_texts_without_a_label_are_changed_like_any_row(tiny, write):
-    tiny["finetune"]["teacher"] = True
-    change = "tasks.cola.rows.extra_texts=mrpc=0.5,cola=2"
-    recipe = load_recipe(write(tiny), [change])
-    assert resolve(recipe)["cola"].rows.text_sources == (("mrpc", 0.5), ("cola", 2.0))
-    assert resolve(recipe)["mrpc"].rows.text_sources == ()
-    assert check(plain(recipe), "again") == recipe

@@ -16,7 +16,7 @@ from linearize.core.parsing import parse_yaml, read_text
 from linearize.jobs.recipes import schema
 from linearize.jobs.recipes.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo
 from linearize.training.stage_two.config import DataOptions, TuneConfig
-from linearize.training.stage_two.prepare import check_unlabelled
+from linearize.training.stage_two.prepare import check_extra_pairs
 from linearize.training.stage_two.tasks import Task, task
 
 SUFFIXES = (".yaml", ".yml")
@@ -277,12 +277,10 @@ def _check_teacher(recipe: Recipe, job: Job, where: str) -> None:
             f"{where}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no tuned softmax "
             "model; leave it out"
         )
-    if job.rows.unlabelled and not job.finetune.teacher:
-        option = job.rows.unlabelled[0]
-        called = "re-paired texts" if option == "extra_pairs" else "these texts"
-        raise ConfigError(f"{where}.rows.{option}: {called} have no label; set finetune.teacher to true")
+    if job.rows.extra_pairs and not job.finetune.teacher:
+        raise ConfigError(f"{where}.rows.extra_pairs: re-paired texts have no label; set finetune.teacher to true")
     try:
-        check_unlabelled(job.task, job.rows)
+        check_extra_pairs(job.task, job.rows)
     except ConfigError as error:
         raise ConfigError(f"{where}.rows: {error}") from error
 

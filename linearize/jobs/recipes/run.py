@@ -24,7 +24,7 @@ from linearize.jobs.recipes.recipe import Cell, cells, check, plain, resolve
 from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.jobs.recipes.stages import RECORD, Runner, Stage, softmax_folder, stages_of
-from linearize.training.stage_two.prepare import located, texts_at
+from linearize.training.stage_two.prepare import located
 from linearize.training.stage_two.save import remove_work
 from linearize.training.stage_two.tasks import recovery
 
@@ -117,7 +117,7 @@ def _choose(table: list[Cell], only: Sequence[str]) -> list[Cell]:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Check before anything slow, and without the Hub, that the tasks' local folders and further texts exist.
+    """Check before anything slow, and without the Hub, that the tasks' local folders exist.
 
     Raises:
         DataError: naming what is missing.
@@ -130,8 +130,6 @@ def check_data(recipe: Recipe) -> None:
                 raise DataError(
                     f"data: got {job.data!r}, which does not exist, expected a folder or a Hub name; check the path"
                 )
-        for name, _ in job.rows.text_sources:
-            texts_at(name, None if job.column.make else job.data)
 
 
 def environment(recipe: Recipe) -> dict[str, object]:

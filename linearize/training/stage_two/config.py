@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
-from linearize.data.config import Mixture, as_mixture, weighted
 from linearize.training.adapters import LoraConfig, parse_lora
 from linearize.training.stage_one.config import PRECISIONS
 
@@ -124,27 +123,10 @@ class DataOptions:
         low=0,
         high=100,
     )
-    extra_texts: str | Mixture | None = option(
-        None,
-        "texts without a label, for a teacher to label: data sets, each with its number of texts per training row, 1 "
-        "if it has none: a.jsonl=2,b.txt=0.5",
-        metavar="NAME_OR_PATH",
-    )
     auto_length: bool = False
     """Whether max_length is the most that the model takes, rather than the user's; shorter rows lower it."""
     chunks: bool = False
     """Whether texts to measure on are read in chunks of max_length, whose outputs are averaged, rather than cut."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "extra_texts", as_mixture(self.extra_texts, "extra_texts"))
         check(self, "data")
-
-    @property
-    def text_sources(self) -> Mixture:
-        """Data sets of texts without a label, each with its number of texts per training row."""
-        return weighted(self.extra_texts)
-
-    @property
-    def unlabelled(self) -> tuple[str, ...]:
-        """Names of the given options that add rows without a label."""
-        return tuple(name for name in ("extra_pairs", "extra_texts") if getattr(self, name))

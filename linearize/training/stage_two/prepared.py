@@ -84,8 +84,7 @@ class TaskData:
         description: one line.
         facts: what a reader of the metrics must know, such as the stride of a perplexity.
         selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
-        extra: rows without a label (`IGNORED`, or NaN for a number) for a teacher to label: new pairs of the task's
-            texts, or texts of other data sets.
+        extra: rows without a label (`IGNORED`, or NaN for a number) for a teacher to label: new pairs of the texts.
         options: the user's options of the rows.
         chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
     """
@@ -244,18 +243,13 @@ def check_tokens(task: Task, rows: Sequence[Row], tokenizer: PreTrainedTokenizer
     Raises:
         DataError: naming its place.
     """
+    around, special = tokenizer.num_special_tokens_to_add(), set(tokenizer.all_special_ids)
     for place, row in enumerate(rows):
-        if not has_tokens(row, tokenizer):
+        if len(row["input_ids"]) <= around and special.issuperset(row["input_ids"]):
             raise DataError(
                 f"task {task.name}: got a text without any token (number {place} of {len(rows)}, from 0; the "
                 "tokenizer drops all its characters), expected text; remove the row"
             )
-
-
-def has_tokens(row: Row, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a row has a token other than those that the tokenizer puts around every text."""
-    ids = row["input_ids"]
-    return len(ids) > tokenizer.num_special_tokens_to_add() or bool(set(ids) - set(tokenizer.all_special_ids))
 
 
 def text_facts(

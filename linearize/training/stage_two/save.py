@@ -180,9 +180,6 @@ def describe(
     if data.options is not None:
         rows = asdict(data.options).items()
         options |= {f"data {name}": value for name, value in rows if name not in MEASURED_ONLY}
-        if data.options.extra_texts is None:
-            # Runs that were started before this option existed can be resumed.
-            del options["data extra_texts"]
     if teacher is not None:
         options["teacher weights"] = weights_digest(teacher)
     return fingerprint(model=model, data=data, options=options)

@@ -20,7 +20,7 @@ from linearize.core.heads import HEADS
 from linearize.data.records import Example, paired_anew
 from linearize.training.alignment.losses import pooled
 from linearize.training.stage_two.metrics import ranks, retrieval
-from linearize.training.stage_two.prepare import Given, Splits, View, extra_texts
+from linearize.training.stage_two.prepare import Given, Splits, View
 from linearize.training.stage_two.prepared import (
     IGNORED,
     TOKEN_FIELDS,
@@ -29,7 +29,6 @@ from linearize.training.stage_two.prepared import (
     Row,
     TaskData,
     check_tokens,
-    has_tokens,
     pad,
     row_facts,
     text_facts,
@@ -197,7 +196,8 @@ class _TextRows(Texts, LabelledRows):
             )
         rows, facts = self.measured(*_columns(held))
         validation = self._labelled(rows, held)
-        extra, note = self._extra(examples, held) if self.options.unlabelled else (None, "")
+        extra = self._new_pairs(examples) if self.options.extra_pairs else None
+        note = f", {len(extra):,} new pairs" if extra else ""
         return TaskData(
             self,
             self._labelled(self.checked(*_columns(examples)), examples),
@@ -232,30 +232,19 @@ class _TextRows(Texts, LabelledRows):
     def _labelled(self, rows: list[Row], examples: Sequence[Example]) -> list[Row]:
         return [{**row, "labels": label} for row, label in zip(rows, self.numbered(examples), strict=True)]
 
-    def _extra(self, examples: Sequence[Example], measured: Sequence[Example]) -> tuple[list[Row], str]:
-        """Return the rows without a label that the options ask for, each with the training rows it shares a text with.
+    def _new_pairs(self, examples: Sequence[Example]) -> list[Row]:
+        """Return new pairs of the rows' texts without a label, each with the training rows it shares a text with.
 
         Raises:
-            ConfigError: if new pairs are asked for and the task does not read pairs.
-            DataError: if further texts cannot be read, or are not new.
+            ConfigError: if the task does not read pairs.
         """
-        rows: list[Row] = []
-        note, share = "", self.options.extra_pairs
-        if share:
-            if examples[0].pair is None:
-                raise ConfigError(f"data, extra_pairs: got {share}, but task {self.task.name} reads no pairs; drop it")
-            firsts, seconds = [e.value for e in examples], [str(e.pair) for e in examples]
-            sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
-            pairs = self.tokenised([firsts[first] for first, _ in sources], [seconds[second] for _, second in sources])
-            rows = [{**row, "sources": places} for row, places in zip(pairs, sources, strict=True)]
-            note = f", {len(rows):,} new pairs"
-        if self.options.extra_texts:
-            others, owners, counts = extra_texts(self.task, examples, measured, self.options)
-            texts = zip(self.tokenised(*_columns(others)), owners, strict=True)
-            # These texts were not chosen one by one, so one without any token is skipped.
-            rows += [{**row, "sources": places} for row, places in texts if has_tokens(row, self.tokenizer)]
-            note += f", {counts}"
-        return [{**row, "labels": self.no_label} for row in rows], note
+        share = self.options.extra_pairs
+        if examples[0].pair is None:
+            raise ConfigError(f"data, extra_pairs: got {share}, but task {self.task.name} reads no pairs; drop it")
+        firsts, seconds = [e.value for e in examples], [str(e.pair) for e in examples]
+        sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
+        pairs = self.tokenised([firsts[first] for first, _ in sources], [seconds[second] for _, second in sources])
+        return [{**row, "sources": places, "labels": self.no_label} for row, places in zip(pairs, sources, strict=True)]
 
 
 def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str | None]]:
