@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ REMOVED = {
     "--widths": "name numbers of features with the candidates, as in hedgehog:features=128",
     "--quick": "give fewer rows and steps (--limit, --validation-limit, --steps, --distill-steps, --align-steps)",
     "--extra-texts": "align on texts without labels first (linearize align --dataset)",
+    "--finetune": "run linearize finetune on the result",
     "--layers-at-a-time": "save memory with --query-sample, --precision bf16 or a smaller --batch-size",
     "--goals": "run python -m benchmarks.goals in a checkout",
     "--alignment": "run python -m benchmarks.steps alignment in a checkout",
@@ -35,11 +36,6 @@ LAST = "output"
 FLAG = "--config"
 NEVER = ("help", "json", "config")
 """Options that a file cannot hold."""
-EXAMPLES = (
-    *("distill_steps: 500", "epochs: 3", "steps: 500", "lengths: [512, 4096]", "device: cpu", "output: made"),
-    *("private: true", "build: true", "model: gpt2", "format: csv", "new: mine.yaml"),
-)
-"""Lines of a file, for the help: each verb shows the first one that it has an option for."""
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argparse._ActionsContainer]:
@@ -88,15 +84,8 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
     """Declare `--config`, if the verb has options that a file could hold."""
     names = {action.dest for action in parser._actions if action.option_strings} - set(NEVER)
     if names:
-        example = example_for(names)
-        such_as = f", such as the line `{example}`" if example else ""
-        text = f"options from a YAML file{such_as}; options of the command line take precedence"
+        text = "options from a YAML file, one `option: value` per line; options of the command line take precedence"
         parser.add_argument(FLAG, metavar="FILE", help=text)
-
-
-def example_for(names: Collection[str]) -> str | None:
-    """Return a line of a file with one of these options."""
-    return next((line for line in EXAMPLES if line.partition(":")[0] in names), None)
 
 
 def config_file(words: list[str]) -> str | None:

@@ -124,7 +124,7 @@ def saving(arguments: Sequence[str], error: NotSavedError) -> str:
     """Return the line that saves what was trained: the same line, resumed, perhaps with another output."""
     from linearize.jobs.advice import without
 
-    words = without(error.command or arguments, ["--resume"])
+    words = without(arguments, ["--resume"])
     if error.output is not None:
         words = [*without(words, ["--output"]), "--output", error.output]
     return shlex.join(["linearize", *words, "--resume"])

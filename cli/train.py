@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Callable
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
 from linearize.cli._output import Screen, console, plan_table, print_json, table
-from linearize.cli._progress import Work, at_work, on_interrupt, show_findings
+from linearize.cli._progress import at_work, show_findings
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
-from linearize.core.errors import NotSavedError
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
-from linearize.jobs.advice import line
 from linearize.jobs.align import align_checkpoint
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
 from linearize.jobs.convert import ConvertResult, convert_checkpoint, distill_checkpoint
@@ -29,8 +26,7 @@ from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main
 from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.save import last_checkpoint
-from linearize.training.stage_two.tasks import above_chance, task
-from linearize.training.stage_two.trainer import TuneResult
+from linearize.training.stage_two.tasks import above_chance
 
 EXPLAINED_TOKENS = 512
 """Length of the inputs of --explain-backend without --max-length."""
@@ -40,11 +36,9 @@ Planned = Callable[[Screen, Plan], None]
 
 
 def convert(job: ConvertJob, args: argparse.Namespace) -> int:
-    """Convert, or show the plan and the bill; then tune and upload the result, if that was asked for."""
-    # Wrong names are refused before the first slow step.
-    if args.finetune:
-        task(args.finetune)
+    """Convert, or show the plan and the bill; then upload the result, if that was asked for."""
     if args.push_to_hub:
+        # A wrong name is refused before the first slow step.
         check_repo(args.push_to_hub)
 
     def planned(out: Screen, plan: Plan) -> None:
@@ -55,13 +49,9 @@ def convert(job: ConvertJob, args: argparse.Namespace) -> int:
     if args.dry_run:
         prepare_native(args, job.device, None)
     code = _train(job, args, convert_checkpoint, planned=planned)
-    if args.dry_run:
-        return code
-    if args.finetune:
-        tune_in_place(job, args.finetune, to_stderr=args.json)
-    if args.push_to_hub and is_main():
+    if args.push_to_hub and not args.dry_run and is_main():
         upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
-    return 0
+    return code
 
 
 def distill(job: DistillJob, args: argparse.Namespace) -> int:
@@ -104,40 +94,10 @@ def _train(
 
 
 def finetune(job: TuneJob, args: argparse.Namespace) -> int:
-    """Tune and print the metrics."""
+    """Tune, and print what happens and the metrics."""
     if args.dry_run:
         return show_bill(job, as_json=args.json)
-    result, work = tune(job, console(to_stderr=args.json))
-    if args.json:
-        figures = {name: getattr(result, name) for name in ("metrics", "score", "steps", "selection")}
-        findings = {} if work.findings is None else work.findings.to_dict()
-        print_json({"output": str(job.target()), **figures, "findings": findings})
-    return 0
-
-
-def tune_in_place(converted: ConvertJob, name: str, *, to_stderr: bool) -> None:
-    """Tune a converted checkpoint with the defaults and put the result in its place."""
-    model = converted.target()
-    options: dict[str, object] = {
-        "task": name,
-        "output": model,
-        "overwrite": True,
-        "device": converted.device,
-        "seed": converted.seed,
-    }
-    if converted.data.sources:
-        options["dataset"] = ",".join(name for name, _ in converted.data.sources)
-    again = line("finetune", model, options)
-    with on_interrupt(lambda: f"the converted model is in {model}, untuned; continue with: {again} --resume"):
-        try:
-            tune(TuneJob.of(model=model, **options), console(to_stderr=to_stderr))
-        except NotSavedError as error:
-            error.command = shlex.split(again)[1:]
-            raise
-
-
-def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Work]:
-    """Tune, print what happens, and return the result and what showed it."""
+    out = console(to_stderr=args.json)
     with at_work(out, "loading the model and its data", lambda: kept_checkpoint(job)) as work:
         target, result = finetune_checkpoint(job, work)
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
@@ -151,7 +111,11 @@ def tune(job: TuneJob, out: Screen) -> tuple[TuneResult, Work]:
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
     if work.findings is not None:
         show_findings(out, work.findings)
-    return result, work
+    if args.json:
+        figures = {name: getattr(result, name) for name in ("metrics", "score", "steps", "selection")}
+        findings = {} if work.findings is None else work.findings.to_dict()
+        print_json({"output": str(target), **figures, "findings": findings})
+    return 0
 
 
 def kept_checkpoint(job: TuneJob) -> str:

@@ -42,7 +42,6 @@ class Convert(Verb):
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare what follows the conversion."""
         add = parser.add_argument
-        add("--finetune", metavar="TASK", help="then tune the result on a task (cola ...), with `finetune`'s defaults")
         add("--push-to-hub", metavar="USER/NAME", help="then upload the result")
         add("--private", action="store_true", help="make a new repository on the Hub private")
 

@@ -86,13 +86,11 @@ class NotSavedError(CheckpointError):
     Attributes:
         kept: folder of the state from which the same run, resumed, saves its result at once.
         output: the output that this run must be given for that; None: the same as before.
-        command: words of the command line that do it; None: the same as before, resumed.
     """
 
     def __init__(self, message: str, kept: str, output: str | None = None) -> None:
         super().__init__(message)
         self.kept, self.output = kept, output
-        self.command: list[str] | None = None
 
 
 class TrainingError(LinearizeError):

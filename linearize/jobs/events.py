@@ -1,4 +1,4 @@
-"""Events of a job, which its callback gets one by one."""
+"""Events of a job, which its callback gets one by one; those of `linearize.core.events` too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.core.events import Callback, Event, Noted, Started, ignore
+from linearize.core.events import Callback as Callback
+from linearize.core.events import Event as Event
+from linearize.core.events import Noted as Noted
+from linearize.core.events import Started as Started
+from linearize.core.events import ignore as ignore
 
 if TYPE_CHECKING:
     from linearize.conversion.positions import PositionReport
@@ -86,22 +90,3 @@ class Concluded(Event):
     """The job is over; its findings name the next command."""
 
     findings: Findings
-
-
-__all__ = [
-    "Aligned",
-    "Callback",
-    "Concluded",
-    "DataOpened",
-    "Distilled",
-    "Event",
-    "Logged",
-    "Noted",
-    "Planned",
-    "PositionsExtended",
-    "Saved",
-    "Searched",
-    "Started",
-    "StepDone",
-    "ignore",
-]

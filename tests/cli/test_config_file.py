@@ -9,7 +9,7 @@ import yaml
 from support.checkpoints import make_original, texts
 
 from linearize.cli import main
-from linearize.cli._options import config_file, example_for, read_options, take_options
+from linearize.cli._options import config_file, take_options
 from linearize.cli.main import VERBS, build_parser
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.task_config import TuneJob
@@ -40,13 +40,8 @@ def refused(capsys, *words):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_that_takes_options_takes_a_file_and_shows_one(verb, file):
-    parser = build_parser(verb)
-    assert ("--config" in parser.format_help()) is (verb not in WITHOUT)
-    if verb not in WITHOUT:
-        example = example_for([action.dest for action in parser._actions])
-        assert example in " ".join(parser.format_help().split())
-        assert read_options(file(example), parser)
+def test_every_verb_that_takes_options_takes_a_file(verb):
+    assert ("--config" in build_parser(verb).format_help()) is (verb not in WITHOUT)
 
 
 def test_a_file_says_what_the_line_would(file):

@@ -376,25 +376,6 @@ def test_ctrl_c_in_stage_two_says_how_to_go_on(folders, tmp_path, capsys, monkey
     assert out.exists() and not last.exists()
 
 
-def test_ctrl_c_while_convert_tunes_leaves_the_converted_model(folders, tmp_path, capsys, monkeypatch):
-    import shlex
-
-    from transformers import Trainer
-
-    out = tmp_path / "both"
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "training_step", interrupt)
-        code, _, err = run(
-            capsys, "convert", folders / "bert", *stage_one(folders), "--output", out, "--finetune",
-            "text-classification",
-        )  # fmt: skip
-    assert code == 130 and f"the converted model is in {out}, untuned; continue with: linearize finetune" in err
-    words = shlex.split(err.split("continue with: linearize ")[1].splitlines()[0])
-    code, text, err = run(capsys, *words, "--steps", 2, "--max-length", 16)
-    assert code == 0, err
-    assert f"Saved {out}" in text
-
-
 def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatch):
     def demo(job, on_event):
         if job.tokens > 100:

@@ -80,17 +80,3 @@ def test_run_and_results(tiny, write, tmp_path, capsys):
     assert code == 2 and "Did you mean 'epochs'" in err
     code, _, err = out_of(capsys, "run", name, f"data={tmp_path / 'none'}", "--dry-run")
     assert code == 2 and "does not exist" in err
-
-
-def test_convert_and_finetune(checkpoint, sets, tmp_path, capsys):
-    target = tmp_path / "linear"
-    arguments = ["convert", checkpoint, "--kernel", "hedgehog", "--dataset", sets / "cola", "--distill-steps", 2]
-    arguments += ["--distill-length", 16, "--holdout", 4, "--output", target, "--device", "cpu", "--finetune"]
-    code, _, err = out_of(capsys, *arguments, "colla")
-    assert code == 2 and "Did you mean 'cola'" in err and not target.exists()
-    code, out, err = out_of(capsys, *arguments, "cola", "--json")
-    assert code == 0, err
-    assert json.loads(out)["output"] == str(target) and "matthews" in err
-    provenance = json.loads((target / "config.json").read_text())["linearize"]["provenance"]
-    assert provenance["finetuning"]["task"] == "cola" and provenance["distillation"]["steps"] == 2
-    assert not (tmp_path / "linear.training").exists()
