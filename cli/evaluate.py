@@ -1,4 +1,4 @@
-"""Run `evaluate` and `longdoc`: checkpoints measured on a task, next to each other."""
+"""Run `evaluate`, `longdoc`, `report` and `compare`: checkpoints measured, on a task or as they are."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from dataclasses import asdict
 
 from rich.console import RenderableType
 
+from linearize.checkpoint.output import claim
 from linearize.cli._output import Screen, console, number, print_json, table
-from linearize.cli._progress import at_work, summary_of
+from linearize.cli._progress import as_lines, at_work, fidelity_table, summary_of
+from linearize.evaluation.report.compare import PICTURE, compare_checkpoints, write_comparison
+from linearize.evaluation.report.gather import answer
+from linearize.evaluation.report.options import CompareOptions, ReportOptions
+from linearize.evaluation.report.page import PAGE, write_report
 from linearize.jobs import events
 from linearize.jobs.evaluate import Evaluation, SideResult, Times, evaluate_checkpoint
 from linearize.jobs.events import Event
-from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.task_config import EvaluateJob
+from linearize.jobs.task_config import EvaluateJob, LongdocJob
 from linearize.training.stage_two.tasks import Task
 
 
@@ -148,3 +152,40 @@ def between(interval: tuple[float, float] | None, task: Task) -> str:
 def percent(score: float, task: Task) -> str:
     """Write a score as papers do: shares as points."""
     return f"{100 * score:.2f}" if task.percent else f"{score:.3f}"
+
+
+def report(options: ReportOptions, args: argparse.Namespace) -> None:
+    """Make the report and print the table of fidelity."""
+    out = console(to_stderr=args.json)
+    found = write_report(options, args.output, overwrite=args.overwrite, on_event=as_lines(out))
+    out.print(answer(found))
+    out.print(fidelity_table(f"Kernel against softmax ({found.inputs})", found.fidelity))
+    for line in (*found.notes, *(f"Left out: {what}" for what in found.left_out)):
+        out.print(line)
+    out.print(f"Open {args.output.rstrip('/')}/{PAGE}")
+    if args.json:
+        print_json(found.to_dict() | {"output": args.output})
+
+
+def compare(options: CompareOptions, args: argparse.Namespace) -> None:
+    """Compare, print the table, write the picture."""
+    out = console(to_stderr=args.json)
+    sources = [*options.checkpoints, options.original, options.inputs.dataset]
+    with claim(args.output, overwrite=args.overwrite, sources=sources):
+        compared = compare_checkpoints(options, as_lines(out))
+        write_comparison(compared, args.output, overwrite=args.overwrite)
+    figures = ("kl", "total_variation", "negative_share", "output_error", "cosine", "seconds", "speedup")
+    rows = [
+        [c.name, c.kernels, f"{c.parameters_added:,}", *(number(getattr(c, f)) for f in figures)]
+        for c in compared.conversions
+    ]
+    columns = ["name", "kernels", "added", "KL", "TV", "negative", "error", "cosine", "seconds", "x softmax"]
+    if compared.noisy:
+        columns[-2:] = [f"{name} (noisy)" for name in columns[-2:]]
+    at = f"; timed at {compared.timed_at}" if compared.timed_at else ""
+    out.print(table(f"On {compared.inputs}{at}", columns, rows, right=tuple(range(2, 10))))
+    for line in (*compared.verdicts, *compared.notes):
+        out.print(line)
+    out.print(f"Picture: {args.output.rstrip('/')}/{PICTURE}")
+    if args.json:
+        print_json(asdict(compared) | {"output": args.output})

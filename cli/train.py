@@ -13,9 +13,8 @@ from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
-from linearize.jobs.align import align_checkpoint
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
-from linearize.jobs.convert import ConvertResult, convert_checkpoint, distill_checkpoint
+from linearize.jobs.convert import ConvertResult, align_checkpoint, convert_checkpoint, distill_checkpoint
 from linearize.jobs.demo import run_demo
 from linearize.jobs.dry_run import AnyJob, dry_run
 from linearize.jobs.events import Callback, Event

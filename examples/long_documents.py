@@ -16,7 +16,7 @@ from typing import Any
 
 from linearize.core.events import Event, Noted, Started
 from linearize.jobs.longdoc import LongdocResult, run_longdoc
-from linearize.jobs.longdoc_config import LongdocJob
+from linearize.jobs.task_config import LongdocJob
 
 
 def main(argv: Sequence[str] | None = None) -> LongdocResult:

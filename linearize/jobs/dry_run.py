@@ -24,9 +24,8 @@ from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
-from linearize.jobs.align import open_alignment
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.convert import longest_input, open_conversion, open_distillation, put_in_kernels
+from linearize.jobs.convert import longest_input, open_alignment, open_conversion, open_distillation, put_in_kernels
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import check_output, open_tuning
 from linearize.jobs.stages import Context, check_states

@@ -23,9 +23,8 @@ from linearize.checkpoint.ownership import remove_parts
 from linearize.conversion.positions import extend_positions
 from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
 from linearize.core.options import name_of, recorded
-from linearize.jobs.align import align_checkpoint
 from linearize.jobs.config import AlignJob, ConvertJob, Job
-from linearize.jobs.convert import check_kernel, convert_checkpoint, make_plan
+from linearize.jobs.convert import align_checkpoint, check_kernel, convert_checkpoint, make_plan
 from linearize.jobs.evaluate import (
     Side,
     SideDifference,
@@ -38,8 +37,7 @@ from linearize.jobs.evaluate import (
 )
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
-from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.task_config import TuneJob
+from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import TuneConfig

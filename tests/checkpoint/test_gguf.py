@@ -175,7 +175,7 @@ def test_the_default_name_of_the_output_has_no_suffix():
 
 def test_report_finds_the_file_again(file, tmp_path, capsys, monkeypatch):
     from linearize.checkpoint.loading import load_converted
-    from linearize.evaluation.report.measure import find_original
+    from linearize.evaluation.report.inputs import find_original
 
     out = tmp_path / "linear"
     data = ["--dataset", texts(tmp_path), "--text-column", "text"]

@@ -392,7 +392,7 @@ def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatc
 
 
 def test_ctrl_c_in_reports_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("linearize.evaluation.report.measure.load_inputs", interrupt)
+    monkeypatch.setattr("linearize.evaluation.report.inputs.load_inputs", interrupt)
     for verb, names in (("report", ["linear"]), ("compare", ["linear", "linear"])):
         code, _, err = run(capsys, verb, *[folders / name for name in names], "--output", tmp_path / "out")
         assert code == 130 and "interrupted: nothing was written" in err

@@ -17,8 +17,7 @@ from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.events import ignore
 from linearize.jobs.finetune import open_tuning
 from linearize.jobs.longdoc import run_longdoc
-from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.task_config import EvaluateJob, TuneJob
+from linearize.jobs.task_config import EvaluateJob, LongdocJob, TuneJob
 from linearize.training.stage_one.processes import own_device
 
 OPTIONS = {

@@ -14,8 +14,7 @@ from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs import events
 from linearize.jobs.evaluate import SideDifference, SideResult, SideTime, Times, evaluate_checkpoint
 from linearize.jobs.longdoc import Lengths, examine, in_batches, run_longdoc, verdict, write_texts
-from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.task_config import EvaluateJob
+from linearize.jobs.task_config import EvaluateJob, LongdocJob
 from linearize.training.stage_two.config import TuneConfig
 
 FEW = {"distill_steps": 2, "align_steps": 2, "steps": 4, "batch_size": 8, "batch_tokens": 64, "save_every": 1}

@@ -10,10 +10,9 @@ from support.command_lines import run
 import linearize
 from linearize.core.errors import ConfigError, UnknownNameError
 from linearize.core.options import effective, options_of
-from linearize.jobs.config import ConvertJob
+from linearize.jobs.config import PRESETS, ConvertJob
 from linearize.jobs.convert import make_plan
-from linearize.jobs.longdoc_config import LongdocJob
-from linearize.jobs.presets import PRESETS
+from linearize.jobs.task_config import LongdocJob
 from linearize.modeling.plan import SOFTMAX
 
 CAUSAL = PRESETS["causal"].options

@@ -13,7 +13,7 @@ from linearize.checkpoint.loading import load_converted, load_model
 from linearize.core.errors import CheckpointError, ConfigError, DataError
 from linearize.evaluation.report.compare import CompareOptions, compare_checkpoints
 from linearize.evaluation.report.gather import answer, gather
-from linearize.evaluation.report.measure import find_original
+from linearize.evaluation.report.inputs import find_original
 from linearize.evaluation.report.options import InputOptions, ReportOptions
 from linearize.evaluation.report.page import write_report
 from linearize.fidelity.measure import output_difference

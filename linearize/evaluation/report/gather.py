@@ -21,8 +21,7 @@ from linearize.evaluation.bench.job import measure_speed
 from linearize.evaluation.bench.meter import Noise
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.bench.rows import Row
-from linearize.evaluation.report.inputs import token_labels
-from linearize.evaluation.report.measure import Measured, measure_checkpoint
+from linearize.evaluation.report.inputs import Measured, measure_checkpoint, token_labels
 from linearize.evaluation.report.options import ReportOptions, lengths_within
 from linearize.evaluation.report.predictions import SEVERAL, Changes, compare_predictions, has_predictions, why_not
 from linearize.fidelity.ablate import kernel_merit

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import Head
 from linearize.data.records import Example
-from linearize.training.alignment.losses import logits_loss
+from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.prepare import Given, Splits, View, open_splits

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
-from linearize.training.alignment.losses import logits_loss
+from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.metrics import agreement
 from linearize.training.stage_two.prepare import Given, need_columns
 from linearize.training.stage_two.prepared import (

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.records import Example, paired_anew
-from linearize.training.alignment.losses import pooled
+from linearize.training.alignment.objective import pooled
 from linearize.training.stage_two.metrics import ranks, retrieval
 from linearize.training.stage_two.prepare import Given, Splits, View
 from linearize.training.stage_two.prepared import (
