@@ -1,27 +1,45 @@
-"""What the verbs print: tables and JSON. People read stderr and stdout, programs read stdout with --json."""
+"""What the verbs print: tables and JSON, and what people see of long work.
+
+People read stderr and stdout, programs read stdout with --json. Long work has a bar, or lines and a heartbeat in a log.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from linearize.core.errors import printable
 from linearize.core.parsing import finite
+from linearize.jobs import events
+from linearize.jobs.events import Callback, Event
 from linearize.modeling.plan import UNKNOWN, LayerPlan, Plan
 from linearize.training.stage_one.processes import is_main
+
+if TYPE_CHECKING:
+    from linearize.fidelity.measure import Fidelity
+    from linearize.jobs.advice import Findings
+    from linearize.kernel_search.result import SearchResult, SearchStep
+    from linearize.training.alignment.loop import AlignResult, AlignStep
+    from linearize.training.stage_one.loop import DistillResult, StepReport
+    from linearize.training.stage_two.tuner import TuneStep
+
+    Report = StepReport | AlignStep | TuneStep | SearchStep
 
 ROOMY = 90
 """Columns of a terminal with room for a bar, the layers' losses, and tables of many columns."""
@@ -167,3 +185,299 @@ def number(value: float | None, digits: int = 3) -> str:
     if math.isfinite(value) and float(value).is_integer() and abs(value) > 1:
         return f"{value:.0f}"
     return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:.{digits}f}"
+
+
+EVERY, SHARE, SELDOM = 8.0, 0.1, 300.0
+"""Seconds of silence in a log after which a heartbeat speaks: 8, later a tenth of the time so far, 300 at most."""
+
+
+class Heartbeat:
+    """Says in a log, after some silence, what is still being done, less and less often; use as a context.
+
+    A terminal has progress bars instead.
+    """
+
+    def __init__(self, out: Screen, what: str) -> None:
+        self.out, self.what, self.every = out, what, EVERY
+        self.start = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        """Start."""
+        if not self.out.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _silence(self) -> float:
+        return max(self.every, min(SELDOM, SHARE * (time.monotonic() - self.start)))
+
+    def _run(self) -> None:
+        while not self._over.wait(max(0.0, self.out.spoke + self._silence() - time.monotonic())):
+            if time.monotonic() - self.out.spoke >= self._silence():
+                self.out.print(f"... {self.what} ({time.monotonic() - self.start:.0f} s so far)", soft_wrap=True)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what was kept."""
+
+
+@contextlib.contextmanager
+def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C in the block say what was kept and how to continue; `main` prints it.
+
+    A message of the work itself takes precedence. Of nested blocks the outer one decides: it knows the whole work.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise Interrupted(kept()) from None
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(str(interrupt) or kept()) from None
+
+
+class StepProgress:
+    """A bar with the loss on a terminal (without the bar on a narrow one), plain lines elsewhere."""
+
+    def __init__(self, out: Console) -> None:
+        self.out = out
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
+
+    def __call__(self, report: Report) -> None:
+        """Show a step."""
+        if not self.out.is_terminal:
+            if report.step == 1 or report.held_out is not None:
+                self.out.print(self._line(report))
+            return
+        roomy = self.out.width >= ROOMY
+        if self.bar is None:
+            count, loss = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}")
+            columns = [TextColumn("{task.description}"), count, TimeRemainingColumn(), loss]
+            if roomy:
+                columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
+            self.bar = Progress(*columns, console=self.out)
+            self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
+            self.bar.start()
+        assert self.task is not None
+        losses = list(report.losses.values())
+        layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
+        text = f"loss {report.loss:.3f}{layers}"
+        self.bar.update(self.task, description=self.stage(report), completed=report.step, loss=text)
+        if report.held_out is not None:
+            self.bar.console.print(self._line(report))
+
+    @staticmethod
+    def stage(report: Report) -> str:
+        """Return the stage of a step."""
+        return f"{report.stage}, {report.phase}" if report.phase else report.stage
+
+    @classmethod
+    def where(cls, report: Report) -> str:
+        """Return a step's number and times."""
+        stage = f"{cls.stage(report)}, " if report.phase else ""
+        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
+
+    @classmethod
+    def short(cls, report: Report) -> str:
+        """Return a step's number, times and loss."""
+        return f"{cls.where(report)}: loss {report.loss:.4f}"
+
+    @classmethod
+    def _line(cls, report: Report) -> str:
+        layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in report.losses.values())}" if report.losses else ""
+        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
+        return f"{cls.short(report)}{held_out}{layers}"
+
+    def stop(self) -> None:
+        """Remove the bar from the screen."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+class Work:
+    """Shows the events of long work, as the callback of a job.
+
+    Attributes:
+        out: the console.
+        learns: introduces the line about the data.
+        beat: says in a log what is being done.
+        progress: the bar.
+        findings: what the job found, once it is over.
+    """
+
+    def __init__(self, out: Screen, what: str, learns: str) -> None:
+        self.out, self.learns = out, learns
+        self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
+        self.findings: Findings | None = None
+        self._last: Report | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        out, beat = self.out, self.beat
+        match event:
+            case events.Planned(plan):
+                out.print(plan_table(plan))
+            case events.PositionsExtended(report):
+                out.print(f"Inputs: {report.note}")
+            case events.DataOpened(description):
+                out.print(f"{self.learns}: {description}")
+                beat.what = "measuring the start"
+            case events.StepDone(report):
+                self._last = report
+                self.progress(report)
+                done = report.step == report.steps
+                beat.what = "measuring the result" if done else f"training, {self.progress.short(report)}"
+            case events.Logged(entry):
+                # A line of a log also says how much time is left, as the bar does on a terminal.
+                timed = self._last is not None and self._last.step == entry["step"]
+                out.print(log_line(entry, self.progress.where(self._last) if self._last and timed else None))
+            case events.Noted(text):
+                out.print(text)
+            case events.Started(what):
+                beat.what = what
+            case events.Searched(searched):
+                self.progress.stop()
+                beat.what = "what follows the search"
+                show_search(out, searched)
+            case events.Distilled(distilled):
+                self.progress.stop()
+                beat.what = "what follows stage one"
+                out.print(summary_of(distilled))
+                title = "Kernel against softmax, before > after stage one"
+                title = f"{title} ({distilled.before.queries} held-out queries)"
+                out.print(fidelity_table(title, distilled.after, distilled.before))
+            case events.Aligned(aligned):
+                self.progress.stop()
+                out.print(closeness_table(aligned))
+            case events.Concluded(findings):
+                self.findings = findings
+
+
+@contextlib.contextmanager
+def at_work(
+    out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written", learns: str = "Data"
+) -> Iterator[Work]:
+    """Show long work: its events, what is being done (first `what`), and what an interrupt left (`on_interrupt`)."""
+    work = Work(out, what, learns)
+    try:
+        with work.beat, on_interrupt(kept):
+            yield work
+    finally:
+        work.progress.stop()
+
+
+def as_lines(out: Console) -> Callback:
+    """Return a callback that prints a line at the start of anything slow."""
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, events.Started):
+            out.print(f"... {event.what}", markup=False)
+
+    return on_event
+
+
+def show_findings(out: Console, findings: Findings) -> None:
+    """Print what a job found and what comes next; lines to copy are not folded."""
+    for line in findings.lines():
+        out.print(line, soft_wrap=True)
+
+
+HIDDEN = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time")
+
+
+def log_line(entry: dict[str, float], where: str | None = None) -> str:
+    """Write one entry of the trainer's log; `where` replaces its step."""
+    shown = {name: value for name, value in entry.items() if isinstance(value, float) and "per_second" not in name}
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in HIDDEN)
+    where = where or f"step {entry['step']}/{entry['steps']}"
+    return f"{where}: {figures}"
+
+
+def summary_of(result: DistillResult) -> str:
+    """Say in one line what stage one did."""
+    if result.stopped == "nothing to learn":
+        return "Stage one skipped: no kernel of this plan has anything to learn."
+    return (
+        f"Stage one: {result.steps} steps in {result.seconds:.0f} s, ended by {result.stopped}; "
+        f"kept step {result.best_step}."
+    )
+
+
+def fidelity_table(title: str, after: Fidelity, before: Fidelity | None = None) -> Group:
+    """Show how close each layer is to softmax, if `before` is given before and after stage one."""
+    figures = ["kl", "total_variation", "negative_share", "output_error"]
+    columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
+    rows = [[layer.module, layer.kernel, *(number(getattr(layer, f)) for f in figures)] for layer in after.layers]
+    rows.append(["mean", "", *(number(after.mean(f)) for f in figures)])
+    if before is not None:
+        earlier = [[getattr(layer, f) for f in figures] for layer in before.layers]
+        for row, values in zip(rows, [*earlier, [before.mean(f) for f in figures]], strict=True):
+            row[2:] = [f"{number(value)} > {text}" for value, text in zip(values, row[2:], strict=True)]
+        if after.mean("window_error") is not None:
+            # The control: softmax's weight outside the window, and the error of the window alone.
+            columns += ["far mass", "window alone"]
+            for row, layer in zip(rows, after.layers, strict=False):
+                row += [number(layer.far_mass), number(layer.window_error)]
+            rows[-1] += [number(after.mean("far_mass")), number(after.mean("window_error"))]
+    return table(title, columns, rows, right=tuple(range(2, len(columns))))
+
+
+def closeness_table(result: AlignResult) -> Group:
+    """Show how close the whole model is to its teacher, before and after the alignment."""
+    before, after = result.before, result.after
+    rows = [
+        [f"hidden state, {name}", "relative error", f"{error:.3f} > {after.layers[name]:.3f}"]
+        for name, error in before.layers.items()
+    ]
+    rows.append(["pooled output", "cosine", f"{before.cosine:.4f} > {after.cosine:.4f}"])
+    if before.logits is not None:
+        rows.append(["logits", "divergence", f"{before.logits:.4f} > {after.logits:.4f}"])
+    kept = f"kept step {result.best_step}" if result.best_step else "nothing better than the start was found"
+    title = f"Whole model against its original, before > after {result.steps} steps of alignment ({kept})"
+    return table(title, ["what", "figure", "before > after"], rows, right=(2,))
+
+
+def show_search(out: Console, result: SearchResult) -> None:
+    """Print each layer's choice with its reason, and the points."""
+    from linearize.kernel_search.result import WORTH
+
+    rows = [[x.layer, x.module, x.label, f"{x.error:.3f}", f"{x.share:.3g}", x.why] for x in result.layers]
+    columns = ["layer", "module", "becomes", "output error", "of softmax's time", "why"]
+    title = f"The plan, within {result.limit:.3g} of softmax's time at {result.length:,} tokens"
+    out.print(table(title, columns, rows, right=(0, 3, 4)))
+    points = [
+        [
+            f"{point.name}{' *' if point.efficient else ''}",
+            point.kernels,
+            f"{point.error:.4g}",
+            f"{point.cosine:.4f}",
+            f"{point.share:.3g}",
+            f"{point.seconds:.3g}",
+            "-" if point.bytes is None else f"{point.bytes / 2**20:,.0f}",
+        ]
+        for point in result.points
+    ]
+    columns = ["choice", "kernels", "error", "pooled cosine", "of softmax's time", "seconds", "MiB"]
+    title = f"Whole model against its original, not aligned; error: {result.figure}"
+    out.print(table(title, columns, points, right=(2, 3, 4, 5, 6)))
+    out.print("*: nothing else is both closer and cheaper. -: memory was not measured.")
+    uniform = result.uniform
+    if uniform is not None:
+        kernel = uniform.name.removesuffix(" everywhere").partition("(")[0].strip()
+        text = f"{uniform.name} is as good: error {uniform.error:.4g}, at {uniform.share:.3g} of softmax's time"
+        out.print(f"{text}; the simpler choice is: --kernel {kernel}")
+    elif result.gain is not None:
+        how = f"{result.gain:.1%} below" if result.gain >= WORTH else "as large as"
+        plan = f"The plan's error is {how} that of {result.reference} everywhere"
+        out.print(f"{plan}, at {result.points[0].share:.3g} of softmax's time.")
+    out.print(f"Search: {result.steps} steps, {result.tried} plans tried, {result.seconds:.0f} s.")
+    if result.noisy:
+        out.print("The machine was noisy while costs were measured; measure them again with --remeasure.")

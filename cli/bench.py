@@ -11,8 +11,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from linearize.attention.interface import linear_attentions
-from linearize.cli._output import Screen, console, print_json, table
-from linearize.cli._progress import as_lines
+from linearize.cli._output import Screen, as_lines, console, print_json, table
 from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.errors import ConfigError
 from linearize.core.events import Event, Started

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint import push as hub
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.cli._output import console, plan_table, print_json
-from linearize.cli._progress import at_work, on_interrupt
+from linearize.cli._output import at_work, console, on_interrupt, plan_table, print_json
 from linearize.core.errors import UnsupportedModelError
 from linearize.jobs import events
 from linearize.jobs.config import ExportJob, InitJob

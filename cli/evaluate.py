@@ -9,8 +9,17 @@ from dataclasses import asdict
 from rich.console import RenderableType
 
 from linearize.checkpoint.output import claim
-from linearize.cli._output import Screen, console, number, print_json, table
-from linearize.cli._progress import as_lines, at_work, fidelity_table, summary_of
+from linearize.cli._output import (
+    Screen,
+    as_lines,
+    at_work,
+    console,
+    fidelity_table,
+    number,
+    print_json,
+    summary_of,
+    table,
+)
 from linearize.evaluation.report.compare import PICTURE, compare_checkpoints, write_comparison
 from linearize.evaluation.report.gather import answer
 from linearize.evaluation.report.options import CompareOptions, ReportOptions

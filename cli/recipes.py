@@ -9,8 +9,7 @@ from pathlib import Path
 import yaml
 from rich.console import Group
 
-from linearize.cli._output import Screen, console, print_json, table
-from linearize.cli._progress import StepProgress, log_line
+from linearize.cli._output import Screen, StepProgress, console, log_line, print_json, table
 from linearize.core.errors import ConfigError, printable
 from linearize.core.events import Callback, Event
 from linearize.core.parsing import check_file

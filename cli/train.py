@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
-from linearize.cli._output import Screen, console, plan_table, print_json, table
-from linearize.cli._progress import at_work, show_findings
+from linearize.cli._output import Screen, at_work, console, plan_table, print_json, show_findings, table
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.evaluation.bench.rows import mebibytes

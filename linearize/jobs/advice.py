@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from linearize.fidelity.ablate import KernelMerit
     from linearize.jobs.stages import Context
     from linearize.jobs.task_config import TuneJob
-    from linearize.training.stage_two.prepared import TaskData
+    from linearize.training.stage_two.prepare import TaskData
 
 SWITCHES = ("--resume", "--overwrite", "--json")
 """Options without a value that concern one run, not the job."""

@@ -19,8 +19,7 @@ from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
 from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task, load_processor, load_teacher
-from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.prepare import TaskData, hold_out, prepare
 from linearize.training.stage_two.save import (
     check_work,
     last_checkpoint,

@@ -15,9 +15,8 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.cli import _output, _progress
-from linearize.cli._output import Screen, console, print_json, table
-from linearize.cli._progress import Heartbeat, StepProgress
+from linearize.cli import _output
+from linearize.cli._output import Heartbeat, Screen, StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError
 from linearize.jobs.events import Saved
@@ -200,12 +199,12 @@ def test_a_log_hears_of_longer_work_less_often():
     beat = Heartbeat(console(), "reading")
     lines, now = 0, 0.0
     while now < 4200:
-        now += max(_progress.EVERY, min(_progress.SELDOM, _progress.SHARE * now))
+        now += max(_output.EVERY, min(_output.SELDOM, _output.SHARE * now))
         lines += 1
     beat.start = time.monotonic() - 1000
     assert lines < 60 and beat._silence() == pytest.approx(100, abs=1)
     beat.start = time.monotonic()
-    assert beat._silence() == _progress.EVERY
+    assert beat._silence() == _output.EVERY
 
 
 def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
@@ -234,7 +233,7 @@ def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
 
 def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
     """Their work takes minutes on a busy machine: never ten seconds of a log without a line."""
-    assert _progress.EVERY < 10
+    assert _output.EVERY < 10
     monkeypatch.setattr(_progress, "EVERY", 0.1)
     beats, say = threading.Semaphore(0), Screen.print
 

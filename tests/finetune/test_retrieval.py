@@ -15,8 +15,7 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.jobs.synthetic.sets import make
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import ranks, retrieval
-from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import DataOptions
+from linearize.training.stage_two.prepare import DataOptions, prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
 

@@ -13,8 +13,7 @@ from support.command_lines import run
 from linearize.core.errors import ConfigError
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor
-from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import DataOptions
+from linearize.training.stage_two.prepare import DataOptions, prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import check_checkpointing, checkpointing, finetune
 

@@ -25,8 +25,7 @@ from linearize.training.stage_two.load import (
     load_processor,
     load_teacher,
 )
-from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import IGNORED, hold_out
+from linearize.training.stage_two.prepare import IGNORED, hold_out, prepare
 from linearize.training.stage_two.tasks import TASKS, task
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.stage_two.tuner import KERNEL_RATE, Tuner

@@ -47,8 +47,7 @@ from linearize.training.stage_two.load import (
     load_processor,
     load_teacher,
 )
-from linearize.training.stage_two.prepare import Given, located, prepare, raw_table
-from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.prepare import Given, TaskData, hold_out, located, prepare, raw_table
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
 

@@ -28,7 +28,7 @@ from linearize.training.stage_one.processes import Interrupts, under_fsdp
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import check_teacher, freeze
 from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
-from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.prepare import TaskData, hold_out
 from linearize.training.stage_two.save import (
     check_started,
     check_weights,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from linearize.core.errors import ConfigError, DataError
-from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import IGNORED, Row, TaskData, pad_with_labels, row_facts
+from linearize.training.stage_two.prepare import IGNORED, Given, Row, TaskData, need_columns, pad_with_labels, row_facts
 from linearize.training.stage_two.task_types.language import CausalType
 
 if TYPE_CHECKING:

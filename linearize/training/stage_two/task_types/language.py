@@ -19,13 +19,14 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.columns import column_kinds, find_column
 from linearize.training.stage_two.metrics import PositionLoss, losses_by_position, perplexity, range_sums
-from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import (
+from linearize.training.stage_two.prepare import (
     IGNORED,
+    Given,
     Logits,
     Predictions,
     Row,
     TaskData,
+    need_columns,
     pad_with_labels,
     row_facts,
     stable_seed,

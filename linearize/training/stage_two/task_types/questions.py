@@ -15,13 +15,14 @@ from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.metrics import agreement
-from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import (
+from linearize.training.stage_two.prepare import (
     TOKEN_FIELDS,
     Facts,
+    Given,
     Predictions,
     Row,
     TaskData,
+    need_columns,
     row_facts,
     tokenise,
 )

@@ -12,14 +12,15 @@ from torch import Tensor
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.stage_two.metrics import entity_counts
-from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import (
+from linearize.training.stage_two.prepare import (
     IGNORED,
     TOKEN_FIELDS,
+    Given,
     Logits,
     Predictions,
     Row,
     TaskData,
+    need_columns,
     pad_with_labels,
     row_facts,
 )
