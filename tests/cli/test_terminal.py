@@ -172,7 +172,7 @@ def show(*reports):
 
 
 def heard(work, monkeypatch, stream):
-    monkeypatch.setattr(_progress, "EVERY", 0.1)
+    monkeypatch.setattr(_output, "EVERY", 0.1)
     with redirect_stdout(stream):
         out = console()
         with Heartbeat(out, "reading") as beat:
@@ -209,8 +209,7 @@ def test_a_log_hears_of_longer_work_less_often():
 
 def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
     now, spoken = [0.0], [5.0, 12.0, 15.0, 30.0]
-    for module in (_progress, _output):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_output, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def wait(seconds):
         """Let the time pass, with what is said in it; the work is over after 37 seconds."""
@@ -234,7 +233,7 @@ def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
 def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
     """Their work takes minutes on a busy machine: never ten seconds of a log without a line."""
     assert _output.EVERY < 10
-    monkeypatch.setattr(_progress, "EVERY", 0.1)
+    monkeypatch.setattr(_output, "EVERY", 0.1)
     beats, say = threading.Semaphore(0), Screen.print
 
     def spy(self, *objects, **options):
