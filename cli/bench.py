@@ -7,14 +7,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from rich.console import Group
-from rich.markup import escape
-from rich.status import Status
 
 from linearize.attention.interface import linear_attentions
 from linearize.cli._output import Screen, as_lines, console, print_json, table
 from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.errors import ConfigError
-from linearize.core.events import Event, Started
 from linearize.core.options import options_of
 from linearize.core.parsing import check_file
 from linearize.evaluation.bench.job import LENGTHS, BenchResult, checked, make_suites, run_bench
@@ -37,11 +34,7 @@ def bench(job: BenchOptions, args: argparse.Namespace) -> None:
     prepare_native(args, options.device, out)
     if args.explain_backend:
         explain_suites(out, options)
-    progress = Progress(out)
-    try:
-        result = run_bench(options, progress)
-    finally:
-        progress.stop()
+    result = run_bench(options, as_lines(out))
     show(out, result)
     if args.plot:
         write_plot(result.rows, args.plot)
@@ -73,30 +66,6 @@ def _refuse(given: Collection[str], names: tuple[str, ...], why: str) -> None:
     for name in names:
         if name in given:
             raise ConfigError(f"bench: {why}; leave --{name.replace('_', '-')} out")
-
-
-class Progress:
-    """Shows what is being measured: with a spinner on a terminal, as plain lines elsewhere."""
-
-    def __init__(self, out: Screen) -> None:
-        self.out = out
-        self.status: Status | None = None
-
-    def __call__(self, event: Event) -> None:
-        """Show an event."""
-        if not self.out.is_terminal:
-            as_lines(self.out)(event)
-        elif isinstance(event, Started):
-            if self.status is None:
-                self.status = self.out.status("")
-                self.status.start()
-            self.status.update(escape(event.what))
-
-    def stop(self) -> None:
-        """Remove the spinner."""
-        if self.status is not None:
-            self.status.stop()
-            self.status = None
 
 
 def explain_suites(out: Screen, options: BenchOptions) -> None:

@@ -22,7 +22,7 @@ from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, 
 from linearize.core.heads import Modality
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
-from linearize.training.alignment.pair import check_teacher as check_original_of
+from linearize.training.alignment.objective import check_teacher as check_original_of
 from linearize.training.stage_two.prepare import TaskData, copy_tokenizer
 
 if TYPE_CHECKING:

@@ -197,7 +197,7 @@ TASKS: dict[str, Task] = {
         ),
         _language(
             "chat",
-            "linearize.training.stage_two.task_types.chat:Chat",
+            "linearize.training.stage_two.task_types.language:Chat",
             "conversations: what the assistant says next, by the tokenizer's chat template",
             columns=("messages",),
         ),
@@ -221,7 +221,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "question-answering",
-            "linearize.training.stage_two.task_types.questions:QuestionAnswering",
+            "linearize.training.stage_two.task_types.tokens:QuestionAnswering",
             "the answer's span in a text, SQuAD's columns",
             dataset="rajpurkar/squad",
             columns=("question", "context"),

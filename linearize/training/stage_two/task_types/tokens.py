@@ -1,20 +1,27 @@
-"""Classification of tokens: a tag for every word, learned and scored on each word's first piece."""
+"""Tags for words, learned and scored on each word's first piece; and question answering by spans, SQuAD's columns.
+
+A long text becomes several overlapping rows of a question.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
-from linearize.training.stage_two.metrics import entity_counts
+from linearize.training.alignment.objective import logits_loss
+from linearize.training.stage_two.metrics import agreement, entity_counts
 from linearize.training.stage_two.prepare import (
     IGNORED,
     TOKEN_FIELDS,
+    Facts,
     Given,
     Logits,
     Predictions,
@@ -23,11 +30,13 @@ from linearize.training.stage_two.prepare import (
     need_columns,
     pad_with_labels,
     row_facts,
+    tokenise,
 )
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskType, first_output
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import BatchEncoding
 
 
 class TokenClassification(TaskType):
@@ -136,3 +145,136 @@ def most_frequent(labels: Predictions) -> Iterable[np.ndarray]:
     labels = np.asarray(labels)
     known = labels[labels != IGNORED]
     return (np.full_like(labels, np.bincount(known).argmax()),) if len(known) else ()
+
+
+BEST, LONGEST = 20, 30
+"""Starts and ends that are tried per row, and the longest answer in tokens, as in the usual SQuAD scripts."""
+FAR_BELOW = -1e4
+"""Logit of a padded place, which cannot be an answer."""
+
+
+class QuestionAnswering(TaskType):
+    """Questions with a text each, and the answer's span in the text."""
+
+    head = HEADS["question-answering"]
+    columns = 2
+    label_fields = ("start_positions", "end_positions")
+
+    def prepare(self, given: Given) -> TaskData:
+        """Read questions, texts and answers.
+
+        Raises:
+            DataError: if a column is missing or answers do not have SQuAD's form.
+            ConfigError: if the tokenizer does not know its characters.
+        """
+        self.fast_tokenizer("question answering", "which knows its characters")
+        splits = self.open_splits(given, raw=True)
+        held = splits.validation
+        for table in (held, splits.train):
+            self._check_texts(table)
+        whole = tokenise(self.tokenizer, held[self.task.columns[0]], held[self.task.columns[1]], None)
+        lengths = [len(row["input_ids"]) for row in whole]
+        if self.options.auto_length:
+            # Rows are padded to this length.
+            most = min(self.options.max_length, max(lengths, default=2))
+            self.options = dataclasses.replace(self.options, max_length=most)
+        validation = self._rows(held)
+        self.measured = validation
+        self.texts = list(held[self.task.columns[1]])
+        self.answers = [entry["text"] for entry in held[str(self.task.label)]]
+        facts: Facts = row_facts(lengths, self.options)
+        # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
+        facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
+        facts["split_share"] = round(float(np.mean(np.array(lengths) > self.options.max_length)), 4)
+        return TaskData(self, self._rows(splits.train), validation, splits.description, facts=facts)
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return token fields [B, T], which are padded already, and the answers' places [B]."""
+        names = (*TOKEN_FIELDS, *self.label_fields)
+        return {name: torch.tensor([row[name] for row in rows]) for name in names if name in rows[0]}
+
+    def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
+        """Return each question's `agreement` [Q, 2], from start and end logits of all rows [R, T]."""
+        start, end = (np.asarray(part) for part in predictions[:2])
+        guesses = best_answers(start, end, self.measured, self.texts, not all(self.answers))
+        return (np.array([agreement(guess, known) for guess, known in zip(guesses, self.answers, strict=True)]),)
+
+    @classmethod
+    def teacher_loss(
+        cls, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the mean divergence of the answers' starts and ends from the teacher's."""
+        padded = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0
+        losses = []
+        for name in ("start_logits", "end_logits"):
+            mine, theirs = (getattr(side, name).masked_fill(padded, FAR_BELOW) for side in (student, teacher))
+            losses.append(logits_loss(mine, theirs, temperature=temperature))
+        return torch.stack(losses).mean()
+
+    def _check_texts(self, table: Dataset) -> None:
+        question, context = self.task.columns
+        need_columns(table, (question, context, str(self.task.label)), "question answering")
+        for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
+            if not all(isinstance(text, str) for text in texts):
+                raise DataError(
+                    f"question answering: got row {owner} without {question} or {context}, expected both texts"
+                )
+
+    def _rows(self, table: Dataset) -> list[Row]:
+        question, context = self.task.columns
+        options = self.options
+        rows: list[Row] = []
+        columns = (table[question], table[context], table[str(self.task.label)])
+        for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):
+            if not isinstance(answer, dict) or not {"text", "answer_start"} <= answer.keys():
+                raise DataError(f"question answering: got {self.task.label} {answer!r}, expected text and answer_start")
+            coded = self.tokenizer(
+                asked,
+                text,
+                truncation="only_second",
+                max_length=options.max_length,
+                stride=min(options.stride or 128, options.max_length // 4),
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                padding="max_length",
+            )
+            rows += [_row(coded, piece, owner, answer) for piece in range(len(coded["input_ids"]))]
+        return rows
+
+
+def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:
+    """Return one row; an answer that is not wholly inside is answered by the first token."""
+    inside = [part == 1 for part in coded.sequence_ids(piece)]
+    offsets = [tuple(pair) if keep else None for pair, keep in zip(coded["offset_mapping"][piece], inside, strict=True)]
+    start = end = 0
+    if answer["text"]:
+        first = answer["answer_start"][0]
+        last = first + len(answer["text"][0])
+        begins = [i for i, pair in enumerate(offsets) if pair and pair[0] <= first < pair[1]]
+        ends = [i for i, pair in enumerate(offsets) if pair and pair[0] < last <= pair[1]]
+        if begins and ends:
+            start, end = begins[0], ends[-1]
+    fields = {name: coded[name][piece] for name in TOKEN_FIELDS if name in coded}
+    return {**fields, "start_positions": start, "end_positions": end, "owner": owner, "offsets": offsets}
+
+
+def best_answers(
+    start: np.ndarray, end: np.ndarray, rows: Sequence[Row], texts: Sequence[str], empty: bool
+) -> list[str]:
+    """Return the best span of each text over its rows, from start and end logits [R, T].
+
+    `empty` says whether "no answer" is one of the choices, as in SQuAD 2.
+    """
+    best: dict[int, tuple[float, str]] = defaultdict(lambda: (-np.inf, ""))
+    for place, row in enumerate(rows):
+        nothing = float(start[place, 0] + end[place, 0])
+        if empty and nothing > best[row["owner"]][0]:
+            best[row["owner"]] = (nothing, "")
+        for first in np.argsort(-start[place])[:BEST]:
+            for last in np.argsort(-end[place])[:BEST]:
+                pair = row["offsets"][first], row["offsets"][last]
+                score = float(start[place, first] + end[place, last])
+                if None in pair or not 0 <= last - first < LONGEST or score <= best[row["owner"]][0]:
+                    continue
+                best[row["owner"]] = (score, texts[row["owner"]][pair[0][0] : pair[1][1]])
+    return [best[owner][1] for owner in range(len(texts))]
