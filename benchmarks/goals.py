@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks.bound import peak_rate, with_bound
 from benchmarks.public_op import PublicOpSuite, installed
 from linearize.attention.native import engine
-from linearize.cli._output import console, print_json, table
-from linearize.cli.bench import Progress, show
+from linearize.cli._output import as_lines, console, print_json, table
+from linearize.cli.bench import show
 from linearize.core.events import Callback, ignore
 from linearize.evaluation.bench.job import BenchResult, checked, run_tasks, threads
 from linearize.evaluation.bench.meter import check_dtype
@@ -207,12 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, and print each goal with its figure."""
     args = parse(argv)
     out = console(to_stderr=args.json)
-    progress = Progress(out)
-    try:
-        options = BenchOptions(device=args.device, repeats=args.repeats, threads=args.threads)
-        result, verdicts = run_goals(options, progress)
-    finally:
-        progress.stop()
+    options = BenchOptions(device=args.device, repeats=args.repeats, threads=args.threads)
+    result, verdicts = run_goals(options, as_lines(out))
     show(out, result)
     rows = [[v.what, v.goal, "-" if v.measured is None else f"{v.measured:.2f} {v.unit}", v.verdict] for v in verdicts]
     passed = sum(v.verdict == "pass" for v in verdicts)

@@ -10,8 +10,8 @@ import argparse
 
 from benchmarks.alignment import AlignmentSuite
 from benchmarks.stage_one import StageOneSuite
-from linearize.cli._output import console, print_json
-from linearize.cli.bench import Progress, show
+from linearize.cli._output import as_lines, console, print_json
+from linearize.cli.bench import show
 from linearize.core.options import parse_lengths
 from linearize.evaluation.bench.job import checked, run_tasks, threads
 from linearize.evaluation.bench.models import BERT_BASE, BenchModel
@@ -45,13 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     model = BenchModel(args.model, args.kernel, layers=args.layers, longest=lengths[-1], device=options.device)
     suite = SUITES[args.step](model)
     out = console(to_stderr=args.json)
-    progress = Progress(out)
-    try:
-        with threads(options.threads):
-            suite.check()
-            result = run_tasks([(suite, tokens) for tokens in lengths], options, progress)
-    finally:
-        progress.stop()
+    with threads(options.threads):
+        suite.check()
+        result = run_tasks([(suite, tokens) for tokens in lengths], options, as_lines(out))
     show(out, result)
     if args.json:
         print_json(result.to_dict())

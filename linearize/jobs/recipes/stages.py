@@ -262,7 +262,7 @@ def _record_file(record: dict[str, Any]) -> dict[str, str]:
 def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
     """Return a task's rows as the batches of stage one and the alignment, which need no labels.
 
-    The rows held out are those of stage two (`stage_two.prepared`); the validation rows are only reported.
+    The rows held out are those of stage two (`stage_two.prepare`); the validation rows are only reported.
     """
     split = hold_out(data, seed=seed)
     assert split.selection is not None
