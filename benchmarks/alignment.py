@@ -21,7 +21,8 @@ from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.rows import Row, ratio
 from linearize.training.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, trained_parameters
-from linearize.training.alignment.objective import Objective, Pair, make_pair
+from linearize.training.alignment.objective import Objective
+from linearize.training.alignment.pair import Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from linearize.fidelity.ablate import KernelMerit
     from linearize.jobs.stages import Context
     from linearize.jobs.task_config import TuneJob
-    from linearize.training.stage_two.prepare import TaskData
+    from linearize.training.stage_two.prepared import TaskData
 
 SWITCHES = ("--resume", "--overwrite", "--json")
 """Options without a value that concern one run, not the job."""
@@ -239,7 +239,7 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
 
 
 def _of_evaluation(job: TuneJob) -> dict[str, object]:
-    """Return the options that measure a tuned model as it was tuned."""
+    """Return the options that measure a model on the task that it was tuned on."""
     from linearize.training.stage_two.tasks import TASKS
 
     task = job.task

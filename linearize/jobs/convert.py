@@ -39,7 +39,7 @@ from linearize.jobs.stages import (
 )
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
-from linearize.training.alignment.objective import check_teacher
+from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_one.loop import usual_length, within
 from linearize.training.stage_one.processes import is_main, under_fsdp
 

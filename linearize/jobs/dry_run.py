@@ -37,7 +37,7 @@ from linearize.training.alignment.loop import align
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.processes import check_alone
-from linearize.training.stage_two.prepare import Chosen
+from linearize.training.stage_two.prepared import Chosen
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.trackers import reporter
 

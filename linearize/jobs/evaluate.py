@@ -33,7 +33,8 @@ from linearize.training.stage_two.load import (
     whole_length,
 )
 from linearize.training.stage_two.metrics import BALANCED, Measured, PositionLoss
-from linearize.training.stage_two.prepare import Facts, Given, TaskData, prepare
+from linearize.training.stage_two.prepare import Given, prepare
+from linearize.training.stage_two.prepared import Facts, TaskData
 from linearize.training.stage_two.task_types.text import TOKENS
 from linearize.training.stage_two.tasks import Task, above_chance, recovery
 from linearize.training.stage_two.trainer import measure_with_interval

@@ -42,7 +42,8 @@ from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_processor
-from linearize.training.stage_two.prepare import TaskData, located, open_splits, prepare
+from linearize.training.stage_two.prepare import located, open_splits, prepare
+from linearize.training.stage_two.prepared import TaskData
 from linearize.training.stage_two.save import STARTED, check_started, remove_work, without_folders, write_started
 
 RESULTS, TIMES = "results.json", "times.json"

@@ -24,18 +24,8 @@ from linearize.fidelity.teacher import body_of, softmax_output
 from linearize.kernel_search.table import Choice
 from linearize.kernel_search.trainer import Candidates
 from linearize.modeling.plan import SOFTMAX
-from linearize.training.alignment.objective import (
-    FAR_BELOW,
-    Block,
-    Outputs,
-    divergence,
-    find_blocks,
-    flat,
-    is_regression,
-    masked_rows,
-    pooled,
-    run,
-)
+from linearize.training.alignment.objective import FAR_BELOW, divergence, flat, is_regression, masked_rows, pooled
+from linearize.training.alignment.pair import Block, Outputs, find_blocks, run
 from linearize.training.stage_one.processes import autocast
 
 

@@ -16,7 +16,8 @@ from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.alignment.objective import OUTPUT, Objective, Share, find_blocks, make_pair, measure, size_of
+from linearize.training.alignment.objective import Objective, Share, measure, size_of
+from linearize.training.alignment.pair import OUTPUT, find_blocks, make_pair
 from linearize.training.stage_one.run import StateFolder
 
 

@@ -12,8 +12,9 @@ from support.command_lines import run
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.prepare import IGNORED, prepare
-from linearize.training.stage_two.task_types.language import encode
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.prepared import IGNORED
+from linearize.training.stage_two.task_types.chat import encode
 from linearize.training.stage_two.tasks import task
 
 TEMPLATE = (

@@ -9,7 +9,8 @@ import linearize
 from linearize.core.errors import ConfigError
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor
-from linearize.training.stage_two.prepare import IGNORED, check_extra_pairs, hold_out, prepare
+from linearize.training.stage_two.prepare import check_extra_pairs, prepare
+from linearize.training.stage_two.prepared import IGNORED, hold_out
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.tuner import Tuner
 

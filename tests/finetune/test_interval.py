@@ -16,7 +16,8 @@ from linearize.training.stage_two.metrics import (
     percentiles,
     resampled_scores,
 )
-from linearize.training.stage_two.prepare import IGNORED, DataOptions, text_facts, tokenise
+from linearize.training.stage_two.prepare import DataOptions
+from linearize.training.stage_two.prepared import IGNORED, text_facts, tokenise
 from linearize.training.stage_two.tasks import TASKS, recovery
 
 

@@ -14,7 +14,8 @@ from linearize.data.records import paired_anew
 from linearize.training.adapters import LoraConfig
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import load_for_task, load_processor
-from linearize.training.stage_two.prepare import IGNORED, DataOptions, hold_out, prepare, selection_size
+from linearize.training.stage_two.prepare import DataOptions, prepare
+from linearize.training.stage_two.prepared import IGNORED, hold_out, selection_size
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.stage_two.tuner import Tuner

@@ -11,6 +11,7 @@ import pytest
 
 from linearize.core.errors import ConfigError, DataError, UnknownNameError
 from linearize.jobs.synthetic import sets
+from linearize.jobs.synthetic import texts as made_texts
 from linearize.jobs.synthetic.sets import SETS, make, pixel_text
 from linearize.jobs.synthetic.tokenizers import SPECIAL, make_tokenizer
 
@@ -144,7 +145,7 @@ def test_pathfinder(tmp_path):
 
 def test_retrieval(tmp_path):
     texts = [f"{chr(97 + i) * 4}{chr(65 + i) * 4}" for i in range(9)]
-    rows = sets.halves(sets.Halves(longest=3), texts)
+    rows = made_texts.halves(made_texts.Halves(longest=3), texts)
     for row in rows:
         assert len(row["text1"]) == len(row["text2"]) == 3
         assert (row["text1"][0] == row["text2"][0].lower()) == bool(row["label"])
@@ -153,21 +154,21 @@ def test_retrieval(tmp_path):
         for label in (0, 1):
             assert len({row[half] for row in rows if row["label"] == label}) == 9, "no half tells the label by itself"
     long = [f"{text}{text.upper()}" for text in texts[:5]]
-    rows = sets.halves(sets.Halves(longest=8, shortest=16), texts + long)
+    rows = made_texts.halves(made_texts.Halves(longest=8, shortest=16), texts + long)
     assert len(rows) == 10 and all(len(row["text1"]) == len(row["text2"]) == 8 for row in rows), "no length tells"
     with pytest.raises(DataError, match=r"got 1 texts of 16 characters or more"):
-        sets.halves(sets.Halves(shortest=16), texts + long[:1])
+        made_texts.halves(made_texts.Halves(shortest=16), texts + long[:1])
     texts_of_ten = [f"{n}{n}{n}abcd{n}{n}{n}" for n in range(4)]
-    for row in sets.halves(sets.Halves(longest=6, overlap=4), texts_of_ten):
+    for row in made_texts.halves(made_texts.Halves(longest=6, overlap=4), texts_of_ten):
         first, second = row["text1"], row["text2"]
         assert first[2:] == second[:4] == "abcd" and (first[0] == second[-1]) == bool(row["label"])
     for wrong in ({"shortest": -1}, {"overlap": -1}, {"longest": 5, "overlap": 5}):
         with pytest.raises(ConfigError, match=r"retrieval, (shortest|overlap): got -1|expected less than longest"):
-            sets.Halves(**wrong)
+            made_texts.Halves(**wrong)
     (tmp_path / "set.txt").write_text("\n".join(texts * 6))
     made = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
     assert set(made.tables["train"].column_names) == {"text1", "text2", "label"}
-    for name in sets.RELEASED.values():
+    for name in made_texts.RELEASED.values():
         (tmp_path / name).write_text('1\t3\t4\tone text\tanother\n0.0\t5\t6\ta "b\tc\n')
     made = make("retrieval", {}, str(tmp_path))
     assert made.tables["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}

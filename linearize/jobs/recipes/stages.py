@@ -45,10 +45,11 @@ from linearize.training.stage_two.load import (
     fresh_model,
     load_for_task,
     load_processor,
-    load_teacher,
 )
-from linearize.training.stage_two.prepare import Given, TaskData, hold_out, located, prepare, raw_table
+from linearize.training.stage_two.prepare import Given, located, prepare, raw_table
+from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record
+from linearize.training.stage_two.teacher import load_teacher
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ def _record_file(record: dict[str, Any]) -> dict[str, str]:
 def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
     """Return a task's rows as the batches of stage one and the alignment, which need no labels.
 
-    The rows held out are those of stage two (`stage_two.prepare`); the validation rows are only reported.
+    The rows held out are those of stage two (`stage_two.prepared`); the validation rows are only reported.
     """
     split = hold_out(data, seed=seed)
     assert split.selection is not None

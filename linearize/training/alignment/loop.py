@@ -23,17 +23,8 @@ from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
-from linearize.training.alignment.objective import (
-    Block,
-    Closeness,
-    Objective,
-    Pair,
-    Share,
-    blockwise_loss,
-    make_pair,
-    measure,
-    size_of,
-)
+from linearize.training.alignment.objective import Closeness, Objective, Share, blockwise_loss, measure, size_of
+from linearize.training.alignment.pair import Block, Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.observer import warm_cosine
 from linearize.training.stage_one.processes import Interrupts, autocast

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from linearize.training.stage_two.prepare import Predictions, TaskData
+    from linearize.training.stage_two.prepared import Predictions, TaskData
 
 DEPTHS = (1, 10)
 """Ranks down to which `retrieval` counts a hit."""

@@ -197,7 +197,7 @@ TASKS: dict[str, Task] = {
         ),
         _language(
             "chat",
-            "linearize.training.stage_two.task_types.language:Chat",
+            "linearize.training.stage_two.task_types.chat:Chat",
             "conversations: what the assistant says next, by the tokenizer's chat template",
             columns=("messages",),
         ),

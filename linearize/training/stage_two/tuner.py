@@ -39,7 +39,7 @@ from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.prepare import Predictions, TaskData
+from linearize.training.stage_two.prepared import Predictions, TaskData
 from linearize.training.stage_two.tasks import main_metric
 
 if TYPE_CHECKING:

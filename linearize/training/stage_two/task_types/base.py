@@ -18,18 +18,8 @@ from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
-from linearize.training.stage_two.prepare import (
-    IGNORED,
-    Given,
-    Logits,
-    Predictions,
-    Row,
-    Splits,
-    TaskData,
-    View,
-    copy_tokenizer,
-    open_splits,
-)
+from linearize.training.stage_two.prepare import Given, Splits, View, open_splits
+from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData, copy_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

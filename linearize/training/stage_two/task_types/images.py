@@ -11,7 +11,8 @@ from torch import Tensor
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.heads import HEADS
 from linearize.data.encode import ImageEncoder
-from linearize.training.stage_two.prepare import Given, Row, TaskData, View, stable_seed
+from linearize.training.stage_two.prepare import Given, View
+from linearize.training.stage_two.prepared import Row, TaskData, stable_seed
 from linearize.training.stage_two.task_types.base import ClassLabels
 
 DIGESTS = 512

@@ -1,16 +1,14 @@
-"""Language models: next token with windows and a stated stride, conversations, masked tokens, and probes of look-up.
+"""Language models: next token with windows and a stated stride, masked tokens, and probes of what a model can look up.
 
 All texts of a split are joined unchanged, with a line break after each. A causal model's windows overlap by at least
-one token, so that every token but the very first is predicted once. Of a conversation the loss is taken on the
-assistant's turns alone, as in `trl`: the tokenizer's chat template, applied to the conversation up to each turn, shows
-where these are.
+one token, so that every token but the very first is predicted once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -21,14 +19,13 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.columns import column_kinds, find_column
 from linearize.training.stage_two.metrics import PositionLoss, losses_by_position, perplexity, range_sums
-from linearize.training.stage_two.prepare import (
+from linearize.training.stage_two.prepare import Given, need_columns
+from linearize.training.stage_two.prepared import (
     IGNORED,
-    Given,
     Logits,
     Predictions,
     Row,
     TaskData,
-    need_columns,
     pad_with_labels,
     row_facts,
     stable_seed,
@@ -396,116 +393,3 @@ class Recall(LanguageType):
             labels[positions] = torch.tensor(ids)[positions]
             rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels.tolist()})
         return rows
-
-
-ASSISTANT = "assistant"
-
-Message = dict[str, Any]
-
-
-class Chat(CausalType):
-    """Conversations: lists of messages with `role` and `content`."""
-
-    def prepare(self, given: Given) -> TaskData:
-        """Read conversations.
-
-        Raises:
-            DataError: if the column is missing, holds something else, or the assistant says nothing in any row.
-            ConfigError: if the tokenizer has no chat template, or does not know where in the text a token is.
-        """
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError(
-                "chat: got a tokenizer without a chat template, expected one that can write conversations down; take "
-                "the tokenizer of a chat model, or write the conversations as text and use task causal-lm"
-            )
-        self.fast_tokenizer("chat", "which knows where in the text a token is")
-        splits = self.open_splits(given, raw=True)
-        train, _, left_out = self._rows(splits.train)
-        validation, lengths, left_out_too = self._rows(splits.validation)
-        silent = left_out + left_out_too
-        note = f"; {silent:,} left out, in which the assistant says nothing that fits" if silent else ""
-        facts = row_facts(lengths, self.options)
-        return TaskData(self, train, validation, splits.description + note, facts=facts)
-
-    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return padded conversations and labels [B, T]."""
-        return pad_with_labels(self.tokenizer, rows)
-
-    def _rows(self, table: Dataset) -> tuple[list[Row], list[int], int]:
-        """Return the rows, the lengths of the whole conversations, and how many have nothing to learn from."""
-        column, most = self.task.columns[0], self.options.max_length
-        need_columns(table, [column], "chat")
-        rows, lengths, silent = [], [], 0
-        for messages in table[column]:
-            ids, spoken = encode(self.tokenizer, _checked(messages, column))
-            labels = [token if own else IGNORED for token, own in zip(ids[:most], spoken, strict=False)]
-            # The first token has nothing before it to be predicted from.
-            if not any(label != IGNORED for label in labels[1:]):
-                silent += 1
-                continue
-            lengths.append(len(ids))
-            rows.append({"input_ids": ids[:most], "attention_mask": [1] * len(labels), "labels": labels})
-        if not rows:
-            raise DataError(
-                f"chat: got {silent:,} conversations in which the assistant says nothing within {most} tokens, "
-                f"expected messages with the role {ASSISTANT!r}; raise max_length, or check column {column!r}"
-            )
-        return rows, lengths, silent
-
-
-def _checked(messages: object, column: str) -> list[Message]:
-    listed = messages if isinstance(messages, list) else []
-    good = all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") is not None for m in listed)
-    if not good or not listed:
-        raise DataError(
-            f"chat: got {str(messages)[:60]!r} in column {column!r}, expected a list of messages with 'role' and "
-            "'content'; repair the row, or name another column (--columns)"
-        )
-    # Tables give every message all the fields that any has.
-    return [{name: value for name, value in message.items() if value is not None} for message in listed]
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation as its chat template writes it.
-
-    Args:
-        tokenizer: fast, with a chat template.
-        messages: with `role` and `content`.
-
-    Returns:
-        Its tokens, and for each whether it is the assistant's: from the end of what the template puts before an answer
-        to the end of the turn, its end token included.
-
-    Raises:
-        ConfigError: if the template writes earlier turns differently once later ones follow.
-    """
-    text = _written(tokenizer, messages)
-    spans = []
-    for place, message in enumerate(messages):
-        if message["role"] == ASSISTANT:
-            before = _written(tokenizer, messages[:place], add_generation_prompt=True) if place else ""
-            until = _written(tokenizer, messages[: place + 1])
-            if not (until.startswith(before) and text.startswith(until)):
-                raise ConfigError(
-                    "chat: got a chat template that writes a turn differently once others follow it, expected one that "
-                    "only adds to what it wrote; set another chat_template in the tokenizer"
-                )
-            spans.append((len(before), len(until)))
-    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    spoken = [any(begin < end and low <= begin < high for low, high in spans) for begin, end in coded["offset_mapping"]]
-    return list(coded["input_ids"]), spoken
-
-
-def _written(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
-) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
-    except TemplateError as error:
-        raise DataError(
-            f"chat: the chat template refuses a conversation ({error}), expected roles as it knows them; repair the row"
-        ) from None

@@ -20,16 +20,14 @@ from linearize.core.heads import HEADS
 from linearize.data.records import Example, paired_anew
 from linearize.training.alignment.objective import pooled
 from linearize.training.stage_two.metrics import ranks, retrieval
-from linearize.training.stage_two.prepare import (
+from linearize.training.stage_two.prepare import Given, Splits, View
+from linearize.training.stage_two.prepared import (
     IGNORED,
     TOKEN_FIELDS,
     Facts,
-    Given,
     Predictions,
     Row,
-    Splits,
     TaskData,
-    View,
     check_tokens,
     pad,
     row_facts,

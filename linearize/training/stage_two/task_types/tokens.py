@@ -18,16 +18,15 @@ from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
-from linearize.training.stage_two.prepare import (
+from linearize.training.stage_two.prepare import Given, need_columns
+from linearize.training.stage_two.prepared import (
     IGNORED,
     TOKEN_FIELDS,
     Facts,
-    Given,
     Logits,
     Predictions,
     Row,
     TaskData,
-    need_columns,
     pad_with_labels,
     row_facts,
     tokenise,

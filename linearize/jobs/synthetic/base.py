@@ -1,0 +1,36 @@
+"""What a data set that is made here is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from linearize.core.options import check
+
+Rows = Mapping[str, Iterable[Mapping[str, object]]]
+"""Rows by the name of their split."""
+
+
+class MadeSet:
+    """A data set that is made here; a subclass is a dataclass of its options.
+
+    Attributes:
+        called: its name in messages.
+        reads: what it is made from; empty if it needs no source.
+        framed: whether its tokenizer begins rows with a special token.
+    """
+
+    called: ClassVar[str]
+    reads: ClassVar[str] = ""
+    framed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check(self, self.called)
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Return the rows and one line about them; `source` is a Hub name, file or folder."""
+        raise NotImplementedError
+
+    def vocabulary(self) -> Sequence[str]:
+        """Return its tokens, between blanks in the texts; none if any tokenizer will do."""
+        return ()

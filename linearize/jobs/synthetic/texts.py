@@ -1,0 +1,331 @@
+"""Texts that are cut and joined here from those of a data set: articles, long documents, pairs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from linearize.core.errors import ConfigError, DataError
+from linearize.core.options import option
+from linearize.core.parsing import read_text
+from linearize.data.local import place_of
+from linearize.jobs.synthetic.base import MadeSet, Rows
+from linearize.training.stage_two.prepare import Splits, open_splits
+from linearize.training.stage_two.tasks import task
+
+
+def corpus(source: str | None, column: str, seed: int) -> Splits:
+    """Open the splits of a corpus unchanged."""
+    return open_splits(task("causal-lm", columns=(column,)), str(source), limit=None, seed=seed, raw=True)
+
+
+_TITLE = re.compile(r"\s*= [^=].*[^=] =\s*")
+
+
+@dataclass(frozen=True)
+class Articles(MadeSet):
+    """Whole articles, from a corpus of lines under headings such as WikiText."""
+
+    called = "articles"
+    reads = "a corpus of lines under headings"
+
+    text_column: str = option("text", "column of the lines")
+    shortest: int = option(200, "words of an article, at least", low=2)
+    held: float | None = option(
+        None, "share of all articles to measure on, instead of the data's own split", above=0, below=1
+    )
+    opening: int = option(0, "words of another article, always the same, before each half of every article", low=0)
+    seed: int = option(0, "of the choice of those to measure on")
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Join the lines of both splits into articles -> rows with `text`."""
+        splits = corpus(source, self.text_column, 0)
+        lines = {"train": splits.train[self.text_column], "validation": splits.validation[self.text_column]}
+        joined = resplit(self, {split: articles(self, column) for split, column in lines.items()})
+        alike = f", both halves beginning with the same {self.opening} words" if self.opening else ""
+        return open_alike(self, joined), f"articles of {self.shortest} words or more{alike}"
+
+
+def resplit(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
+    """Set a share of all articles aside to measure on, if `held` is given; otherwise keep the splits.
+
+    Raises:
+        DataError: if nothing is left on one side.
+    """
+    if config.held is None:
+        return dict(splits)
+    everything = [row for rows in splits.values() for row in rows]
+    order = np.random.default_rng(config.seed).permutation(len(everything))
+    count = round(config.held * len(everything))
+    if not 0 < count < len(everything):
+        raise DataError(f"articles: got {len(everything)} articles, too few to hold a share of {config.held} out")
+    held, kept = (np.sort(part) for part in (order[:count], order[count:]))
+    return {"train": [everything[n] for n in kept], "validation": [everything[n] for n in held]}
+
+
+def open_alike(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
+    """Begin both halves of every article with the same words, as contracts, reports or mails of one company do.
+
+    The words are the first ones of the first training article, which is left out. Task `retrieval` cuts articles in the
+    middle, where the words come again. Without `opening` nothing is changed.
+
+    Raises:
+        DataError: if that article has too few words, or is the only one.
+    """
+    if not config.opening:
+        return dict(splits)
+    first, *train = splits["train"]
+    opening = first["text"].split()[: config.opening]
+    if len(opening) < config.opening or not train:
+        raise DataError(
+            f"articles: got {len(splits['train'])} training articles, the first of {len(first['text'].split())} words, "
+            f"expected another article and an opening of {config.opening} words; lower opening"
+        )
+
+    def opened(row: dict[str, str]) -> dict[str, str]:
+        words = row["text"].split()
+        middle = len(words) // 2
+        return {"text": " ".join([*opening, *words[:middle], *opening, *words[middle:]])}
+
+    return {split: [opened(row) for row in rows] for split, rows in {**splits, "train": train}.items()}
+
+
+def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, str]]:
+    """Join lines into articles -> rows with `text`. A line such as `= Title =` begins an article and is left out.
+
+    Raises:
+        DataError: if there is no heading, or no article is long enough.
+    """
+    joined: list[list[str]] = []
+    for line in lines:
+        if line and _TITLE.fullmatch(line):
+            joined.append([])
+        elif line and line.strip() and joined:
+            joined[-1].append(line.strip())
+    if not joined:
+        raise DataError(
+            "articles: got lines without a heading such as '= Title =', expected a corpus such as WikiText; if rows "
+            "are whole texts, leave `make: articles` out"
+        )
+    texts = [" ".join(lines_of_one) for lines_of_one in joined]
+    rows = [{"text": text} for text in texts if len(text.split()) >= config.shortest]
+    if not rows:
+        raise DataError(
+            f"articles: got {len(joined)} articles, expected some of at least {config.shortest} words; lower shortest"
+        )
+    return rows
+
+
+DECIDES = {"one": "one of which decides", "last": "the last of two decides"}
+"""What decides a document's class, and how descriptions of the data put it."""
+
+
+@dataclass(frozen=True)
+class Documents(MadeSet):
+    """Long documents, joined from texts, whose class depends on one or two passages at any place.
+
+    Real documents often show their class at the beginning or in most of their parts. Then neither cutting them nor
+    averaging over chunks costs anything, and they teach nothing about long inputs. Here the other passages are texts
+    about something else (`filler`).
+
+    If one text decides, chunks can find it: the others say nothing, so their mean is what its chunk says. If the last
+    of two decides and they are farther apart than a chunk is long, no mean over chunks can find the class: no chunk
+    knows whether it holds the last one.
+    """
+
+    called = "documents"
+    reads = "a data set of texts with classes"
+
+    text_column: str = option("text", "column of the texts")
+    label_column: str = option("label", "column of the class")
+    filler: str = option("", "data set of texts for the other passages: next to the source, or elsewhere")
+    filler_column: str = option("text", "column of those")
+    decides: str = option("one", "one: the class of one text; last: that of the last of two", choices=DECIDES)
+    apart: int = option(1, "distance of the two texts, at least", low=1)
+    parts: int = option(6, "texts of a document", low=1)
+    words: int = option(200, "words of a text, at most; longer ones are cut", low=1)
+    train: int = option(2_000, "training documents", low=1)
+    validation: int = option(1_000, "documents to measure on", low=1)
+    seed: int = option(0, "of all draws")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.filler:
+            raise ConfigError("documents: got no filler, expected a data set of texts for the other passages; name one")
+        if self.decides == "last" and self.parts < 2:
+            raise ConfigError(f"documents: parts: got {self.parts}, expected 2 or more, as two of them decide")
+        if self.apart >= max(self.parts, 2):
+            raise ConfigError(
+                f"documents: apart: got {self.apart}, expected 1 to {self.parts - 1} of {self.parts} parts"
+            )
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Join the texts of both splits into documents."""
+        asked = task("text-classification", columns=(self.text_column,), label=self.label_column)
+        splits = open_splits(asked, str(source), limit=None, seed=self.seed, raw=True)
+        place = place_of(self.filler, str(Path(str(source)).parent), called="documents: filler")
+        filler = corpus(place, self.filler_column, self.seed)
+        rows = {}
+        for split, count, seed in (("train", self.train, self.seed), ("validation", self.validation, self.seed + 1)):
+            table, others = getattr(splits, split), getattr(filler, split)[self.filler_column]
+            rows[split] = documents(self, table[self.text_column], table[self.label_column], others, count, seed)
+        decides = f"documents of {self.parts} texts, {DECIDES[self.decides]}"
+        return rows, f"{decides}, of {splits.description}, the others of {filler.description}"
+
+
+def documents(
+    config: Documents, texts: Sequence[str], labels: Sequence[int | str], filler: Sequence[str], count: int, seed: int
+) -> list[dict[str, object]]:
+    """Make documents -> rows with `text`, `label` and `places` (of the texts that decide, from 0).
+
+    Args:
+        config: the options.
+        texts: texts that decide.
+        labels: their classes.
+        filler: texts for the other passages; those of fewer than `config.words` words are left out.
+        count: how many documents.
+        seed: of the draws.
+
+    Raises:
+        DataError: if there are too few texts for a document, or, if two decide, too few classes or texts of a class.
+    """
+    others = [text for text in filler if len(text.split()) >= config.words]
+    if len(others) < config.parts or not texts:
+        raise DataError(
+            f"documents: got {len(others)} other texts of at least {config.words} words, expected at least the "
+            f"{config.parts} of a document"
+        )
+    if config.decides == "last":
+        _check_classes(labels)
+    chance = np.random.default_rng(seed)
+    rows: list[dict[str, object]] = []
+    for _ in range(count):
+        passages = [others[int(one)] for one in chance.choice(len(others), size=config.parts, replace=False)]
+        if config.decides == "one":
+            places, chosen = [int(chance.integers(config.parts))], [int(chance.integers(len(texts)))]
+        else:
+            places, chosen = _two(config, labels, chance)
+        for place, one in zip(places, chosen, strict=True):
+            passages[place] = texts[one]
+        text = "\n".join(" ".join(passage.split()[: config.words]) for passage in passages)
+        rows.append({"text": text, "label": labels[chosen[-1]], "places": places})
+    return rows
+
+
+def _two(config: Documents, labels: Sequence[int | str], chance: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Draw the places of two texts and the two, of which as many have one class as not."""
+    first = second = int(chance.integers(len(labels)))
+    agree = int(chance.integers(2))
+    while second == first or (labels[second] == labels[first]) != bool(agree):
+        second = int(chance.integers(len(labels)))
+    apart = int(chance.integers(config.apart, config.parts))
+    place = int(chance.integers(config.parts - apart))
+    return [place, place + apart], [first, second]
+
+
+def _check_classes(labels: Sequence[int | str]) -> None:
+    counts = Counter(labels)
+    if len(counts) < 2 or min(counts.values()) < 2:
+        found = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items(), key=str))
+        raise DataError(f"documents: got texts of the classes {found}, expected two classes or more, each with two")
+
+
+RELEASED = {"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv"}
+FIELDS = 5
+
+
+@dataclass(frozen=True)
+class Halves(MadeSet):
+    """Pairs made from any long texts: do two halves belong together? Those of one text do, those of two do not."""
+
+    called = "retrieval"
+    reads = "a data set of long texts"
+
+    text_column: str = option("text", "column of the texts")
+    longest: int = option(4_000, "characters of a half, at most", low=2)
+    shortest: int = option(0, "characters of a text, at least; shorter ones are left out", low=0)
+    overlap: int = option(0, "characters around the middle that both halves have", low=0)
+    seed: int = option(0, "of the order of the texts")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlap >= self.longest:
+            raise ConfigError(f"retrieval: got overlap {self.overlap}, expected less than longest ({self.longest})")
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Cut the texts of both splits."""
+        splits = corpus(source, self.text_column, self.seed)
+        texts = {"train": splits.train[self.text_column], "validation": splits.validation[self.text_column]}
+        rows = {split: halves(self, [text for text in column if text]) for split, column in texts.items()}
+        return rows, f"halves of the texts of {splits.description}"
+
+
+@dataclass(frozen=True)
+class Released(MadeSet):
+    """Long Range Arena's retrieval: do two papers of the ACL Anthology Network belong together?
+
+    Its files `new_aan_pairs.{train,eval,test}.tsv` have no header and the columns label, id, id, text, text.
+    """
+
+    called = "retrieval"
+    reads = "Long Range Arena's released files"
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Read the pairs.
+
+        Raises:
+            DataError: if a file is missing or has other columns.
+        """
+        rows = {}
+        for split, name in RELEASED.items():
+            path = Path(str(source)).expanduser() / name
+            if not path.is_file():
+                raise DataError(f"retrieval: got no {name} in {source!r}; expected {self.reads} there")
+            try:
+                lines = io.StringIO(read_text(path), newline="")
+                rows[split] = [_pair(row, name) for row in csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)]
+            except (OSError, ValueError, csv.Error) as error:
+                raise DataError(f"retrieval: cannot read {name!r} ({error}); copy the files again") from error
+        return rows, "Long Range Arena's released pairs of papers"
+
+
+def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
+    """Cut texts in two -> rows with `text1`, `text2` and `label`: first halves with their own second and with another.
+
+    Every half is in one row of each label, so no single text shows the label. Halves of a text shorter than twice
+    `longest` are equally long, which would show that they belong together; with `shortest` at twice `longest` all
+    halves are. With `overlap`, the first half ends and the second begins with the text's middle.
+
+    Raises:
+        DataError: if there are fewer than two texts of the length wanted.
+    """
+    texts = [text for text in texts if len(text) >= config.shortest]
+    if len(texts) < 2:
+        wanted = f" of {config.shortest} characters or more" if config.shortest else ""
+        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least two for pairs")
+    order = np.random.default_rng(config.seed).permutation(len(texts))
+    cut = [_cut(texts[i], config.overlap) for i in order]
+    made: list[dict[str, object]] = []
+    for place, (first, second) in enumerate(cut):
+        for other, label in ((second, 1), (cut[(place + 1) % len(cut)][1], 0)):
+            made.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": label})
+    return made
+
+
+def _cut(text: str, overlap: int) -> tuple[str, str]:
+    middle = len(text) // 2
+    begin = max(0, middle - overlap // 2)
+    return text[: begin + overlap], text[begin:]
+
+
+def _pair(row: list[str], name: str) -> dict[str, object]:
+    if len(row) != FIELDS or row[0] not in ("0", "1", "0.0", "1.0"):
+        raise DataError(f"retrieval: got {len(row)} columns in a row of {name}, expected label, id, id, text, text")
+    return {"text1": row[3], "text2": row[4], "label": int(float(row[0]))}

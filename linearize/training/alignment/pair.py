@@ -1,0 +1,240 @@
+"""A student and its teacher: their blocks, and their hidden states and logits for a batch.
+
+The teacher runs as a converted model whose layers compute softmax. So both get the same masks and arguments, and the
+student's blocks can run on the teacher's inputs. If only kernels are trained, teacher and student are one model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.layer import LinearAttention
+from linearize.checkpoint.loading import move
+from linearize.conversion.plan import apply
+from linearize.core.errors import ConfigError
+from linearize.fidelity.measure import check_original
+from linearize.fidelity.teacher import body_of, run_module, softmax_output
+from linearize.modeling.plan import Plan
+
+OUTPUT = "output"
+"""Name of the last hidden state among the layers."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer of the model with a converted attention in it.
+
+    Attributes:
+        name: module name of the block.
+        attention: module name of the block's direct child that contains the attention and its output projection.
+    """
+
+    name: str
+    attention: str
+
+
+@dataclass
+class Outputs:
+    """A model's outputs for a batch.
+
+    Attributes:
+        states: hidden states [B, T, C] after each block by the block's name, and `OUTPUT` last if the model has it.
+        logits: by the head's names for them; [B, V], [B, T, V], or [B, T] over the tokens.
+        mask: [B, T], true at tokens; None if there is no padding.
+    """
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    logits: dict[str, Tensor] = field(default_factory=dict)
+    mask: Tensor | None = None
+
+    @property
+    def last(self) -> Tensor:
+        """The last hidden state."""
+        return next(reversed(self.states.values()))
+
+
+def find_blocks(model: PreTrainedModel) -> list[Block]:
+    """Return the blocks with a converted attention.
+
+    A block is a member of a list of modules: the outermost one with only one converted attention (in a model of stages
+    the layers, not the stages).
+
+    Raises:
+        ConfigError: if an attention is not inside a list of modules.
+    """
+    hosts = list(linear_attentions(model))
+    blocks: dict[str, Block] = {}
+    for host in hosts:
+        parts = host.split(".")
+        candidates = []
+        for depth in range(1, len(parts)):
+            inside, block = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
+            if isinstance(model.get_submodule(inside), (nn.ModuleList, nn.Sequential)):
+                candidates.append(block)
+        unshared = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
+        if not candidates:
+            raise ConfigError(
+                f"alignment: the attention {host!r} is not inside a list of layers, so its block is not known; "
+                "skip the alignment (--align-steps 0)"
+            )
+        name = (unshared or candidates[-1:])[0]
+        below = host.removeprefix(f"{name}.").split(".")[0] if host != name else ""
+        blocks.setdefault(name, Block(name, f"{name}.{below}" if below else name))
+    return list(blocks.values())
+
+
+class Pair:
+    """A student and its teacher.
+
+    Attributes:
+        student: the converted model that is trained.
+        teacher: a converted model that runs with softmax; the student itself if only kernels are trained.
+        blocks: the blocks of both.
+    """
+
+    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+        self.student, self.teacher = student, teacher
+        self.blocks = find_blocks(student)
+
+    @torch.no_grad()
+    def teach(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
+        """Run the teacher on a batch; with `head` its logits too."""
+        with self.softmax():
+            return run(self.teacher, self.blocks, batch, head=head)
+
+    def learn(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
+        """Run the student on a batch, with gradients if they are enabled."""
+        return run(self.student, self.blocks, batch, head=head)
+
+    @contextlib.contextmanager
+    def softmax(self) -> Iterator[None]:
+        """Have the teacher compute softmax while the block runs."""
+        with observed(self.teacher, _softmax):
+            yield
+
+
+def _softmax(
+    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor | None:
+    # The host would make a T x T mask of a causal one with padding.
+    return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+
+
+@contextlib.contextmanager
+def hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    """Register forward hooks (module, args, kwargs, output) by module name, and remove them afterwards."""
+    handles = []
+    try:
+        for name, hook in hooks.items():
+            handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Callable[..., None]:
+    """Return a hook that keeps a module's hidden state under a name: of its last call, or of its first one."""
+
+    def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        if not (first and name in states):
+            states[name] = first_tensor(output)
+
+    return hook
+
+
+def run(model: PreTrainedModel, blocks: list[Block], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
+    """Run a model on a batch and return its hidden states; with `head` its logits too."""
+    outputs, body = Outputs(mask=batch.get("attention_mask")), body_of(model)
+
+    def keep_last(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        last = getattr(output, "last_hidden_state", None)
+        # A model without a norm after its last block returns that block's state.
+        if torch.is_tensor(last) and not any(last is state for state in outputs.states.values()):
+            outputs.states[OUTPUT] = last
+
+    hooks = {block.name: keeper(outputs.states, block.name) for block in blocks}
+    with hooked(model, hooks), hooked(body, {"": keep_last}):
+        result = run_module(model if head else body, model.config, batch)
+    if head:
+        outputs.logits = {
+            name: value
+            for name, value in getattr(result, "items", dict)()
+            if name.endswith("logits") and torch.is_tensor(value) and value.is_floating_point()
+        }
+    return outputs
+
+
+def first_tensor(output: object) -> Tensor:
+    """Return the hidden state in a block's output: the output itself, or the first member of a tuple."""
+    state = output[0] if isinstance(output, (tuple, list)) else output
+    assert isinstance(state, Tensor)
+    return state
+
+
+def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shared: bool) -> Pair:
+    """Return a student with its teacher.
+
+    Args:
+        student: a converted model.
+        teacher: its original, which is copied; None: the student's current weights under softmax.
+        shared: whether the student's other weights do not change, so that it can be its own teacher.
+
+    Raises:
+        ConfigError: if the teacher does not fit.
+    """
+    if teacher is None:
+        return Pair(student, student if shared else copy.deepcopy(student).eval().requires_grad_(False))
+    check_teacher(student, teacher)
+    converted = copy.deepcopy(teacher)
+    apply(converted, Plan.from_dict(student.config.linearize))
+    move(converted, next(student.parameters()).device)
+    return Pair(student, converted.eval().requires_grad_(False))
+
+
+def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """Check that a model can be the student's teacher.
+
+    Raises:
+        ConfigError: if it is converted, or has another architecture, size, head or label set.
+    """
+    check_original(teacher, student, "teacher")
+    mine, its = _sizes(student), _sizes(teacher)
+    given = "give the model that the checkpoint was made from"
+    # Positions may have been extended.
+    for name in (name for name in mine if name in its and mine[name] != its[name] and "position" not in name):
+        raise ConfigError(
+            f"teacher: got a model of another size ({name}: {its[name]}, the student has {mine[name]}); {given}"
+        )
+    for name in sorted(name for name in mine.keys() ^ its.keys() if not name.startswith("pooler.")):
+        whose = "the teacher lacks" if name in mine else "only the teacher has"
+        raise ConfigError(f"teacher: got a model of other layers ({whose} the weight {name!r}); {given}")
+    kind, other = (type(model).__name__.removeprefix("Linearized") for model in (student, teacher))
+    if _has_head(student) and kind != other:
+        raise ConfigError(
+            f"teacher: got a {other}, but the student is a {kind} and needs its logits; give a teacher with that head"
+        )
+    labels, others = (list((model.config.id2label or {}).values()) for model in (student, teacher))
+    if _has_head(student) and "Classification" in kind and labels != others:
+        raise ConfigError(
+            f"teacher: got the labels {others[:5]}, but the student has {labels[:5]}; "
+            "give a teacher of the same label set"
+        )
+
+
+def _sizes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the body's weights by name, without kernels."""
+    named = model.base_model.named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in named if ".linear_attention." not in name}
+
+
+def _has_head(model: PreTrainedModel) -> bool:
+    return body_of(model) is not model
