@@ -22,7 +22,6 @@ REMOVED = {
     "--swaps": "the whole model chooses between the best plans and one kernel in every layer",
     "--search-swaps": "the whole model chooses between the best plans and one kernel in every layer",
     "--widths": "name numbers of features with the candidates, as in hedgehog:features=128",
-    "--quick": "give fewer rows and steps (--limit, --validation-limit, --steps, --distill-steps, --align-steps)",
     "--extra-texts": "align on texts without labels first (linearize align --dataset)",
     "--finetune": "run linearize finetune on the result",
     "--layers-at-a-time": "save memory with --query-sample, --precision bf16 or a smaller --batch-size",

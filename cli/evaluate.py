@@ -46,10 +46,14 @@ def evaluate(job: EvaluateJob, args: argparse.Namespace) -> None:
     show(out, title, result, job.task)
 
 
-def longdoc(job: LongdocJob, args: argparse.Namespace) -> None:
+def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
     """Run all steps and print the comparison."""
     from linearize.jobs.longdoc import run_longdoc, work_folder
 
+    if args.dry_run:
+        from linearize.cli.train import show_bill
+
+        return show_bill(job, as_json=args.json)
     out, folder = console(to_stderr=args.json), work_folder(job.target())
 
     def kept() -> str:
@@ -75,7 +79,7 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> None:
         result = run_longdoc(job, on_event)
     if args.json:
         print_json(asdict(result))
-        return
+        return 0
     title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
     out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
     for line in [*(one.sentence for one in result.differences), *result.notes, result.times.text]:
@@ -83,6 +87,7 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> None:
     out.print(result.verdict, style="bold")
     files = "original/, linear/, results.json and times.json"
     out.print(f"Saved {result.output} ({result.seconds:.0f} s): {files}.")
+    return 0
 
 
 def print_alone(out: Screen, title: str, result: Evaluation, task: Task) -> None:

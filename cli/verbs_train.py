@@ -185,6 +185,8 @@ class Longdoc(Verb):
 
     examples:
       linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192
+      linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --quick      # a taste
+      linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --dry-run
       linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --resume
       linearize longdoc ./my-bert --task text-classification --dataset cases.jsonl --max-length 4096 --align-length 2048
       linearize longdoc ./my-bert --task text-classification --dataset a.jsonl --preset encoder --positions interpolate
@@ -201,6 +203,7 @@ class Longdoc(Verb):
     summary = "long documents from end to end: convert, tune, compare with the original and its chunks"
     module = "evaluate"
     job = LongdocJob
+    flags = ("--dry-run", "--json")
 
 
 class Demo(Verb):

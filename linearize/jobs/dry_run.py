@@ -20,16 +20,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.attention.native.build import worth_building
+from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
+from linearize.conversion.plan import convert_model
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.convert import longest_input, open_alignment, open_conversion, open_distillation, put_in_kernels
-from linearize.jobs.events import Callback, Started, ignore
+from linearize.jobs.convert import (
+    longest_input,
+    open_alignment,
+    open_conversion,
+    open_distillation,
+    plan_of,
+    put_in_kernels,
+)
+from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.jobs.finetune import check_output, open_tuning
+from linearize.jobs.longdoc import check_options, conversion_job, examine, tuning_job
+from linearize.jobs.longdoc_quick import quick
 from linearize.jobs.stages import Context, check_states
-from linearize.jobs.task_config import TuneJob
+from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
@@ -52,7 +63,7 @@ if TYPE_CHECKING:
 HOW = "from real steps of this job on this machine, under its present load"
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
 SEARCHED = "; stage one and the alignment with the plan that a few steps of the search chose"
-AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob
+AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob | LongdocJob
 TIMED = 3
 """Steps of each stage: the first one warms up, an evaluation follows the last one."""
 TIMED_IN_SEARCH = 7
@@ -188,7 +199,7 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     check_alone("dry run")
     if isinstance(job, TuneJob):
         return _of_tuning(job, on_event)
-    return _of_training(job, on_event)
+    return _of_longdoc(job, on_event) if isinstance(job, LongdocJob) else _of_training(job, on_event)
 
 
 @dataclass
@@ -408,3 +419,50 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     rows = config.batch_size * config.gradient_accumulation
     whole = first + (total - 1) * step + evaluations * evaluation
     return StageBill("stage two", total, rows, step, steps, evaluations, whole, evaluation)
+
+
+def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
+    """Time the steps of `longdoc` one after the other, each on the model that it will have, but for its training."""
+    target = str(job.target())
+    check_target(target, overwrite=job.overwrite, sources=[job.model, job.dataset])
+    check_options(job)
+    job = quick(job)
+    data, lengths = examine(job)
+    for note in lengths.notes:
+        on_event(Noted(note))
+    trial, sizes = _Trial(on_event, check_device(job.device)), [0]
+
+    def tuned(called: str, length: int, put: Callable[[PreTrainedModel], object] | None = None) -> list[StageBill]:
+        asked = tuning_job(job, job.model, folder / called, length)
+        opened = open_tuning(asked, ignore, put)
+        sizes.append(size_of(opened.model))
+        return [replace(_stage_two(asked, opened), stage=f"tuning {called} at {length:,} tokens")]
+
+    def stage_one() -> list[StageBill]:
+        asked = conversion_job(job, folder, lengths, job.distill_length or lengths.original)
+        return [_stage_one(open_conversion(asked, on_event)[0], asked.distill)]
+
+    def alignment() -> list[StageBill]:
+        asked = conversion_job(replace(job, distill_steps=1), folder, lengths, job.align_length or lengths.linear)
+        return _alignment(open_conversion(asked, ignore)[0], replace(asked.align, steps=job.align_steps), None)
+
+    def put(model: PreTrainedModel) -> None:
+        asked = conversion_job(job, folder, lengths, lengths.linear)
+        decided = plan_of(asked, model, asked.max_length)
+        convert_model(model, decided, max_length=asked.max_length, positions=asked.positions)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trial.run("the original's tuning", lambda: tuned("the original", lengths.original))
+        if job.distill_steps:
+            trial.run("stage one", stage_one)
+        if job.align_steps:
+            trial.run("the alignment", alignment)
+        trial.run("the linear model's tuning", lambda: tuned("the linear model", lengths.linear, put))
+    if not trial.problem:
+        rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2
+        seconds = (sides - 1) * trial.stages[0].evaluation + trial.stages[-1].evaluation
+        side = StageBill("the comparison, a step per side", sides, rows, seconds / sides, 1, 0, seconds)
+        trial.stages.append(side)
+    # Four models, and one tuning's states: three times the weights and two moments.
+    return trial.bill(target, data.description, lengths.linear, (4 + 9) * max(sizes))

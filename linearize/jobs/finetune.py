@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,8 +129,14 @@ class Opened:
     teacher: PreTrainedModel | None
 
 
-def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
-    """Do everything before the first step: validate all, write nothing."""
+def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedModel], object] | None = None) -> Opened:
+    """Do everything before the first step: validate all, write nothing.
+
+    Args:
+        job: the options.
+        on_event: called with every event.
+        change: called with the loaded model before its length is checked (dry runs).
+    """
     target, data_options = job.target(), job.data
     check_fsdp()
     device = own_device(job.device)
@@ -147,6 +154,8 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     data = prepare(job.task, processor, data_options, data=job.dataset)
     on_event(DataOpened(data.description))
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed)
+    if change is not None:
+        change(model)
     model = move(model, device)
     fit_tokenizer(model, processor)
     if (note := fit_positions(model, processor, job.task, data_options.max_length)) is not None:

@@ -37,6 +37,7 @@ from linearize.jobs.evaluate import (
 )
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
+from linearize.jobs.longdoc_quick import quick
 from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.run import StateFolder
@@ -110,6 +111,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     with claim(target, overwrite=job.overwrite, sources=[job.model, job.dataset]):
         device = check_device(job.device)
         check_options(job)
+        job = quick(job)
         data, lengths = examine(job)
         for note in lengths.notes:
             on_event(Noted(note))
@@ -242,7 +244,7 @@ def compare(
         differences,
         chance,
         tuple(notes),
-        verdict(job, results, differences, lengths, rows, chance),
+        ("A taste only: " if job.quick else "") + verdict(job, results, differences, lengths, rows, chance),
         sides.times(),
     )
 
@@ -394,6 +396,11 @@ def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
             f"long inputs shall be, such as --max-length {power}"
         )
     notes = []
+    if job.quick:
+        notes.append(
+            f"A taste, not a measurement: {data.facts['rows']:,} rows to measure on, {len(data.train):,} to train on, "
+            f"{job.distill_steps} and {job.align_steps} steps of stage one and alignment. Leave --quick out to decide."
+        )
     if longest <= limit:
         notes.append(
             f"The longest row has {longest:,} tokens, which the original reads whole ({limit:,}): a greater length "

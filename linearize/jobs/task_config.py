@@ -185,6 +185,11 @@ class LongdocJob(Job):
     max_length: int | None = option(None, "longest document that the linear model can read, in tokens", low=2)
     rows: DataOptions = section(DataOptions, only=("limit", "validation_limit"))
     chunk_length: int | None = option(None, "tokens per chunk of the original; by default as many as it takes", low=2)
+    quick: bool = option(
+        False,
+        "a taste in about 15 minutes on two cores: lengths, rows and steps follow from the model's size; options given "
+        "explicitly take precedence",
+    )
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args(CONVERSION)

@@ -10,10 +10,13 @@ from support.tasks import WORDS, word_tokenizer, write
 from support.tiny import SMALLER, original
 
 from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.cli import main
 from linearize.core.errors import ConfigError, DataError, LinearizeError
-from linearize.jobs import events
+from linearize.jobs import events, longdoc_quick
+from linearize.jobs.dry_run import dry_run
 from linearize.jobs.evaluate import SideDifference, SideResult, SideTime, Times, evaluate_checkpoint
 from linearize.jobs.longdoc import Lengths, examine, in_batches, run_longdoc, verdict, write_texts
+from linearize.jobs.longdoc_quick import quick
 from linearize.jobs.task_config import EvaluateJob, LongdocJob
 from linearize.training.stage_two.config import TuneConfig
 
@@ -185,6 +188,54 @@ def test_optimizer_steps_have_the_same_rows_at_every_length():
         found = in_batches(TuneConfig(batch_size=32), length, 16_384, 3)
         assert (found.batch_size, found.batch_size * found.gradient_accumulation) == (rows, 32), length
         assert found.seed == 3 and found.eval_batch_size == rows
+
+
+def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch):
+    given = {"max_length": None, "distill_steps": 1000, "align_steps": 400, "batch_size": 32, "batch_tokens": 16_384}
+    given["steps"] = None
+    assert quick(job(place, **given)).rows.limit is None
+    monkeypatch.setattr(longdoc_quick, "length_limit", lambda name: 512)
+    sizes = {}
+    for name, parameters in (("minilm", 10_646_784), ("bert-base", 85_054_464)):
+        monkeypatch.setattr(longdoc_quick, "_parameters", lambda model, parameters=parameters: parameters)
+        found = quick(job(place, **given, quick=True))
+        sizes[name] = (found.max_length, found.rows.limit, found.rows.validation_limit, found.distill_steps)
+        assert (found.tune.batch_size, found.tune.epochs, found.batch_tokens) == (8, 2.0, 4096)
+        spent = 6 * parameters * 2 * found.rows.limit * (512 + found.max_length)
+        assert spent <= longdoc_quick.QUICK * 0.5 or found.rows.limit == 16
+    assert sizes["minilm"][0] == 1024 and sizes["minilm"][1] > 4 * sizes["bert-base"][1] >= 64
+    stays = {"limit": 20, "validation_limit": 7, "distill_steps": 3, "max_length": 600, "batch_size": 4}
+    found = quick(job(place, **given | stays, quick=True))
+    assert (found.rows.limit, found.rows.validation_limit, found.distill_steps) == (20, 7, 3)
+    assert (found.max_length, found.tune.batch_size) == (600, 4)
+
+
+def test_a_taste_says_that_it_is_one(place):
+    result = run_longdoc(job(place, "taste", quick=True, limit=16, validation_limit=8))
+    assert result.notes[0] == (
+        "A taste, not a measurement: 8 rows to measure on, 16 to train on, 2 and 2 steps of stage one and alignment. "
+        "Leave --quick out to decide."
+    )
+    assert result.verdict.startswith("A taste only: ") and result.rows == 8
+
+
+def test_a_dry_run_has_the_bill_of_every_step_and_writes_nothing(place, capsys):
+    before = sorted(path.name for path in place.iterdir())
+    bill = dry_run(job(place, "dry", steps=9))
+    assert [(stage.stage, stage.steps, stage.rows) for stage in bill.stages] == [
+        ("tuning the original at 12 tokens", 9, 8),
+        ("stage one", 2, 5),
+        ("alignment, end to end", 2, 2),
+        ("tuning the linear model at 32 tokens", 9, 8),
+        ("the comparison, a step per side", 4, 12),
+    ]
+    assert bill.seconds == pytest.approx(sum(stage.seconds for stage in bill.stages)) and bill.length == 32
+    assert bill.lines()[-1] == "It fits. Nothing was written." and not bill.problems
+    assert sorted(path.name for path in place.iterdir()) == before
+    line = ["longdoc", str(place / "bert"), "--task", "text-classification", "--dataset", str(place / "documents")]
+    line += ["--max-length", "8", "--output", str(place / "dry"), "--dry-run"]
+    assert main(line) == 2
+    assert "takes 12 tokens already" in capsys.readouterr().err
 
 
 def compared(name, value, by="accuracy"):
