@@ -158,7 +158,7 @@ def reading(model: Any, rows: Tensor, items: Sequence[Sequence[Any]] = ()) -> di
     nats = {f"{a}-{b - 1}": sum(of) / len(of) for (a, b), of in zip(itertools.pairwise(edges), zip(*parts, strict=True),
                                                                       strict=True)}  # fmt: skip
     mean = sum(map(sum, blocks)) / (len(rows) * (rows.shape[1] - 1))
-    found = {"perplexity": math.exp(mean), "nats": nats, "blocks": blocks}
+    found = {"perplexity": math.exp(mean), "nats": nats, "tokens": rows.shape[1] - 1, "blocks": blocks}
     return found | ({"right": right} if items else {})
 
 
@@ -258,7 +258,7 @@ def units(figures: Mapping[str, Any]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name, of in figures.items():
         if "blocks" in of:
-            found[f"nats, {name}"] = [x / BLOCK for row in of["blocks"] for x in row]
+            found[f"nats, {name}"] = [x * len(row) / of["tokens"] for row in of["blocks"] for x in row]
             for kind, right in of.get("right", {}).items():
                 found[f"cloze, {kind}"] = [float(x) for x in right]
         elif name == "copying":
@@ -365,6 +365,10 @@ def main(words: list[str] | None = None) -> None:
         if folder != open_folder:
             model = None
             model, open_folder = AutoModelForCausalLM.from_pretrained(folder).eval(), folder
+            if column.folder:
+                original = AutoModelForCausalLM.from_pretrained(args.original)
+                done.setdefault("same_weights", {})[column.folder] = same_weights(original, model)
+                del original
         with column_of(model, column) if column.folder else nullcontext():
             for what in missing:
                 figures[what] = measures[what](model)
