@@ -237,7 +237,8 @@ def cells(recipe: Recipe) -> list[Cell]:
             for row in recipe.kernels:
                 sources: list[Job | None] = [None]
                 if recipe.sources and row.name != SOFTMAX:
-                    sources = [jobs[source] for source in recipe.sources if source != name]
+                    untuned = recipe.flow == "untuned"
+                    sources = [jobs[source] for source in recipe.sources if untuned or source != name]
                 table += [Cell(row, jobs[name], seed, source) for source in sources]
     return table
 
@@ -245,7 +246,7 @@ def cells(recipe: Recipe) -> list[Cell]:
 def plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as plain data, without empty values: what `recipe.yaml` in a run's folder holds."""
     values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
-    values["kernels"] = [row.name if row == Row(row.name) else plain_row(row) for row in recipe.kernels]
+    values["kernels"] = [row.name if _bare(row) else plain_row(row) for row in recipe.kernels]
     if isinstance(recipe.tasks, dict):
         # A task without changes stays, as an empty section.
         values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
@@ -257,9 +258,14 @@ def plain_row(row: Row) -> dict[str, object]:
     values: dict[str, object] = _without_empty(dataclasses.asdict(row))
     if row.layers:
         kernels = row.layers.items()
-        named = {n: k.name if k == Kernel(k.name) else _without_empty(dataclasses.asdict(k)) for n, k in kernels}
+        named = {n: k.name if _bare(k) else _without_empty(dataclasses.asdict(k)) for n, k in kernels}
         values["layers"] = named
     return values
+
+
+def _bare(kernel: Kernel) -> bool:
+    """Whether a row or kernel is only a name. Kernel `none` cannot be built from its name: it needs a window."""
+    return vars(kernel) == vars(type(kernel)(SOFTMAX)) | {"name": kernel.name}
 
 
 def _without_empty(value: Any) -> Any:

@@ -271,7 +271,7 @@ class Recipe:
         paper: where the table comes from.
         needs: what running it takes, in words.
         data: a folder to read instead of the Hub: with one folder per task, or the data set itself.
-        sources: tasks to distil on (transfer).
+        sources: tasks to distil on (transfer); untuned: one conversion on each of them, measured on all tasks.
         seeds: the whole table is made once per seed.
         rows: how data becomes rows (`linearize.training.stage_two.config.DataOptions`).
         pretrain: how to train on a first task (`StageTwo`).
@@ -314,7 +314,7 @@ class Recipe:
         for name in ("kernels", "tasks", "seeds"):
             if not getattr(self, name):
                 raise ConfigError(f"{name}: got none, expected at least one")
-        if (self.flow == "transfer") != bool(self.sources):
+        if self.flow != "untuned" and (self.flow == "transfer") != bool(self.sources):
             raise ConfigError("sources: expected tasks to distil on for flow transfer, and none for other flows")
         if self.flow in ("pretrained", "transfer", "untuned") and not self.model.pretrained:
             raise ConfigError(f"model.pretrained: got false, expected true for flow {self.flow}")
