@@ -17,7 +17,7 @@ from linearize.core.options import option
 from linearize.core.parsing import read_text
 from linearize.data.images import decode
 from linearize.jobs.synthetic.base import MadeSet, Rows
-from linearize.jobs.synthetic.texts import Articles, Documents, Halves, Released
+from linearize.jobs.synthetic.texts import Articles, Documents, Halves, Needles, Released
 from linearize.jobs.synthetic.tokenizers import fixed_tokenizer
 from linearize.training.stage_two.prepare import View, open_splits
 from linearize.training.stage_two.tasks import task
@@ -275,6 +275,7 @@ SETS: dict[str, type[MadeSet]] = {
     "pathfinder": Pathfinder,
     "articles": Articles,
     "documents": Documents,
+    "needles": Needles,
     "retrieval": Released,
     "retrieval-halves": Halves,
 }

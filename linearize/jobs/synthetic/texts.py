@@ -123,6 +123,76 @@ def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, st
     return rows
 
 
+TOPICS = (
+    ("The ferry to {place} leaves from pier {number}.", "From which pier does the ferry to {place} leave?"),
+    ("In {place} the night baker is called {name}.", "What is the night baker in {place} called?"),
+    ("{name} keeps a tame heron at the mill of {place}.", "Who keeps a tame heron at the mill of {place}?"),
+    ("The oldest clock in {place} stopped in the year {number}.", "When did the oldest clock in {place} stop?"),
+    ("{name} won the cheese race at {place} twice.", "Who won the cheese race at {place} twice?"),
+    ("The choir of {place} sings only in the dialect of {name}.", "In whose dialect does the choir of {place} sing?"),
+    ("Visitors to {place} pay {number} coins at the south gate.", "How much do visitors to {place} pay at the gate?"),
+    ("The lighthouse of {place} was painted green by {name}.", "Who painted the lighthouse of {place} green?"),
+    ("The library of {place} lends umbrellas for {number} days.", "How long does {place} lend umbrellas?"),
+    ("{name} buried a silver trumpet near {place}.", "Who buried a silver trumpet near {place}?"),
+)  # fmt: skip
+"""Facts and their questions, for needles."""
+PLACES = [f"{first}{last}" for last in ("wick", "mere", "holm", "stead", "ford") for first in (
+    "Alder", "Bram", "Corn", "Dun", "Elder", "Fen", "Gorse", "Hazel", "Iron", "Juniper")]  # fmt: skip
+NAMES = [f"{first} {last}" for last in ("Orrel", "Tamsin", "Quist", "Vale", "Marsh") for first in (
+    "Ada", "Boris", "Clara", "Dmitri", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas")]  # fmt: skip
+DEPTHS = 10
+"""Depths that needles lie at: 5 %, 15 % and so on of the document."""
+
+
+@dataclass(frozen=True)
+class Needles(Articles):
+    """Long documents with one fact each among other text, and questions that only one fact answers (as LongEmbed).
+
+    Passkeys differ in the name alone, needles in topic and place. Source: https://arxiv.org/abs/2404.12096
+    """
+
+    words: int = option(1_500, "words of a document, the fact included", low=50)
+    documents: int = option(50, "documents to look among", low=2, high=len(PLACES))
+    passkey: bool = option(False, "hide passkeys of different people instead of facts about different topics")
+
+    def make(self, source: str | None = None) -> tuple[Rows, str]:
+        """Hide facts in the articles -> rows with `question`, `text` and `depth` (0 to 9)."""
+        splits = corpus(source, self.text_column, 0)
+        lines = {"train": splits.train[self.text_column], "validation": splits.validation[self.text_column]}
+        hay = resplit(self, {split: articles(self, column) for split, column in lines.items()})
+        what = "passkeys" if self.passkey else "facts"
+        rows = {split: needles(self, [row["text"] for row in found]) for split, found in hay.items()}
+        return rows, f"{what} hidden in documents of {self.words} words"
+
+
+def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
+    """Hide one fact in each document -> rows with `question`, `text` and `depth`; documents share no words of a text.
+
+    Raises:
+        DataError: if the texts have too few words for two documents.
+    """
+    hay = [word for text in texts for word in text.split()]
+    count = min(config.documents, len(hay) // config.words)
+    if count < 2:
+        raise DataError(f"needles: got {len(hay)} words, expected those of two documents; lower words")
+    chance = np.random.default_rng(config.seed)
+    numbers = chance.permutation(np.arange(1_000, 10_000))
+    places, names = (chance.permutation(known) for known in (PLACES, NAMES))
+    rows: list[dict[str, object]] = []
+    for n in range(count):
+        told = {"place": places[n], "name": names[n], "number": numbers[n]}
+        passkey = "The passkey of {name} is {number}. Remember it.", "What is the passkey of {name}?"
+        fact, question = (text.format(**told) for text in (passkey if config.passkey else TOPICS[n % len(TOPICS)]))
+        # Every topic is at every depth, if there are enough documents.
+        depth = (n + n // len(TOPICS)) % DEPTHS
+        size = config.words - len(fact.split())
+        words = hay[n * config.words : n * config.words + size]
+        place = round((depth + 0.5) / DEPTHS * size)
+        text = " ".join([*words[:place], fact, *words[place:]])
+        rows.append({"question": question, "text": text, "depth": depth})
+    return rows
+
+
 DECIDES = {"one": "one of which decides", "last": "the last of two decides"}
 """What decides a document's class, and how descriptions of the data put it."""
 

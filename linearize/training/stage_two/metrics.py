@@ -82,6 +82,18 @@ def spearman(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     return {"spearman": _correlation(_tied_ranks(guess), _tied_ranks(true))}
 
 
+def roc_auc(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """Return the area under the ROC: how often a row of class 1 has a larger guess [N] than one of class 0.
+
+    Ties count half (Hanley and McNeil 1982); NaN if a class is missing.
+    """
+    positive = true > 0
+    ones, zeros = np.count_nonzero(positive), np.count_nonzero(~positive)
+    if not ones or not zeros:
+        return {"roc_auc": math.nan}
+    return {"roc_auc": float((_tied_ranks(guess)[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))}
+
+
 def mse(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the mean of the squared differences; NaN without numbers, or if a guess is not finite."""
     return {"mse": float(np.mean((guess - true) ** 2)) if len(true) and np.isfinite(guess).all() else math.nan}
@@ -201,13 +213,18 @@ def _word_f1(guess: str, answer: str) -> float:
     return 2 * common / (len(ours) + len(theirs))
 
 
-def retrieval(found: np.ndarray) -> dict[str, float]:
+def retrieval(found: np.ndarray, best: np.ndarray | None = None) -> dict[str, float]:
     """Return recall at 1 and at 10 and the mean of 1 / rank (MRR), from ranks [N] that begin at 1.
 
     Source: https://nlp.stanford.edu/IR-book/html/htmledition/evaluation-of-ranked-retrieval-results-1.html
+
+    Args:
+        found: ranks by the embeddings of whole texts.
+        best: ranks by the best pair of parts (`part_ranks`), whose figures begin with `best_`.
     """
-    recall = {f"recall_at_{depth}": float(np.mean(found <= depth)) for depth in DEPTHS}
-    return {**recall, "mrr": float(np.mean(1.0 / found))}
+    figures = {f"recall_at_{depth}": float(np.mean(found <= depth)) for depth in DEPTHS}
+    figures["mrr"] = float(np.mean(1.0 / found))
+    return figures if best is None else figures | {f"best_{name}": value for name, value in retrieval(best).items()}
 
 
 def ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
@@ -230,15 +247,31 @@ def ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
     return found
 
 
+def part_ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
+    """Return the ranks [N] of `ranks` if two texts are as near as their nearest parts.
+
+    Args:
+        queries: embeddings of their parts [N, P, D]; NaN for a text of fewer parts.
+        texts: [N, P, D].
+    """
+    queries, texts = (_unit(np.asarray(side, dtype=np.float64)) for side in (queries, texts))
+    found = np.empty(len(queries), dtype=np.int64)
+    for place, query in enumerate(queries):
+        cosines = np.einsum("pd,nqd->npq", query, texts, optimize=True)
+        best = np.nan_to_num(cosines, nan=-np.inf).max(axis=(1, 2))
+        found[place] = 1 + np.count_nonzero(np.delete(best, place) >= best[place])
+    return found
+
+
 def _unit(rows: np.ndarray) -> np.ndarray:
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
 
 
 METRICS: dict[str, Callable[..., dict[str, float]]] = {
     metric.__name__: metric
     for metric in (
         *(accuracy, f1, f1_macro, matthews),
-        *(pearson, spearman, mse),
+        *(pearson, spearman, mse, roc_auc),
         *(perplexity, copying, entities, spans, retrieval),
     )
 }
@@ -328,12 +361,14 @@ class Measured(Score):
     Attributes:
         metrics: all metrics.
         rows: how many rows were measured.
+        scored: what the metrics were computed on, one entry per unit (`TaskType.units`).
         by_position: of causal language models, the loss by the number of tokens before.
         balanced: macro-F1, if the task has it and the classes are uneven: accuracy alone rewards the largest class.
     """
 
     metrics: dict[str, float]
     rows: int
+    scored: tuple[np.ndarray, ...] = ()
     by_position: tuple[PositionLoss, ...] = ()
     balanced: Score | None = None
 

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.records import Example, paired_anew
 from linearize.training.alignment.objective import pooled
-from linearize.training.stage_two.metrics import ranks, retrieval
+from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
 from linearize.training.stage_two.prepare import Given, Splits, View
 from linearize.training.stage_two.prepared import (
     IGNORED,
@@ -45,6 +46,8 @@ OWNERS = "owners"
 """The field of a batch of chunks that says which text each belongs to, long [chunks]."""
 TOKENS = 16_384
 """Tokens, padding included, that are read at a time."""
+SPAN = 512
+"""Tokens of a part of a text that is read whole."""
 SECOND = "second_"
 """Prefix of the second text's fields."""
 
@@ -97,8 +100,29 @@ def pad_chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]
     return {**fields, OWNERS: torch.tensor(owners)}
 
 
+def read_chunks(read: Callable[..., Tensor], fields: Mapping[str, Tensor]) -> Tensor:
+    """Read chunks, `TOKENS` at a time.
+
+    Args:
+        read: token fields [n, T] -> values [n, C].
+        fields: token fields [chunks, T]; other fields of the batch are ignored.
+
+    Returns:
+        [chunks, C], fp32.
+    """
+    fields = {name: field for name, field in fields.items() if name in TOKEN_FIELDS}
+    chunks, length = fields["input_ids"].shape
+    rows = max(1, TOKENS // length)
+    return torch.cat(
+        [
+            read(**{name: field[begin : begin + rows] for name, field in fields.items()}).float()
+            for begin in range(0, chunks, rows)
+        ]
+    )
+
+
 def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-    """Read chunks, `TOKENS` at a time, and return the mean of each text's outputs.
+    """Read chunks and return the mean of each text's outputs.
 
     Args:
         read: token fields [n, T] -> values [n, C].
@@ -108,14 +132,7 @@ def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mappin
     Returns:
         [texts, C], fp32; all chunks of a text have the same weight.
     """
-    fields = {name: field for name, field in fields.items() if name in TOKEN_FIELDS}
-    rows = max(1, TOKENS // fields["input_ids"].shape[1])
-    parts = [
-        read(**{name: field[begin : begin + rows] for name, field in fields.items()}).float()
-        for begin in range(0, len(owners), rows)
-    ]
-    values = torch.cat(parts)
-    count = torch.bincount(owners)
+    values, count = read_chunks(read, fields), torch.bincount(owners)
     sums = values.new_zeros(len(count), values.shape[1]).index_add_(0, owners, values)
     return sums / count[:, None]
 
@@ -264,7 +281,7 @@ class Embedder(nn.Module):
 
     Args:
         model: a model without a head.
-        compare: what is measured [N, ...] of the first and second embeddings [N, D] of N rows.
+        compare: what is measured [N] of the first and second embeddings [N, D] of N rows.
     """
 
     def __init__(self, model: nn.Module, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -286,6 +303,55 @@ class Embedder(nn.Module):
     def embed(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
         """Embed texts [N, T] -> [N, D]."""
         return pooled(self.model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask)
+
+
+class PartEmbedder(nn.Module):
+    """Embeds texts whole, and in parts: their chunks, or, read whole, spans of `SPAN` tokens ("late chunking").
+
+    Source of late chunking: https://arxiv.org/abs/2409.04701
+
+    Args:
+        model: a model without a head.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
+    ) -> dict[str, Tensor]:
+        """Embed 2 N texts [2 N, T] -> `logits` [N, 1 + P, 2, D]: first the whole texts, then their parts.
+
+        A text of fewer parts ends in `IGNORED`, with which the trainer too fills up batches of fewer parts. A whole
+        text is the mean over its tokens, or over its chunks.
+        """
+        if owners is None:
+            halves = [_trimmed({name: field.chunk(2)[side] for name, field in fields.items()}) for side in (0, 1)]
+            sides = [self.spans(**half) for half in halves]
+        else:
+            chunks = read_chunks(lambda **part: self.spans(**part)[:, 0], fields)
+            texts = [chunks[owners == owner] for owner in range(int(owners[-1]) + 1)]
+            both = pad_sequence([torch.cat([one.mean(dim=0)[None], one]) for one in texts], True, IGNORED)
+            sides = list(both.chunk(2))
+        most = max(side.shape[1] for side in sides)
+        filled = [functional.pad(side, (0, 0, 0, most - side.shape[1]), value=IGNORED) for side in sides]
+        logits = torch.stack(filled, dim=2)
+        return {"loss": torch.zeros((), device=logits.device), "logits": logits}
+
+    def spans(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
+        """Embed texts [n, T] and their spans -> [n, 1 + P, D]; the text first."""
+        states = self.model(attention_mask=attention_mask, **fields).last_hidden_state
+        parts = zip(states.split(SPAN, dim=1), attention_mask.split(SPAN, dim=1), strict=True)
+        spans = [pooled(part, mask).masked_fill(~mask.any(dim=1)[:, None], IGNORED) for part, mask in parts]
+        return torch.stack([pooled(states, attention_mask), *spans], dim=1)
+
+
+def _trimmed(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Cut off columns that are padding in all rows, if they are half of them: questions beside long documents."""
+    length = int(fields["attention_mask"].sum(dim=1).max())
+    few = 2 * length <= fields["attention_mask"].shape[1]
+    return {name: field[:, :length] for name, field in fields.items()} if few else dict(fields)
 
 
 class EmbeddedPairs(Texts):
@@ -369,11 +435,22 @@ class Similarity(EmbeddedPairs, NumberLabels):
         return Embedder(model, functional.cosine_similarity)
 
 
+class Duplicates(ClassLabels, Similarity):
+    """Whether two sentences say the same, by the cosine of their embeddings."""
+
+    units = NumberLabels.units
+
+
 class Retrieval(EmbeddedPairs):
-    """Long texts found again without labels: the first half of every text looks for its second half among all."""
+    """Long texts found again without labels: the first half of every text looks for its second half among all.
+
+    Of rows with two texts the first, a question, looks for the second.
+    """
+
+    columns = 2
 
     def prepare(self, given: Given) -> TaskData:
-        """Read texts and cut each in two, at the middle of its words.
+        """Read texts and cut each in two, at the middle of its words; or read questions and their texts.
 
         Raises:
             DataError: if a text has one word only, or there is only one text.
@@ -384,15 +461,19 @@ class Retrieval(EmbeddedPairs):
                 f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to look "
                 "among; add rows"
             )
-        return self.rows(splits, f"halves of the texts of {splits.description}")
+        what = "halves of the texts of" if len(self.task.columns) < 2 else "questions and texts of"
+        return self.rows(splits, f"{what} {splits.description}")
 
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
-        """Return the first and the second halves of all texts, and their numbers.
+        """Return the first and the second halves of all texts, or both texts of each row, and their numbers.
 
         Raises:
-            DataError: if a text has one word only.
+            DataError: if a text to be cut has one word only.
         """
-        texts = [example.value.split() for example in view.fetch(range(len(view)))]
+        examples = view.fetch(range(len(view)))
+        if len(self.task.columns) == 2:
+            return [e.value for e in examples], [str(e.pair) for e in examples], range(len(examples))
+        texts = [example.value.split() for example in examples]
         short = next((place for place, words in enumerate(texts) if len(words) < 2), None)
         if short is not None:
             raise DataError(
@@ -403,14 +484,19 @@ class Retrieval(EmbeddedPairs):
         return first, [" ".join(words[len(words) // 2 :]) for words in texts], range(len(texts))
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
-        """Return both embeddings of every row [N, 2, D]."""
-        return Embedder(model, lambda first, second: torch.stack([first, second], dim=1))
+        """Return the embeddings of both texts of every row, and of their parts [N, 1 + P, 2, D]."""
+        return PartEmbedder(model)
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
-        """Return the rank [N] of each text's second half, from the embeddings [N, 2, D] of both."""
+        """Return the rank [N] of each row's second text by whole texts, and by the best part: [N, 1 + P, 2, D]."""
         embeddings = np.asarray(first_output(predictions))
-        return (ranks(embeddings[:, 0], embeddings[:, 1]),)
+        first, second = embeddings[:, :, 0], embeddings[:, :, 1]
+        parts = (
+            np.where((side == IGNORED).all(axis=-1, keepdims=True), np.nan, side)[:, 1:] for side in (first, second)
+        )
+        return ranks(first[:, 0], second[:, 0]), part_ranks(*parts)
 
     def chance_metrics(self, labels: Predictions) -> list[dict[str, float]]:
         """Return what a random order reaches on average."""
-        return [retrieval(np.arange(1, len(labels) + 1))]
+        order = np.arange(1, len(labels) + 1)
+        return [retrieval(order, order)]
