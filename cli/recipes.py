@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Group
@@ -18,6 +19,9 @@ from linearize.jobs.recipes import formats
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
 from linearize.jobs.recipes.results import Table, make_table, tables
 from linearize.jobs.recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from linearize.jobs.recipes.against import Against
 
 
 def recipes(args: argparse.Namespace) -> None:
@@ -113,9 +117,16 @@ def results(args: argparse.Namespace) -> None:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     made = tables(args.folder)
     kind = "json" if args.json else args.format
+    beside = None
+    if args.against is not None:
+        if kind not in ("table", "json"):
+            raise ConfigError(f"--against: got format {kind}, expected table or json; leave --format out")
+        from linearize.jobs.recipes.against import against
+
+        beside = against(args.folder, args.against)
     out = console(to_stderr=kind != "table")
     if kind == "json":
-        print_json([asdict(table) for table in made])
+        print_json([asdict(table) for table in made] if beside is None else asdict(beside))
     elif kind != "table":
         print(formats.FORMATS[kind](made), end="")
     else:
@@ -123,9 +134,21 @@ def results(args: argparse.Namespace) -> None:
             out.print(results_table(one))
             for line in formats.notes(one):
                 out.print(line)
+    if beside is not None and kind == "table":
+        _show_against(out, beside)
     if args.plot:
         formats.write_results_plot(made, args.plot)
         out.print(f"Picture: {args.plot}")
+
+
+def _show_against(out: Screen, found: Against) -> None:
+    from linearize.jobs.recipes.against import lines_of, notes
+
+    title = f"points above {found.row}, with 95 % intervals"
+    right = tuple(range(1, len(found.tasks) + 1))
+    out.print(table(title, ["", *found.tasks], lines_of(found), right=right))
+    for line in notes(found):
+        out.print(line)
 
 
 def results_table(results: Table) -> Group:

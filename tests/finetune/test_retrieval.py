@@ -14,7 +14,7 @@ from linearize.cli import main
 from linearize.core.errors import ConfigError, DataError
 from linearize.jobs.synthetic.sets import make
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.metrics import ranks, retrieval
+from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
 from linearize.training.stage_two.prepare import DataOptions, prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
@@ -143,3 +143,76 @@ def test_articles_that_open_alike(tmp_path):
         make("articles", {"shortest": 2, "opening": 7}, str(tmp_path / "corpus"))
     with pytest.raises(ConfigError, match="articles, opening: got -1, expected a whole number of at least 0"):
         make("articles", {"opening": -1}, str(tmp_path / "corpus"))
+
+
+def test_needles_lie_at_their_depths(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for split in ("train", "validation"):
+        lines = [f"= {split} {n} =\n" + " ".join(f"{split}{n}w{m}" for m in range(200)) for n in range(8)]
+        (tmp_path / "corpus" / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    for passkey in (False, True):
+        made = make("needles", {"words": 80, "documents": 20, "passkey": passkey}, str(tmp_path / "corpus"))
+        rows = list(made.tables["validation"])
+        assert sorted(row["depth"] for row in rows) == sorted([*range(10)] * 2)
+        hay = [word for row in rows for word in row["text"].split() if word.startswith("validation")]
+        assert len(hay) == len(set(hay))
+        for row in rows:
+            words = row["text"].split()
+            fact = [place for place, word in enumerate(words) if not word.startswith("validation")]
+            assert len(words) == 80 and fact == list(range(fact[0], fact[-1] + 1))
+            assert fact[0] == round((row["depth"] + 0.5) / 10 * (80 - len(fact)))
+            # The question's name or place is in no other document.
+            (key,) = {word.strip("?.") for word in row["question"].split()} & {
+                word.strip("?.")
+                for word in words
+                if word.strip("?.").endswith(("wick", "mere", "holm", "stead", "ford"))
+            } or [row["question"].removeprefix("What is the passkey of ").rstrip("?")]
+            assert [key in other["text"] for other in rows].count(True) == 1 and key in row["text"]
+    with pytest.raises(DataError, match="needles: got 1600 words, expected those of two documents"):
+        make("needles", {"words": 900}, str(tmp_path / "corpus"))
+
+
+def test_the_best_part_of_a_text_counts():
+    nothing = [np.nan, np.nan]
+    queries = np.array([[[1, 0], nothing], [[0, 1], nothing], [[1, 1], nothing]])
+    # The second text's mean is nearest to the first query, but the first text has a part that is its twin.
+    texts = np.array([[[1, 0], [-1, 0.1]], [[0.9, 0.2], [0, 0.9]], [[-1, -1], [0.2, -1]]])
+    assert list(part_ranks(queries, texts)) == [1, 1, 3]
+    assert retrieval(np.array([1, 2]), np.array([1, 1]))["best_recall_at_1"] == 1.0
+    # A text that is read whole is compared by its spans, in chunks by its chunks.
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+def test_questions_look_for_texts_whole_and_by_parts(bert, tmp_path, monkeypatch, chunks):
+    monkeypatch.setattr("linearize.training.stage_two.task_types.text.SPAN", 6)
+    tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
+    pairs = [{"question": text(n, 3), "text": text(n, 8 + n)} for n in range(7)]
+    for split in ("train", "validation"):
+        write(tmp_path / "pairs" / f"{split}.jsonl", pairs)
+    options = DataOptions(max_length=6 if chunks else 32, chunks=chunks)
+    data = prepare(task("retrieval", columns=("question", "text")), tokenizer, options, data=str(tmp_path / "pairs"))
+
+    def read(ids):
+        return model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+
+    sides: list[list[list[torch.Tensor]]] = [[], []]
+    with torch.no_grad():
+        for pair in pairs:
+            for side, one in zip(sides, pair.values(), strict=True):
+                ids = tokenizer(one, add_special_tokens=False)["input_ids"]
+                cut = [ids[begin : begin + 4] for begin in range(0, len(ids), 4)]
+                pieces = [read([tokenizer.cls_token_id, *piece, tokenizer.sep_token_id]) for piece in cut]
+                whole = read(tokenizer(one)["input_ids"])
+                parts = [p.mean(dim=0) for p in (pieces if chunks else whole.split(6))]
+                side.append([torch.stack(parts).mean(dim=0) if chunks else whole.mean(dim=0), *parts])
+    expected = []
+    for query in sides[0]:
+        near = [
+            max(float(torch.cosine_similarity(a, b, dim=0)) for a in query[1:] for b in one[1:]) for one in sides[1]
+        ]
+        expected.append(near)
+    best = [1 + sum(x >= near[n] for m, x in enumerate(near) if m != n) for n, near in enumerate(expected)]
+    measured = measure_with_interval(model, data, batch_size=3)
+    whole_ranks = ranks(*(np.stack([one[0].numpy() for one in side]) for side in sides))
+    assert list(measured.scored[0]) == list(whole_ranks) and list(measured.scored[1]) == best
+    assert measured.metrics["best_mrr"] == pytest.approx(np.mean(1 / np.array(best)))

@@ -1,0 +1,180 @@
+"""A run's rows beside one of them, softmax or a control: paired differences, and on how many tasks they are as good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linearize.core.errors import DataError, unknown_name
+from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text
+from linearize.jobs.recipes.recipe import Cell, cells, check
+from linearize.jobs.recipes.results import RECIPE, ResultRow, read_rows
+from linearize.jobs.recipes.schema import SOFTMAX, Recipe
+from linearize.jobs.recipes.stages import RECORD
+from linearize.training.stage_two.metrics import percentiles
+
+TOLERANCES = (0.0, 0.5, 1.0, 2.0)
+"""Percent of the other row's score that a row may be below it and still count as as good."""
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far one row is above another on a task, the mean over the seeds that both have; in points, as tables show it.
+
+    Attributes:
+        value: by the task's score.
+        interval: its 95 % bootstrap interval, both measured on the same drawn units; None if a run of an earlier
+            version did not record what was scored.
+        metrics: the same by every metric: difference and interval.
+        seeds: how many seeds.
+    """
+
+    value: float
+    interval: tuple[float, float] | None
+    metrics: dict[str, tuple[float, float, float]]
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Against:
+    """All rows beside one.
+
+    Attributes:
+        row: that row.
+        tasks: names of the tasks.
+        gaps: by row and task.
+        as_good: by row, the share of the tasks (0 to 1) on which it is as good, for each of `TOLERANCES`.
+        half: by row, the tolerance in percent at which that share is one half.
+    """
+
+    row: str
+    tasks: tuple[str, ...]
+    gaps: dict[str, dict[str, Gap]]
+    as_good: dict[str, tuple[float, ...]]
+    half: dict[str, float]
+
+
+def against(folder: str | Path, row: str) -> Against:
+    """Compare the rows of a run with one of them.
+
+    Raises:
+        DataError: if the folder holds no run, or the row was not measured.
+        UnknownNameError: if there is no such row.
+    """
+    root = Path(folder).expanduser()
+    if not (root / RECIPE).is_file():
+        raise DataError(f"--against: {str(folder)!r} holds no run (no {RECIPE}); name the folder of one run")
+    values = parse_yaml(read_text(root / RECIPE))
+    recipe = check(values if isinstance(values, dict) else {}, str(root / RECIPE))
+    table, measured = cells(recipe), {line["cell"]: line for line in read_rows(root)[0]}
+    names = list(dict.fromkeys(cell.row for cell in table))
+    if row not in names:
+        raise unknown_name("row", row, names)
+    units = {cell.key: _units(root, cell) for cell in table if cell.key in measured}
+    tasks = tuple(dict.fromkeys(cell.job.name for cell in table))
+    gaps: dict[str, dict[str, Gap]] = {name: {} for name in names if name != row}
+    needed: dict[str, list[float]] = {name: [] for name in gaps}
+    for task in tasks:
+        theirs = {
+            cell.seed: cell for cell in table if (cell.row, cell.job.name) == (row, task) and cell.key in measured
+        }
+        for name in gaps if theirs else ():
+            pairs = [
+                (cell, theirs.get(cell.seed) or next(iter(theirs.values())))
+                for cell in table
+                if (cell.row, cell.job.name) == (name, task)
+                and cell.key in measured
+                and (cell.seed in theirs or _same_for_all_seeds(recipe, next(iter(theirs.values()))))
+            ]
+            if pairs:
+                gaps[name][task] = _gap(pairs, measured, units)
+                before = np.mean([measured[other.key]["score"] for _, other in pairs])
+                sign = -1.0 if pairs[0][0].job.task.lower_is_better else 1.0
+                points = before * _scale(pairs[0][0])
+                needed[name].append(max(0.0, -sign * 100 * gaps[name][task].value / max(abs(float(points)), 1e-12)))
+    if not any(gaps.values()):
+        raise DataError(f"--against: row {row!r} and another one were not measured on the same task; run more cells")
+    known = {name: found for name, found in needed.items() if found}
+    shares = {name: as_good(found) for name, found in known.items()}
+    return Against(row, tasks, gaps, shares, {name: half(found) for name, found in known.items()})
+
+
+def as_good(needed: Sequence[float], tolerances: Sequence[float] = TOLERANCES) -> tuple[float, ...]:
+    """Return the share of tasks that are within each tolerance, from the tolerance that each needs, in percent."""
+    return tuple(sum(one <= tolerance for one in needed) / len(needed) for tolerance in tolerances)
+
+
+def half(needed: Sequence[float]) -> float:
+    """Return the smallest tolerance within which at least half of the tasks are."""
+    return sorted(needed)[math.ceil(len(needed) / 2) - 1]
+
+
+def _same_for_all_seeds(recipe: Recipe, cell: Cell) -> bool:
+    return recipe.flow == "untuned" and cell.kernel.name == SOFTMAX
+
+
+def _scale(cell: Cell) -> float:
+    return 100.0 if cell.job.task.percent else 1.0
+
+
+def _units(root: Path, cell: Cell) -> tuple[np.ndarray, ...] | None:
+    record: dict[str, Any] = read_json(root / "cells" / cell.key / RECORD, MOST_TEXT)
+    return tuple(map(np.asarray, record["units"])) if record.get("units") else None
+
+
+def _gap(
+    pairs: Sequence[tuple[Cell, Cell]],
+    measured: Mapping[str, ResultRow],
+    units: Mapping[str, tuple[np.ndarray, ...] | None],
+) -> Gap:
+    task, scale = pairs[0][0].job.task, _scale(pairs[0][0])
+    value = scale * float(np.mean([measured[one.key]["score"] - measured[other.key]["score"] for one, other in pairs]))
+    sides = [(units[one.key], units[other.key]) for one, other in pairs]
+    count = {len(unit) for pair in sides for side in pair for unit in side or ()}
+    if len(count) != 1 or any(side is None for pair in sides for side in pair):
+        return Gap(value, None, {}, len(pairs))
+    scorer, chance, size = task.type(task), np.random.default_rng(0), count.pop()
+
+    def differences(drawn: np.ndarray | slice) -> dict[str, float]:
+        found: list[tuple[dict[str, float], dict[str, float]]] = []
+        cache: dict[str, dict[str, float]] = {}
+        for pair, keys in zip(sides, pairs, strict=True):
+            for side, cell in zip(pair, keys, strict=True):
+                if cell.key not in cache:
+                    cache[cell.key] = scorer.metrics(*(unit[drawn] for unit in side or ()))
+            found.append((cache[keys[0].key], cache[keys[1].key]))
+        return {name: scale * float(np.mean([one[name] - other[name] for one, other in found])) for name in found[0][0]}
+
+    whole = differences(slice(None))
+    drawn = [differences(chance.integers(size, size=size)) for _ in range(RESAMPLES)]
+    ends = {name: percentiles(np.array([one[name] for one in drawn])) for name in whole}
+    score = percentiles(np.array([task.mean_of(one) for one in drawn]))
+    return Gap(value, score, {name: (whole[name], *ends[name]) for name in whole}, len(pairs))
+
+
+def lines_of(found: Against) -> list[list[str]]:
+    """Return the rows of a table as texts: the row's name, and its differences with their intervals."""
+
+    def shown(gap: Gap | None) -> str:
+        if gap is None:
+            return "-"
+        ends = "" if gap.interval is None else f" ({gap.interval[0]:+.2f} to {gap.interval[1]:+.2f})"
+        return f"{gap.value:+.2f}{ends}"
+
+    return [[name, *(shown(row.get(task)) for task in found.tasks)] for name, row in found.gaps.items()]
+
+
+def notes(found: Against) -> list[str]:
+    """Return one line for each row: on how many tasks it is as good."""
+    within = ", ".join(f"{tolerance:g}" for tolerance in TOLERANCES)
+    return [
+        f"{name}: as good as {found.row} within {within} % on {', '.join(f'{share:.0%}' for share in shares)} of "
+        f"{len(found.gaps[name])} tasks; on half of them within {found.half[name]:.2f} %"
+        for name, shares in found.as_good.items()
+    ]
