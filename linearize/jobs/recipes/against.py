@@ -15,7 +15,7 @@ from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text
 from linearize.jobs.recipes.recipe import Cell, cells, check
 from linearize.jobs.recipes.results import RECIPE, ResultRow, read_rows
 from linearize.jobs.recipes.schema import SOFTMAX, Recipe
-from linearize.jobs.recipes.stages import RECORD
+from linearize.jobs.recipes.stages import RECORD, stages_of
 from linearize.training.stage_two.metrics import percentiles
 
 TOLERANCES = (0.0, 0.5, 1.0, 2.0)
@@ -29,8 +29,8 @@ class Gap:
 
     Attributes:
         value: by the task's score.
-        interval: its 95 % bootstrap interval, both measured on the same drawn units; None if a run of an earlier
-            version did not record what was scored.
+        interval: its 95 % bootstrap interval, both measured on the same drawn units; None if it is not recorded what
+            was scored: of models that were tuned, and by earlier versions.
         metrics: the same by every metric: difference and interval.
         seeds: how many seeds.
     """
@@ -76,7 +76,7 @@ def against(folder: str | Path, row: str) -> Against:
     names = list(dict.fromkeys(cell.row for cell in table))
     if row not in names:
         raise unknown_name("row", row, names)
-    units = {cell.key: _units(root, cell) for cell in table if cell.key in measured}
+    units = {cell.key: _units(recipe, root, cell) for cell in table if cell.key in measured}
     tasks = tuple(dict.fromkeys(cell.job.name for cell in table))
     gaps: dict[str, dict[str, Gap]] = {name: {} for name in names if name != row}
     needed: dict[str, list[float]] = {name: [] for name in gaps}
@@ -123,8 +123,8 @@ def _scale(cell: Cell) -> float:
     return 100.0 if cell.job.task.percent else 1.0
 
 
-def _units(root: Path, cell: Cell) -> tuple[np.ndarray, ...] | None:
-    record: dict[str, Any] = read_json(root / "cells" / cell.key / RECORD, MOST_TEXT)
+def _units(recipe: Recipe, root: Path, cell: Cell) -> tuple[np.ndarray, ...] | None:
+    record: dict[str, Any] = read_json(root / stages_of(recipe, cell)["done"].folder / RECORD, MOST_TEXT)
     return tuple(map(np.asarray, record["units"])) if record.get("units") else None
 
 
