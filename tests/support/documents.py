@@ -110,6 +110,15 @@ RECIPES = {
                               "align={steps: 2, batch_size: 4, holdout: 8, max_length: 80}"],
     "minilm-embedding": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
                          "distil={steps: 2, batch_size: 4, holdout: 8}", "align={steps: 2, batch_size: 4, holdout: 8}"],
+    "proof-minilm": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
+                     "kernels=[softmax,window only,hedgehog]", "seeds=0",
+                     "distil={steps: 2, batch_size: 4, holdout: 8}", "align={steps: 2, batch_size: 4, holdout: 8}"],
+    "proof-minilm-long": ["model={name: MINILM}", "rows.max_length=16", "device=cpu", "kernels=[softmax,window only]",
+                          "tasks.opened.options={shortest: 4, held: 0.5, opening: 2}",
+                          *[f"tasks.needle-{n}.options={{shortest: 4, held: 0.5, words: 50}}"
+                            for n in (512, 2048, 8192)],
+                          "distil={steps: 2, batch_size: 4, holdout: 8, max_length: 16}",
+                          "align={steps: 2, batch_size: 4, holdout: 8, max_length: 80}"],
     "vit-cifar10": ["model.config={model_type: vit, image_size: 32, patch_size: 16, hidden_size: 16, "
                     "intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}", "device=cpu",
                     f"teacher={{{TINY_TUNING}}}", f"finetune={{{TINY_TUNING}}}",
@@ -216,15 +225,16 @@ def write_reviews(root, rows):
 
 
 def write_glue(root, rows):
-    for name in ("cola", "stsb"):
+    for name in ("cola", "stsb", "mrpc"):
         (root / name).mkdir(parents=True)
-    for split, count in (("train", 24), ("validation", 8)):
+    for split, count in (("train", 24), ("validation", 8), ("test", 8)):
         single = [{"sentence": row["text"], "label": row["label"]} for row in rows[:count]]
         pairs = [
             {"sentence1": one["text"], "sentence2": other["text"], "label": number % 6}
             for number, (one, other) in enumerate(itertools.pairwise(rows[: count + 1]))
         ]
-        for name, found in (("cola", single), ("stsb", pairs)):
+        classes = [{**pair, "label": number % 2} for number, pair in enumerate(pairs)]
+        for name, found in (("cola", single), ("stsb", pairs), ("mrpc", classes)):
             (root / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
