@@ -1,4 +1,4 @@
-"""One conversion measured on several tasks, its rows beside a control, and on how many tasks they are as good."""
+"""One conversion measured on several tasks, its rows compared with a control, and on how many tasks they are as good."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from support.tasks import write
 
 from linearize.cli import main
-from linearize.core.errors import ConfigError
 from linearize.jobs.recipes import against as module
 from linearize.jobs.recipes.against import against, as_good, half, lines_of, notes
 from linearize.jobs.recipes.recipe import check, load_recipe, plain
@@ -44,7 +43,7 @@ def proof(tiny, sets, tmp_path):
     }
 
 
-def test_rows_beside_a_control(proof, tmp_path, capsys, monkeypatch):
+def test_rows_compared_with_a_control(proof, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "RESAMPLES", 50)
     recipe = check(proof, "tiny")
     # A kernel that needs a window comes back from plain data, too.
@@ -78,11 +77,6 @@ def test_rows_beside_a_control(proof, tmp_path, capsys, monkeypatch):
     for more, told in ((["elu"], "unknown row 'elu'"), (["softmax", "--format", "csv"], "expected table or json")):
         assert main(["results", str(folder), "--against", *more]) == 2
         assert told in capsys.readouterr().err
-
-
-def test_sources_belong_to_flows_that_convert_once(tiny):
-    with pytest.raises(ConfigError, match="sources: expected tasks to distil on for flow transfer"):
-        check(tiny | {"sources": ["cola"]}, "tiny")
 
 
 @pytest.mark.parametrize("name", ["proof-minilm", "proof-minilm-long"])

@@ -21,7 +21,7 @@ NAMED = {
     "hedgehog-gpt2-wikitext103", "hedgehog-associative-recall", "hedgehog-lra", "luna-glue", "luna-vit-imagenet",
     "luna-lra", "transnormer-wikitext103", "transnormer-glue", "transnormer-lra", "macformer-lra", "minilm-glue",
     "minilm-embedding", "minilm-long-documents", "minilm-long-retrieval", "minilm-transfer", "gpt2-small-wikitext2",
-    "llama-small-wikitext2",
+    "llama-small-wikitext2", "proof-minilm", "proof-minilm-long",
     "vit-cifar10", "listops-small", "pixels-small", "retrieval-small", "associative-recall",
 }  # fmt: skip
 

@@ -184,7 +184,7 @@ def test_the_best_part_of_a_text_counts():
 
 @pytest.mark.parametrize("chunks", [True, False])
 def test_questions_look_for_texts_whole_and_by_parts(bert, tmp_path, monkeypatch, chunks):
-    monkeypatch.setattr("linearize.training.stage_two.task_types.text.SPAN", 6)
+    monkeypatch.setattr("linearize.training.stage_two.task_types.embeddings.SPAN", 6)
     tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
     pairs = [{"question": text(n, 3), "text": text(n, 8 + n)} for n in range(7)]
     for split in ("train", "validation"):

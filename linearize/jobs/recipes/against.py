@@ -1,4 +1,4 @@
-"""A run's rows beside one of them, softmax or a control: paired differences, and on how many tasks they are as good."""
+"""A run's rows compared with one of them, softmax or a control: paired differences, and on how many tasks they are as good."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Against:
-    """All rows beside one.
+    """All rows compared with one.
 
     Attributes:
         row: that row.

@@ -161,7 +161,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "similarity",
-            "linearize.training.stage_two.task_types.text:Similarity",
+            "linearize.training.stage_two.task_types.embeddings:Similarity",
             "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
             dataset="nyu-mll/glue:stsb",
             folders=("stsb", "STS-B"),
@@ -171,7 +171,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "duplicates",
-            "linearize.training.stage_two.task_types.text:Duplicates",
+            "linearize.training.stage_two.task_types.embeddings:Duplicates",
             "do two sentences say the same, by the cosine of their embeddings? no head, nothing to train",
             dataset="nyu-mll/glue:mrpc",
             folders=("mrpc", "MRPC"),
@@ -181,7 +181,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             "retrieval",
-            "linearize.training.stage_two.task_types.text:Retrieval",
+            "linearize.training.stage_two.task_types.embeddings:Retrieval",
             "first halves of long texts look for their second halves (or questions for texts), without training",
             label=None,
             metrics=("retrieval",),

@@ -1,0 +1,255 @@
+"""Texts that are compared by their embeddings, without a head: pairs of sentences, halves of texts, questions.
+
+Texts are read whole or in chunks (`task_types.text`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from linearize.core.errors import DataError
+from linearize.core.heads import HEADS
+from linearize.training.alignment.losses import pooled
+from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
+from linearize.training.stage_two.prepare import Given, Splits, View
+from linearize.training.stage_two.prepared import IGNORED, Predictions, Row, TaskData
+from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, first_output
+from linearize.training.stage_two.task_types.text import Texts, mean_over_chunks, read_chunks
+
+SPAN = 512
+"""Tokens of a part of a text that is read whole."""
+SECOND = "second_"
+"""Prefix of the second text's fields."""
+
+
+class Embedder(nn.Module):
+    """Embeds texts by the mean over their tokens' last hidden states, as sentence-transformers does.
+
+    Args:
+        model: a model without a head.
+        compare: what is measured [N] of the first and second embeddings [N, D] of N rows.
+    """
+
+    def __init__(self, model: nn.Module, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.compare = model, compare
+
+    def forward(
+        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
+    ) -> dict[str, Tensor]:
+        """Embed 2 N texts [2 N, T] -> `logits` [N, ...], what `compare` returns.
+
+        Embeddings of chunks [chunks, T] are averaged over the texts that they belong to, `owners` [chunks].
+        """
+        embeddings = self.embed(**fields) if owners is None else mean_over_chunks(self.embed, owners, fields)
+        logits = self.compare(*embeddings.chunk(2))
+        # The trainer wants a loss; nothing is trained.
+        return {"loss": torch.zeros((), device=logits.device), "logits": logits}
+
+    def embed(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
+        """Embed texts [N, T] -> [N, D]."""
+        return pooled(self.model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask)
+
+
+class PartEmbedder(nn.Module):
+    """Embeds texts whole, and in parts: their chunks, or, read whole, spans of `SPAN` tokens ("late chunking").
+
+    Source of late chunking: https://arxiv.org/abs/2409.04701
+
+    Args:
+        model: a model without a head.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
+    ) -> dict[str, Tensor]:
+        """Embed 2 N texts [2 N, T] -> `logits` [N, 1 + P, 2, D]: first the whole texts, then their parts.
+
+        A text of fewer parts ends in `IGNORED`, with which the trainer too fills up batches of fewer parts. A whole
+        text is the mean over its tokens, or over its chunks.
+        """
+        if owners is None:
+            halves = [_trimmed({name: field.chunk(2)[side] for name, field in fields.items()}) for side in (0, 1)]
+            sides = [self.spans(**half) for half in halves]
+        else:
+            chunks = read_chunks(lambda **part: self.spans(**part)[:, 0], fields)
+            texts = [chunks[owners == owner] for owner in range(int(owners[-1]) + 1)]
+            both = pad_sequence([torch.cat([one.mean(dim=0)[None], one]) for one in texts], True, IGNORED)
+            sides = list(both.chunk(2))
+        most = max(side.shape[1] for side in sides)
+        filled = [functional.pad(side, (0, 0, 0, most - side.shape[1]), value=IGNORED) for side in sides]
+        logits = torch.stack(filled, dim=2)
+        return {"loss": torch.zeros((), device=logits.device), "logits": logits}
+
+    def spans(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
+        """Embed texts [n, T] and their spans -> [n, 1 + P, D]; the text first."""
+        states = self.model(attention_mask=attention_mask, **fields).last_hidden_state
+        parts = zip(states.split(SPAN, dim=1), attention_mask.split(SPAN, dim=1), strict=True)
+        spans = [pooled(part, mask).masked_fill(~mask.any(dim=1)[:, None], IGNORED) for part, mask in parts]
+        return torch.stack([pooled(states, attention_mask), *spans], dim=1)
+
+
+def _trimmed(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Cut off columns that are padding in all rows, if they are half of them: questions next to long documents."""
+    length = int(fields["attention_mask"].sum(dim=1).max())
+    few = 2 * length <= fields["attention_mask"].shape[1]
+    return {name: field[:, :length] for name, field in fields.items()} if few else dict(fields)
+
+
+class EmbeddedPairs(Texts):
+    """Rows of two texts each, which one model embeds.
+
+    A batch of N rows has 2 N texts, the first of every row and then the second of every row: stage one and the
+    alignment learn from the texts alone.
+    """
+
+    head = HEADS["feature-extraction"]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the rows can be trained on: there is no head, and nothing to train."""
+        return False
+
+    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
+        """Return the first and the second texts of all rows, and their labels."""
+        raise NotImplementedError
+
+    def rows(self, splits: Splits, description: str) -> TaskData:
+        """Return both splits as rows; those to measure on are in chunks if the options say so.
+
+        Raises:
+            DataError: if a text has no token.
+        """
+        first, second, labels = self.read(splits.validation)
+        texts, facts = self.measured(first + second)
+        validation = _side_by_side(texts, labels)
+        facts = {**facts, "rows": len(validation)}
+        first, second, labels = self.read(splits.train)
+        train = _side_by_side(self.checked(first + second), labels)
+        chunkable = getattr(self.tokenizer, "is_fast", False)
+        return TaskData(self, train, validation, description, facts=facts, chunkable=chunkable)
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return the fields of 2 N texts of N rows, and the labels [N]."""
+        texts = [{name: row[name] for name in row if not name.startswith(SECOND)} for row in rows]
+        texts += [{name.removeprefix(SECOND): row[name] for name in row if name.startswith(SECOND)} for row in rows]
+        return {**self.padded(texts), "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+def _side_by_side(texts: list[Row], labels: Sequence[float]) -> list[Row]:
+    """Return rows of two texts: the first half of the texts are the first ones of each row."""
+    half = len(labels)
+    return [
+        {**one, **{f"{SECOND}{name}": value for name, value in two.items()}, "labels": label}
+        for one, two, label in zip(texts[:half], texts[half:], labels, strict=True)
+    ]
+
+
+class Similarity(EmbeddedPairs, NumberLabels):
+    """Likeness of two sentences by the cosine of their embeddings."""
+
+    columns = 2
+
+    def prepare(self, given: Given) -> TaskData:
+        """Read pairs of sentences and how alike they are.
+
+        Raises:
+            DataError: if rows have one text only, or a label is no number.
+        """
+        splits = self.open_splits(given)
+        return self.rows(splits, splits.description)
+
+    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
+        """Return the first and the second sentences of all rows, and the labels.
+
+        Raises:
+            DataError: if rows have one text only, or a label is no number.
+        """
+        examples = view.fetch(range(len(view)))
+        if any(example.pair is None for example in examples):
+            raise DataError(
+                f"task {self.task.name}: got rows with one text, expected two; name both columns (--columns A,B)"
+            )
+        return [e.value for e in examples], [str(e.pair) for e in examples], self.numbered(examples)
+
+    def wrap(self, model: PreTrainedModel) -> nn.Module:
+        """Return the cosines of the model's embeddings; the labels' scale does not matter for a correlation."""
+        return Embedder(model, functional.cosine_similarity)
+
+
+class Duplicates(ClassLabels, Similarity):
+    """Whether two sentences say the same, by the cosine of their embeddings."""
+
+    units = NumberLabels.units
+
+
+class Retrieval(EmbeddedPairs):
+    """Long texts found again without labels: the first half of every text looks for its second half among all.
+
+    Of rows with two texts the first, a question, looks for the second.
+    """
+
+    columns = 2
+
+    def prepare(self, given: Given) -> TaskData:
+        """Read texts and cut each in two, at the middle of its words; or read questions and their texts.
+
+        Raises:
+            DataError: if a text has one word only, or there is only one text.
+        """
+        splits = self.open_splits(given)
+        if len(splits.validation) < 2:
+            raise DataError(
+                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to look "
+                "among; add rows"
+            )
+        what = "halves of the texts of" if len(self.task.columns) < 2 else "questions and texts of"
+        return self.rows(splits, f"{what} {splits.description}")
+
+    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
+        """Return the first and the second halves of all texts, or both texts of each row, and their numbers.
+
+        Raises:
+            DataError: if a text to be cut has one word only.
+        """
+        examples = view.fetch(range(len(view)))
+        if len(self.task.columns) == 2:
+            return [e.value for e in examples], [str(e.pair) for e in examples], range(len(examples))
+        texts = [example.value.split() for example in examples]
+        short = next((place for place, words in enumerate(texts) if len(words) < 2), None)
+        if short is not None:
+            raise DataError(
+                f"task {self.task.name}: got a text of one word (number {short} of {len(texts)}, from 0), expected at "
+                "least two words, to cut it in two; remove the row"
+            )
+        first = [" ".join(words[: len(words) // 2]) for words in texts]
+        return first, [" ".join(words[len(words) // 2 :]) for words in texts], range(len(texts))
+
+    def wrap(self, model: PreTrainedModel) -> nn.Module:
+        """Return the embeddings of both texts of every row, and of their parts [N, 1 + P, 2, D]."""
+        return PartEmbedder(model)
+
+    def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
+        """Return the rank [N] of each row's second text by whole texts, and by the best part: [N, 1 + P, 2, D]."""
+        embeddings = np.asarray(first_output(predictions))
+        first, second = embeddings[:, :, 0], embeddings[:, :, 1]
+        parts = (
+            np.where((side == IGNORED).all(axis=-1, keepdims=True), np.nan, side)[:, 1:] for side in (first, second)
+        )
+        return ranks(first[:, 0], second[:, 0]), part_ranks(*parts)
+
+    def chance_metrics(self, labels: Predictions) -> list[dict[str, float]]:
+        """Return what a random order reaches on average."""
+        order = np.arange(1, len(labels) + 1)
+        return [retrieval(order, order)]
