@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
-from linearize.training.alignment.losses import pooled
+from linearize.training.alignment.objective import pooled
 from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
 from linearize.training.stage_two.prepare import Given, Splits, View
 from linearize.training.stage_two.prepared import IGNORED, Predictions, Row, TaskData
