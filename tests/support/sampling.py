@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -49,20 +49,36 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Under `-m "not slow"`, build no items for slow cases: there are more of them than of the others."""
+    yield
+    calls = metafunc._calls
+    if calls and without_slow(metafunc.config):
+        slow = metafunc.definition.get_closest_marker("slow") is not None
+        ready = [call for call in calls if not (slow or any(mark.name == "slow" for mark in call.marks))]
+        marks = list(metafunc.definition.iter_markers("sampled"))
+        kept = sampled([call.params for call in ready], marks)
+        # A test without any case would be built without its arguments; the one slow case is deselected later.
+        calls[:] = [call for number, call in enumerate(ready) if number in kept] or calls[:1]
+
+
+def without_slow(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "not slow"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is not in the sample as slow; for `--quick`, leave out the rest."""
-    seed = int(os.environ.get("LINEARIZE_SAMPLE_SEED", "0"))
-    for group in groups(items):
+    for group in groups(items) if not without_slow(config) else ():
         marks = list(group[0].iter_markers("sampled"))
-        if marks:
-            ready = [item for item in group if item.get_closest_marker("slow") is None]
-            kept = set().union(*(cover(values_of(ready, mark.args[1:]), mark.args[0], seed) for mark in marks))
-            for number, item in enumerate(ready):
-                if number not in kept:
-                    item.add_marker("slow")
+        ready = [item for item in group if item.get_closest_marker("slow") is None]
+        kept = sampled([item.callspec.params if hasattr(item, "callspec") else {} for item in ready], marks)
+        for number, item in enumerate(ready):
+            if number not in kept:
+                item.add_marker("slow")
     if config.getoption("--quick"):
-        chosen = {item for group in groups(items) for item in quick_part(group, seed)}
+        chosen = {item for group in groups(items) for item in quick_part(group, seed())}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
 
@@ -86,13 +102,23 @@ def quick_part(group: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     return random.Random(seed).sample(ready, min(QUICK_CASES, len(ready)))
 
 
-def values_of(group: Sequence[pytest.Item], only: Sequence[str] = ()) -> list[frozenset[Hashable]]:
+def seed() -> int:
+    return int(os.environ.get("LINEARIZE_SAMPLE_SEED", "0"))
+
+
+def sampled(cases: Sequence[Mapping[str, Any]], marks: Sequence[pytest.Mark]) -> set[int]:
+    """Return the positions of the cases, given by their parameters, that the marks of a function keep."""
+    if not marks:
+        return {*range(len(cases))}
+    return set().union(*(cover(values_of(cases, mark.args[1:]), mark.args[0], seed()) for mark in marks))
+
+
+def values_of(cases: Sequence[Mapping[str, Any]], only: Sequence[str] = ()) -> list[frozenset[Hashable]]:
     """Return for each case of a function which value of each parameter it has, values numbered as they appear."""
     numbers: dict[str, dict[int, int]] = {}
     found = []
-    for item in group:
-        spec = getattr(item, "callspec", None)
-        values = {} if spec is None else {n: v for n, v in spec.params.items() if n in only or not only}
+    for parameters in cases:
+        values = {name: value for name, value in parameters.items() if name in only or not only}
         # The cases of a matrix share the very objects; not all of them can be compared.
         places = {name: numbers.setdefault(name, {}) for name in values}
         found.append(frozenset((n, places[n].setdefault(id(v), len(places[n]))) for n, v in values.items()))
