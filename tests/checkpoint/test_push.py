@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support import forks
 from support.fake_hub import TOKEN, FakeHub
 from support.tiny import converted, original
 
@@ -139,6 +140,14 @@ def test_names_that_are_fine():
     assert check_repo("alice/bert-hedgehog_v1.0") == "alice/bert-hedgehog_v1.0"
 
 
+def command_line(address, words):
+    """Run a command line in a fork, where huggingface_hub has read its settings before: those of an environment."""
+    from huggingface_hub import constants
+
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = address, False, True
+    sys.exit(main([str(word) for word in words]))
+
+
 def test_the_command_line_pushes(hub, folder, tmp_path, capsys):
     """`linearize push`, and `convert --push-to-hub`, end in the same upload."""
     environment = {
@@ -151,19 +160,16 @@ def test_the_command_line_pushes(hub, folder, tmp_path, capsys):
         "HF_TOKEN": TOKEN,
         "NO_PROXY": "127.0.0.1",
     }
-    cli = [sys.executable, "-c", "import sys; from linearize.cli import main; sys.exit(main(sys.argv[1:]))"]
-    done = subprocess.run(
-        [*cli, "push", folder, "alice/tiny", "--private"], env=environment, capture_output=True, text=True
-    )
+    original("bert").save_pretrained(tmp_path / "model")
+    push_it = ["push", folder, "alice/tiny", "--private"]
+    arguments = ["convert", tmp_path / "model", "--distill-steps", "0", "--output", tmp_path / "out"]
+    done = forks.run(command_line, hub.address, push_it, environment=environment)
     assert done.returncode == 0, done.stderr
     assert f"{hub.address}/alice/tiny" in done.stdout
     assert hub.repos == {"alice/tiny": True}
     assert TOKEN not in done.stdout + done.stderr
-    original("bert").save_pretrained(tmp_path / "model")
-    arguments = ["convert", tmp_path / "model", "--distill-steps", "0", "--output", tmp_path / "out"]
-    done = subprocess.run(
-        [*cli, *arguments, "--push-to-hub", "alice/other"], env=environment, capture_output=True, text=True
-    )
+    convert = [*arguments, "--push-to-hub", "alice/other"]
+    done = forks.run(command_line, hub.address, convert, environment=environment)
     assert done.returncode == 0, done.stderr
     assert "alice/other" in hub.repos
     assert hub.files["config.json"] == (tmp_path / "out" / "config.json").read_bytes()

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny import converted, inputs_of, outputs
+from support.tiny import CLIP_TEXT, IMAGE, converted, inputs_of, outputs
 
 from linearize.attention.interface import linear_attentions
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
+# Tracing takes as long again for each layer: one layer of each kind.
+ONE = {"num_hidden_layers": 1}
+LAYERS = {
+    "distilbert": {"n_layers": 1},
+    "gpt2": {"n_layer": 1},
+    "modernbert": {"num_hidden_layers": 2},
+    "bart": {"encoder_layers": 1, "decoder_layers": 1},
+    "clip": {"text_config": CLIP_TEXT | ONE, "vision_config": IMAGE | ONE},
+}
 
 
-def model_and_inputs(name: str, mask: bool):
-    model = converted(name)
+def model_and_inputs(name: str, mask: bool, config=None):
+    model = converted(name, config=LAYERS.get(name, ONE) if config is None else config)
     inputs = inputs_of(model, tokens=8)
     if name == "bart":
         inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]
@@ -96,7 +105,7 @@ def test_packed_sequences_by_their_lengths_are_refused_while_compiled(monkeypatc
 def test_gradient_checkpointing_gives_the_same_gradients(name):
     grads = []
     for checkpointing in (False, True):
-        model, inputs = model_and_inputs(name, mask=True)
+        model, inputs = model_and_inputs(name, mask=True, config={})
         model.train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
