@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.forks import in_place_of_interpreter
 from support.tiny import converted, original
 from transformers.cache_utils import DynamicCache
 
@@ -149,6 +150,7 @@ def test_memory_is_that_of_the_tensors():
 
 
 def test_memory_that_runs_out_is_a_result(monkeypatch):
+    monkeypatch.setattr(memory.subprocess, "run", in_place_of_interpreter)
     huge = AttentionSuite(AttentionSizes("elu", heads=4096))
     assert memory.memory_of(huge, "softmax", 1 << 24).problem == "out of memory"
     with pytest.raises(LinearizeError, match="a separate process failed: TypeError"):

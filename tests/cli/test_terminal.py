@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support import forks
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.cli import _output
+from linearize.cli import _output, main
 from linearize.cli._output import Heartbeat, Screen, StepProgress, console, print_json, table
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError
@@ -290,6 +291,14 @@ def test_json_has_neither_colours_nor_folded_lines(terminal):
     assert "\x1b" not in terminal.getvalue() and WIDE in terminal.getvalue()
 
 
+def on_terminal(name, words):
+    for number in (1, 2):
+        os.dup2(os.open(name, os.O_RDWR | os.O_NOCTTY), number)
+    for variable in ("COLUMNS", "LINES", "FORCE_COLOR"):
+        os.environ.pop(variable, None)
+    sys.exit(main(words))
+
+
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are a matter of POSIX")
 def test_a_real_terminal(tmp_path):
     """The whole program on a pseudo-terminal of 60 columns, without colours."""
@@ -300,11 +309,10 @@ def test_a_real_terminal(tmp_path):
 
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 60, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FORCE_COLOR")}
-    environment |= {"TERM": "xterm-256color", "NO_COLOR": "1"}
-    code = "import sys; from linearize.cli import main; sys.exit(main(['recipes']))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, stderr=follower, env=environment)
-    os.close(follower)
+    environment = {"TERM": "xterm-256color", "NO_COLOR": "1"}
+    process = forks.start(on_terminal, os.ttyname(follower), ["recipes"], environment=environment, said=tmp_path)
+    # Until the program has ended this end stays open, so that it is there before the program opens it.
+    threading.Thread(target=lambda: (process.join(), os.close(follower))).start()
     written = b""
     while True:
         try:
@@ -316,7 +324,7 @@ def test_a_real_terminal(tmp_path):
         written += part
     os.close(leader)
     text = written.decode()
-    assert process.wait() == 0
+    assert process.exitcode == 0, text
     assert not re.search(r"\x1b\[[0-9;]*[34][0-9]m", text)
     assert 40 < max(len(line) for line in plain(text).splitlines()) <= 60
 

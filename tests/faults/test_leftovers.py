@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from support import forks
 from support.command_lines import VERBS, line_of, without
 from support.tiny import converted, inputs_of, outputs
 from transformers import PreTrainedModel
@@ -22,8 +22,6 @@ from linearize.checkpoint import output
 from linearize.checkpoint.output import atomic_folder, check_room, claim, clear_leftovers
 from linearize.core.errors import CheckpointError
 from linearize.training.stage_one.run import RunState, StateFolder
-
-SCRIPT = Path(sys.executable).with_name("linearize")
 
 
 def same_weights(one, two):
@@ -95,13 +93,16 @@ def test_the_longest_name_that_is_taken_works(models, tmp_path, cli):
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
+def with_small_files(words):
+    from linearize.cli import main
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+    sys.exit(main(words))
+
+
 @pytest.mark.parametrize("verb", ["convert", pytest.param("finetune", marks=pytest.mark.slow)])
 def test_a_file_too_large_is_seen_before_the_first_step(verb, models, tmp_path):
-    def small():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
-
-    line = [SCRIPT, *line_of(verb, models, tmp_path / "out")]
-    done = subprocess.run(line, preexec_fn=small, capture_output=True, text=True, check=False)
+    done = forks.run(with_small_files, line_of(verb, models, tmp_path / "out"))
     assert done.returncode == 2, done.stderr
     assert "of the result cannot be written to" in done.stderr and "File too large" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and "step 1" not in done.stdout

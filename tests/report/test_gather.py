@@ -37,7 +37,8 @@ def options(made, name, **more):
     return ReportOptions(str(made / name), inputs=inputs, lengths=more.pop("lengths", ()), device="cpu", **more)
 
 
-def test_a_text_report_has_everything(made, tmp_path, monkeypatch):
+def test_a_text_report_has_everything(made, tmp_path, monkeypatch, laid_out):
+    monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", laid_out)
     monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", in_forked_process)
     out = tmp_path / "out"
     found = write_report(

@@ -20,7 +20,10 @@ from typing import Any
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "transformers", "accelerate", "linearize.cli", "linearize.jobs.convert", "linearize.jobs.finetune"]
+    [
+        *("torch", "transformers", "accelerate", "datasets", "sklearn.metrics"),
+        *("linearize.cli", "linearize.jobs.convert", "linearize.jobs.finetune"),
+    ]
 )
 
 
@@ -119,6 +122,12 @@ def together(
             texts = (f"process {rank} said:\n{text[-4000:]}" for rank, text in enumerate(errors))
             raise AssertionError("\n".join(texts))
         return out
+
+
+def in_place_of_interpreter(command: Sequence[str], *, input: str, env: Mapping[str, str], **_: Any) -> Done:
+    """Replace `subprocess.run` of `python -c CODE` with text for its stdin: the same code, in a fork."""
+    code = "import io, sys; sys.stdin = io.StringIO(sys.argv.pop())\n" + command[2]
+    return python(code, input, environment=env)
 
 
 def in_forked_process(function: Callable[..., Any], *arguments: Any) -> Any:
