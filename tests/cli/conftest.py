@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def fewer_and_plain_pictures():
-    """Leave texts in pictures where they fall, and draw two heads: tests/report has a whole report, which takes long."""
+    """Leave texts in pictures where they fall, and draw two heads: tests/report has one report with its layout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
         patch.setattr("linearize.evaluation.report.page.LARGE", 1)
