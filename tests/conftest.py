@@ -36,3 +36,11 @@ def few_resamples():
     from linearize.training.stage_two.metrics import resampled_scores
 
     resampled_scores.__kwdefaults__["resamples"] = 200
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_probes():
+    """The product whose time says how quiet the machine is: a thousandth of its usual work, as it is timed often."""
+    from linearize.evaluation.bench import meter
+
+    meter.PROBE = 64
