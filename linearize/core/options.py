@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
-from linearize.core.registry import KINDS
+from linearize.core.registry import KINDS, field_types
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -169,7 +169,7 @@ def _add(
     if name in options:
         options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
         return
-    kind = _kinds(_hints(config)[field.name])[0]
+    kind = _kinds(field_types(config)[field.name])[0]
     group = metadata.get("group")
     options[name] = Option(name, kind, field.default, metadata, group, (place,), _is_required(field))
 
@@ -272,7 +272,7 @@ def check(config: DataclassInstance, where: str) -> None:
     Raises:
         ConfigError: naming the field.
     """
-    hints = _hints(type(config))
+    hints = field_types(type(config))
     for field in dataclasses.fields(config):
         kinds, value = _kinds(hints[field.name]), getattr(config, field.name)
         optional = value is None and type(None) in typing.get_args(hints[field.name])
@@ -280,11 +280,6 @@ def check(config: DataclassInstance, where: str) -> None:
             continue
         if not any(_fits(value, kind) for kind in kinds) or not _inside(value, field.metadata):
             raise ConfigError(f"{where}, {field.name}: got {value!r}, expected {_expected(kinds, field.metadata)}")
-
-
-@functools.cache
-def _hints(config: type) -> dict[str, object]:
-    return typing.get_type_hints(config)
 
 
 def _kinds(hint: object) -> tuple[Any, ...]:
@@ -379,7 +374,7 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():

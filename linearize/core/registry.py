@@ -8,6 +8,7 @@ a call of `linearize.register_kernel`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import threading
 import types
@@ -253,6 +254,12 @@ def option(
     return field(default=default, metadata=limits)
 
 
+@functools.cache
+def field_types(config: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, by name."""
+    return typing.get_type_hints(config)
+
+
 def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
     """Build a kernel's config from arguments, which may be text (as typed on a command line).
 
@@ -261,7 +268,7 @@ def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
         ConfigError: for a value of the wrong type or out of range.
     """
     fields = {f.name: f for f in dataclasses.fields(info.config)}
-    hints = typing.get_type_hints(info.config)
+    hints = field_types(info.config)
     values = {}
     for name, value in arguments.items():
         if name not in fields:
