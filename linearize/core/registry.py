@@ -236,7 +236,14 @@ def _discover() -> None:
         from importlib.metadata import entry_points
 
         for entry in entry_points(group="linearize.kernels"):
-            entry.load()
+            try:
+                entry.load()
+            except Exception as error:
+                _discovered = False
+                raise ConfigError(
+                    f"kernels of the installed package {entry.value!r}: got {type(error).__name__}: {error}; "
+                    "repair or uninstall the package"
+                ) from error
 
 
 def option(

@@ -97,6 +97,17 @@ def test_an_entry_point_is_found(monkeypatch):
     assert kernel_info("sharp") is INFO
 
 
+def test_a_broken_package_is_named(monkeypatch):
+    monkeypatch.setattr(registry, "_discovered", False)
+    broken = importlib.metadata.EntryPoint("sharp", "no_such_module", "linearize.kernels")
+    real = importlib.metadata.entry_points
+    found = {"linearize.kernels": [broken]}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kw: found.get(kw.get("group"), real(**kw)))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="'no_such_module': got ModuleNotFoundError.*uninstall the package"):
+            linearize.kernel_infos()
+
+
 def test_a_name_is_taken_once(sharp):
     linearize.register_kernel(INFO)
     with pytest.raises(ConfigError, match="'sharp' is registered already by Sharp"):

@@ -71,7 +71,9 @@ def make_image(folder, kernel="hedgehog"):
 
 
 def make_original(folder, name="bert", head="AutoModel", **overrides):
-    original(name, head, **overrides).save_pretrained(folder)
-    processor = ViTImageProcessor(size={"height": 30, "width": 30}) if name == "vit" else tokenizer()
+    model = original(name, head, **overrides)
+    model.save_pretrained(folder)
+    side = getattr(model.config, "image_size", None)
+    processor = tokenizer() if side is None else ViTImageProcessor(size={"height": side, "width": side})
     processor.save_pretrained(folder)
     return folder
