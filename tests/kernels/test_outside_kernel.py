@@ -104,7 +104,7 @@ def test_a_broken_package_is_named(monkeypatch):
     found = {"linearize.kernels": [broken]}
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kw: found.get(kw.get("group"), real(**kw)))
     for _ in range(2):
-        with pytest.raises(ConfigError, match="'no_such_module': got ModuleNotFoundError.*uninstall the package"):
+        with pytest.raises(ConfigError, match=r"'no_such_module': got ModuleNotFoundError.*uninstall the package"):
             linearize.kernel_infos()
 
 
