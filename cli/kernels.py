@@ -175,7 +175,7 @@ def _list_for(model: str, *, as_json: bool) -> None:
     sees = "causal" if causal else "both ways"
     _print(f"{model}: {len(layers)} attentions, {sees}, {heads}, takes {takes} tokens", rows)
     for name, why in refused.items():
-        console().print(f"Not {name}: {why}")
+        console().print(f"{name} does not fit: {why}")
 
 
 def _explain(facts: dict[str, Any]) -> None:

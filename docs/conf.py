@@ -22,6 +22,9 @@ html_theme = "furo"
 html_title = "linearize"
 html_copy_source = False
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["filter.js"]  # The search field above the table of models.
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

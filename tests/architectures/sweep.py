@@ -1,7 +1,7 @@
 """Try every modeling file of transformers, and timm's families: `python tests/architectures/sweep.py --help`.
 
 Every model is tried in a process of its own, forked from one that has imported what all need, and stopped after a
-while. The results are one JSON object a line; `table.py` writes them into docs/models.md.
+while. The results are one JSON object a line; `table.py` writes them into docs/models.md and docs/sweep.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the sweep's results into docs/models.md: `tests/architectures/table.py RESULTS.jsonl ...`, the newest last."""
+"""Write the sweep's results into docs/models.md and docs/sweep.md: `table.py RESULTS.jsonl ...`, the newest last."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "results" / "architectures.json"
-BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
+RESULTS = ROOT / "docs" / "results" / "architectures.json"
 NO_INPUTS = "no made-up input fits the tiny model: `--example-inputs` is asked for"
 OWN_WAY = "reads masks, or calls attention, in a way of its own; converted it would be another model"
 
@@ -42,19 +41,29 @@ def reason(result: dict[str, Any]) -> str:
     return chosen.removesuffix(", which a kernel cannot honour")
 
 
+def outcome(result: dict[str, Any]) -> str:
+    """Say whether a model works, and if not, why."""
+    return {
+        "works": "works" + (f" {result['message']}" if result["message"] else "").replace(" ;", ";"),
+        "refused": f"refused: {reason(result)}",
+        "failed": f"fails at {result['step']}",
+        "not tried": "not tried: the rule that makes sizes small does not fit it",
+    }[result["status"]]
+
+
+def by_name(results: list[dict[str, Any]]) -> str:
+    """Return a table with one row per model; names that begin with timm/ come last."""
+    rows = sorted(((result["file"].startswith("timm/"), result["name"], outcome(result)) for result in results))
+    return "\n".join(["| model | result |", "|---|---|", *(f"| {name} | {what} |" for _, name, what in rows)])
+
+
 def render(results: list[dict[str, Any]]) -> str:
     """Write the table."""
     groups: dict[tuple[int, str], list[str]] = defaultdict(list)
     order = {"works": 0, "refused": 1, "failed": 2, "not tried": 3}
     for result in results:
         status = result["status"]
-        what = {
-            "works": "works" + (f" {result['message']}" if result["message"] else "").replace(" ;", ";"),
-            "refused": f"refused: {reason(result)}",
-            "failed": f"fails at {result['step']}",
-            "not tried": "not tried: the rule that makes sizes small does not fit it",
-        }[status]
-        groups[order[status], what].append(result["name"].removeprefix("timm/"))
+        groups[order[status], outcome(result)].append(result["name"].removeprefix("timm/"))
     counts = {status: sum(r["status"] == status for r in results) for status in order}
     commits = Counter(result["commit"] for result in results if "commit" in result)
     at = "".join(f", {count} tried at commit {commit}" for commit, count in sorted(commits.items()))
@@ -78,7 +87,7 @@ def page(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Merge results into the file of results, and write the page anew."""
+    """Merge results into the file of results, and write both pages."""
     merged = {result["file"]: result for result in json.loads(RESULTS.read_text("utf-8"))} if RESULTS.exists() else {}
     for path in sys.argv[1:]:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
@@ -86,8 +95,10 @@ def main() -> None:
             merged[result["file"]] = result
     results = [merged[key] for key in sorted(merged)]
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{page(results)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    for name, text in (("models", by_name(results)), ("sweep", page(results))):
+        path, begin, end = ROOT / "docs" / f"{name}.md", f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, rest = path.read_text(encoding="utf-8").split(begin)
+        path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import transformers
 import yaml
 
 HERE = Path(__file__).parent
-PAGE, RESULTS = HERE.parents[1] / "docs" / "models.md", HERE.parents[1] / "docs" / "results" / "upstream.json"
+PAGE, RESULTS = HERE.parents[1] / "docs" / "sweep.md", HERE.parents[1] / "docs" / "results" / "upstream.json"
 BEGIN, END = "<!-- upstream: begin -->", "<!-- upstream: end -->"
 MODELS = ("bert", "roberta", "gpt2", "llama", "vit", "modernbert", "qwen3")
 VERSION = importlib.metadata.version("transformers")
@@ -167,7 +167,7 @@ def compare(original: Outcomes, converted: Outcomes, table: list[Reason]) -> Fou
 
 
 def render(models: dict[str, Found]) -> str:
-    """Write the tables for docs/models.md."""
+    """Write the tables for docs/sweep.md."""
     lines = ["| model | tests that the original passes | of these, converted | others |", "|---|---:|---:|---:|"]
     why: dict[str, dict[str, set[str]]] = {}
     for name, found in sorted(models.items()):
@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument(
         "--reuse", action="store_true", help="take outcomes that earlier runs left in the scratch folder"
     )
-    parser.add_argument("--docs", action="store_true", help="write docs/results/upstream.json and docs/models.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/results/upstream.json and docs/sweep.md")
     arguments = parser.parse_args()
     work, source = arguments.work.resolve(), arguments.source and arguments.source.resolve()
     work.mkdir(parents=True, exist_ok=True)
