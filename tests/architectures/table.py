@@ -53,7 +53,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 def by_name(results: list[dict[str, Any]]) -> str:
     """Return a table with one row per model; names that begin with timm/ come last."""
-    rows = sorted(((result["file"].startswith("timm/"), result["name"], outcome(result)) for result in results))
+    rows = sorted((result["file"].startswith("timm/"), result["name"], outcome(result)) for result in results)
     return "\n".join(["| model | result |", "|---|---|", *(f"| {name} | {what} |" for _, name, what in rows)])
 
 
