@@ -374,7 +374,7 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
-    hints = field_types(cls)
+    hints = field_types(cls)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():

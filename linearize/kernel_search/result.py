@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linearize.core.parsing import write_file
 from linearize.fidelity import plots_style as style
@@ -305,7 +305,7 @@ def error_against_time(result: SearchResult) -> Figure:
     front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
     label = "no other one is both faster and closer"
     axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1, label=label)
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "the plan": {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3},
         "softmax": {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2},
         "another plan": {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2},

@@ -25,7 +25,7 @@ class MadeSet:
     framed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check(self, self.called)
+        check(self, self.called)  # type: ignore[arg-type]
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
         """Return the rows and one line about them; `source` is a Hub name, file or folder."""

@@ -13,7 +13,7 @@ weight that softmax gives them; m_i (1 - m_i) is the curvature of stage one's cr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ SMALL = 1e-3
 
 
 def start_scales(
-    trainer: KernelTrainer, batches: Iterator[Mapping[str, Tensor]], held_out: list[dict[str, Tensor]]
+    trainer: KernelTrainer, batches: Iterator[Mapping[str, Tensor]], held_out: Sequence[Mapping[str, Tensor]]
 ) -> None:
     """Fit the log-scales that are zero, in place; a layer whose held-out loss does not fall keeps zero.
 

@@ -188,7 +188,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
         return Embedder(model, functional.cosine_similarity)
 
 
-class Duplicates(ClassLabels, Similarity):
+class Duplicates(ClassLabels, Similarity):  # type: ignore[misc]
     """Whether two sentences say the same, by the cosine of their embeddings."""
 
     units = NumberLabels.units
