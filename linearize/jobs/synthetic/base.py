@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from dataclasses import Field
+from typing import Any, ClassVar
 
 from linearize.core.options import check
 
@@ -19,6 +20,8 @@ class MadeSet:
         reads: what it is made from; empty if it needs no source.
         framed: whether its tokenizer begins rows with a special token.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     called: ClassVar[str]
     reads: ClassVar[str] = ""
