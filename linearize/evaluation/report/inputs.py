@@ -99,9 +99,7 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
     )
     examples, description = _examples(loaded, options, config)
     if options.dataset is None and made.options.dataset:
-        notes.append(
-            "The inputs are built-in ones, not of the data that the checkpoint learned from; name it: --dataset."
-        )
+        notes.append("The inputs are built-in ones, not the data that the checkpoint learned from; name it: --dataset.")
     texts = () if options.dataset is None or loaded.modality == "image" else examples
     return Inputs(description, encode(loaded, examples[: options.inputs], length), notes, length, texts)
 
