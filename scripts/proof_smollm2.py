@@ -40,7 +40,7 @@ NEAR, FAR = 100, 1000
 COMMON = 120
 """Words that are more frequent in the text are no answers."""
 NEW_TOKENS = 64
-BASES = ("softmax", "window only")
+BASES = ("softmax", "window only", "window only, exact keys, softmax heads")
 """Columns that all others are compared with."""
 NAMES = ("harbour", "castle", "garden", "bridge")
 QUESTIONS = (
