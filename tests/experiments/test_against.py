@@ -1,4 +1,4 @@
-"""One conversion measured on several tasks; its rows against a control, and on how many tasks they are as good."""
+"""One conversion measured on several tasks, and its rows compared with a control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a run compared with softmax or a control: paired differences, and on how many tasks they are as good."""
+"""The rows of a run compared with one of them: paired differences, and on how many tasks they are as good."""
 
 from __future__ import annotations
 
