@@ -21,7 +21,7 @@ typedef struct {
     const float *magnitude;  /* [heads, size]: features are multiplied by exp(4 tanh(magnitude . x / 4)); or null */
     float scale, amplitude;  /* of the inputs; of a wave */
     int32_t scaled;          /* whether it has log-scales */
-    /* Learned log-scales of single tokens, to add to those: see linearize/attention/scale.py. [heads, size] and [heads],
+    /* Learned log-scales of single tokens, to add to those: see linearize/attention/hybrid.py. [heads, size] and [heads],
        [heads, units, size] and twice [heads, units]; all may be null, `learned_bias` separately. */
     int32_t units;
     const float *learned, *learned_bias, *unit, *unit_bias, *unit_out;
