@@ -240,7 +240,8 @@ def _reserved(table: nn.Embedding, limit: int) -> int:
 
 def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: str) -> PositionReport:
     limit, tables = getattr(model.config, _LENGTH), _tables(model)
-    note = f"{method}: {length} trained rows become {max_length}" if tables else _without_table(model)
+    grown = f"learned positions, {method}: {length:,} trained rows become {max_length:,}"
+    note = grown if tables else _without_table(model)
 
     def grow(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
         nonlocal note

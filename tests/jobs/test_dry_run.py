@@ -96,7 +96,7 @@ def test_what_the_job_would_refuse_is_refused(here, tmp_path, capsys):
 def test_what_the_job_would_say_is_said(here, capsys):
     """What is done to a model for longer rows was done in silence."""
     code, out, _ = run(capsys, *f"convert bert {DATA} --max-length 96 --distill-steps 2 --dry-run".split())
-    assert code == 0 and "Inputs: tile: 64 trained rows become 96" in out
+    assert code == 0 and "Inputs: learned positions, tile: 64 trained rows become 96" in out
 
 
 def test_what_does_not_fit_is_said(here, capsys, monkeypatch):
