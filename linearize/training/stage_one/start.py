@@ -1,7 +1,8 @@
 """Start a hybrid's learned log-scales in closed form, by two weighted least-squares fits on a few rows.
 
 Next to a softmax window a far weight, exp(a_i + c_j) phi(q_i) . phi(k_j), has to be exp(s_ij), where
-s_ij = scaling q_i . k_j. With a_i = w . q_i + b and c_j = u . k_j (`linearize.attention.hybrid`) two sums are minimised:
+s_ij = scaling q_i . k_j. With a_i = w . q_i + b and c_j = u . k_j (`linearize.attention.hybrid`) two sums are
+minimised:
 
     over u, w, b:   sum over queries i and far keys j of  t_ij (s_ij - log phi(q_i) . phi(k_j) - a_i - c_j)^2
     then w, b:      sum over queries i of  m_i (1 - m_i) (wanted_i - a_i)^2,
