@@ -9,7 +9,7 @@ import torch
 import transformers
 from architectures.shrink import tiny_config, tiny_model
 from architectures.sweep import apart, modeling_files, try_one
-from architectures.table import BEGIN, END, PAGE, RESULTS, page
+from architectures.table import RESULTS, ROOT, by_name, page
 from architectures.trial import build
 
 import linearize
@@ -18,9 +18,10 @@ FOUND = json.loads(RESULTS.read_text(encoding="utf-8"))
 PARTS = 24
 
 
-def test_the_page_is_what_was_found():
-    text = PAGE.read_text(encoding="utf-8")
-    assert text.split(BEGIN)[1].split(END)[0].strip() == page(FOUND)
+@pytest.mark.parametrize(("name", "written"), [("models", by_name), ("sweep", page)])
+def test_the_pages_are_what_was_found(name, written):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert text.split(f"<!-- {name}: begin -->")[1].split(f"<!-- {name}: end -->")[0].strip() == written(FOUND)
 
 
 def test_every_modeling_file_was_tried():

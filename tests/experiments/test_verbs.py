@@ -56,7 +56,7 @@ def test_recipes(capsys):
     code, out, _ = out_of(capsys, "recipes", "--json")
     facts = {fact["name"]: fact for fact in json.loads(out)}
     assert code == 0 and facts["hedgehog-glue"]["paper"] == "Hedgehog, table 2"
-    assert out_of(capsys, "recipes")[1].count("minilm-") == 5
+    assert out_of(capsys, "recipes")[1].count("minilm-") == 6
     code, out, _ = out_of(capsys, "recipes", "minilm-glue")
     assert code == 0 and out.startswith("# linearize run minilm-glue data=FOLDER")
     assert out_of(capsys, "recipes", "minilm")[0] == 2

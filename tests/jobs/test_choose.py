@@ -124,7 +124,7 @@ def test_the_verb_prints_it(place, capsys, monkeypatch):
     assert code == 0 and "bert: 2 attentions, both ways, heads of size 8, takes 64 tokens" in out
     assert "docs/results/minilm-embedding.json" in out
     code, out, _ = run(capsys, "kernels", "--for", "gpt2")
-    assert "Not taylor: " in out
+    assert "taylor does not fit: " in out
     code, _, err = run(capsys, "kernels", "elu", "--for", "bert")
     assert code == 2 and "drop one" in err
     assert run(capsys, "kernels", "--for", "nowhere/at-all")[0] == 2
