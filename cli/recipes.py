@@ -117,16 +117,16 @@ def results(args: argparse.Namespace) -> None:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     made = tables(args.folder)
     kind = "json" if args.json else args.format
-    beside = None
+    compared = None
     if args.against is not None:
         if kind not in ("table", "json"):
             raise ConfigError(f"--against: got format {kind}, expected table or json; leave --format out")
         from linearize.jobs.recipes.against import against
 
-        beside = against(args.folder, args.against)
+        compared = against(args.folder, args.against)
     out = console(to_stderr=kind != "table")
     if kind == "json":
-        print_json([asdict(table) for table in made] if beside is None else asdict(beside))
+        print_json([asdict(table) for table in made] if compared is None else asdict(compared))
     elif kind != "table":
         print(formats.FORMATS[kind](made), end="")
     else:
@@ -134,8 +134,8 @@ def results(args: argparse.Namespace) -> None:
             out.print(results_table(one))
             for line in formats.notes(one):
                 out.print(line)
-    if beside is not None and kind == "table":
-        _show_against(out, beside)
+    if compared is not None and kind == "table":
+        _show_against(out, compared)
     if args.plot:
         formats.write_results_plot(made, args.plot)
         out.print(f"Picture: {args.plot}")

@@ -16,7 +16,7 @@ from linearize.jobs.recipes.recipe import Cell, cells, check
 from linearize.jobs.recipes.results import RECIPE, ResultRow, read_rows
 from linearize.jobs.recipes.schema import SOFTMAX, Recipe
 from linearize.jobs.recipes.stages import RECORD, stages_of
-from linearize.training.stage_two.metrics import percentiles
+from linearize.training.stage_two.metrics import draws, percentiles
 
 TOLERANCES = (0.0, 0.5, 1.0, 2.0)
 """Percent of the other row's score that a row may be below it and still count as as good."""
@@ -139,7 +139,7 @@ def _gap(
     count = {len(unit) for pair in sides for side in pair for unit in side or ()}
     if len(count) != 1 or any(side is None for pair in sides for side in pair):
         return Gap(value, None, {}, len(pairs))
-    scorer, chance, size = task.type(task), np.random.default_rng(0), count.pop()
+    scorer = task.type(task)
 
     def differences(drawn: np.ndarray | slice) -> dict[str, float]:
         found: list[tuple[dict[str, float], dict[str, float]]] = []
@@ -152,7 +152,7 @@ def _gap(
         return {name: scale * float(np.mean([one[name] - other[name] for one, other in found])) for name in found[0][0]}
 
     whole = differences(slice(None))
-    drawn = [differences(chance.integers(size, size=size)) for _ in range(RESAMPLES)]
+    drawn = [differences(units_drawn) for units_drawn in draws(count.pop(), RESAMPLES)]
     ends = {name: percentiles(np.array([one[name] for one in drawn])) for name in whole}
     score = percentiles(np.array([task.mean_of(one) for one in drawn]))
     return Gap(value, score, {name: (whole[name], *ends[name]) for name in whole}, len(pairs))

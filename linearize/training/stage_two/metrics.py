@@ -11,7 +11,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -440,13 +440,18 @@ def resampled_scores(
         resamples: how often units are drawn.
         seed: of the draws; as many units give the same draws, so that two models' scores are paired.
     """
-    chance = np.random.default_rng(seed)
     units = data.type.units(predictions, labels)
-    scores = []
-    for _ in range(resamples):
-        drawn = chance.integers(len(units[0]), size=len(units[0]))
-        scores.append(data.task.mean_of(data.type.metrics(*(unit[drawn] for unit in units)), score))
+    scores = [
+        data.task.mean_of(data.type.metrics(*(unit[drawn] for unit in units)), score)
+        for drawn in draws(len(units[0]), resamples, seed)
+    ]
     return np.array(scores)
+
+
+def draws(units: int, resamples: int, seed: int = 0) -> Iterator[np.ndarray]:
+    """Draw all of `units` units with replacement, again and again; two models measured on the same draws are paired."""
+    chance = np.random.default_rng(seed)
+    return (chance.integers(units, size=units) for _ in range(resamples))
 
 
 def paired_difference(ours: Score | None, theirs: Score | None) -> Difference | None:
