@@ -265,7 +265,9 @@ def verdict(
     if failed and not (sides[0].learned or sides[-1].learned):
         whom = "no side is" if len(failed) == len(sides) else f"{', '.join(failed)}: not"
         level = "" if chance is None else f" ({_score(job, chance)})"
-        more = f"Give more steps or rows; {_finest(job, differences, rows)}"
+        # Sides that all give one answer never differ, so count what two independent guesses would vary.
+        guesses = [(2**0.5 * low, 2**0.5 * high) for low, high in (side.interval for side in sides if side.interval)]
+        more = f"Give more steps or rows; {_finest(job, [one.interval for one in differences] + guesses, rows)}"
         return f"Nothing was learned: {whom} above chance{level}. {more}"
     if lengths.longest <= lengths.original:
         return (
@@ -281,7 +283,7 @@ def verdict(
         compared = "within the noise of" if cut == 0 else "worse than"
         text = f"No gain is shown: {full[0].lower()}{full[1:]} is {compared} {whole}{by_cut}"
         text += f", and worse than its chunks{by_chunks}" if chunks == -1 else ""
-        text += f"; {_finest(job, differences, rows)}" if cut == 0 else "."
+        text += f"; {_finest(job, [one.interval for one in differences], rows)}" if cut == 0 else "."
     elif chunks is None:
         text = f"Reading on pays: {full[0].lower()}{full[1:]} is better than {whole}{by_cut}."
     else:
@@ -290,9 +292,9 @@ def verdict(
     return text + warning
 
 
-def _finest(job: LongdocJob, differences: tuple[SideDifference, ...], rows: int) -> str:
-    """Say which differences so many rows cannot show: half the widest interval that was measured."""
-    widest = max(((one.interval[1] - one.interval[0]) / 2 for one in differences), default=0.0)
+def _finest(job: LongdocJob, intervals: list[tuple[float, float]], rows: int) -> str:
+    """Say which differences so many rows cannot show: half the widest of their intervals."""
+    widest = max(((high - low) / 2 for low, high in intervals), default=0.0)
     size = f"{100 * widest:.0f} points" if job.task.percent else f"{widest:.2f}"
     return f"{rows:,} rows cannot show differences below about {size}."
 

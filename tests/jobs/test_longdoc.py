@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -281,6 +282,11 @@ def test_the_verdict_says_first_that_nothing_was_learned(place):
         "Nothing was learned: no side is above chance (62.50). Give more steps or rows; 64 rows cannot show "
         "differences below about 20 points."
     )
+    # All sides answered alike, so no difference varied: "differences below about 0 points", it said.
+    same = tuple(replace(one, interval=(0.0, 0.0)) for one in differences)
+    guesses = tuple(replace(one, interval=(0.338, 0.5634)) for one in sides_of(False, False, False, False))
+    text = verdict(job(place), guesses, same, lengths, 71, 0.5493)
+    assert text.endswith("71 rows cannot show differences below about 16 points.")
     text = verdict(job(place), sides_of(True, True, True, False), (compared("original at 12", -0.1),), lengths, 64, 0.5)
     assert text.startswith("No gain is shown") and text.endswith("Not above chance: linear at 32.")
 
