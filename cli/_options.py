@@ -23,6 +23,7 @@ REMOVED = {
     "--search-swaps": "the whole model chooses between the best plans and one kernel in every layer",
     "--widths": "name numbers of features with the candidates, as in hedgehog:features=128",
     "--extra-texts": "align on texts without labels first (linearize align --dataset)",
+    "--bucket-by-length": "rows are padded to the longest of their batch alone",
     "--finetune": "run linearize finetune on the result",
     "--layers-at-a-time": "save memory with --query-sample, --precision bf16 or a smaller --batch-size",
     "--goals": "run python -m benchmarks.goals in a checkout",

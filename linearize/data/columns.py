@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from linearize.core.errors import DataError
 from linearize.core.heads import Modality
 from linearize.data.config import DataConfig
-from linearize.data.hub import rows_of
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
-    Table = TypeVar("Table", Dataset, IterableDataset)
+    from datasets import Dataset
 
 TEXT_NAMES = ("text", "sentence", "content", "document", "article", "review", "body")
 PAIRS = (
@@ -26,14 +22,13 @@ PAIRS = (
     ("question", "context"),
 )
 """Columns that are read as the two texts of a pair unless columns are named."""
-PEEK = 20
 
 
-def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -> Table:
+def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str) -> Dataset:
     """Return a table with only the wanted columns, called ``text`` and ``pair``, or ``image``; and ``label``.
 
     Args:
-        table: A loaded or streamed data set.
+        table: A data set.
         config: Names of the columns, or None to find them.
         modality: Whether the model reads text or images.
         origin: Name of the data set in messages.
@@ -47,7 +42,7 @@ def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -
     from datasets import Image
 
     kinds = column_kinds(table, origin)
-    if not kinds or getattr(table, "num_rows", None) == 0:
+    if not kinds or not len(table):
         raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
     names = {"label": config.label_column}
     if modality == "text":
@@ -67,19 +62,9 @@ def uniform(table: Table, config: DataConfig, modality: Modality, origin: str) -
     return table.cast_column("image", Image(decode=False)) if modality == "image" else table
 
 
-def column_kinds(table: Dataset | IterableDataset, origin: str) -> dict[str, str]:
-    """Name what each column holds: ``text``, ``image``, ``number``, ``class`` or the type's own name.
-
-    If a streamed table does not know its types, its first rows are read.
-    """
-    if table.features is not None:
-        return {name: _feature_kind(feature) for name, feature in table.features.items()}
-    kinds: dict[str, str] = {}
-    for row in islice(rows_of(table, origin), PEEK):
-        for name, value in row.items():
-            if kinds.get(name, "null") == "null":
-                kinds[name] = _value_kind(value)
-    return kinds
+def column_kinds(table: Dataset, origin: str) -> dict[str, str]:
+    """Name what each column holds: ``text``, ``image``, ``number``, ``class`` or the type's own name."""
+    return {name: _feature_kind(feature) for name, feature in table.features.items()}
 
 
 def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin: str) -> str:
@@ -116,22 +101,16 @@ def listed(kinds: dict[str, str]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def class_names(table: Dataset | IterableDataset, origin: str) -> tuple[str, ...] | None:
-    """Return the class names of a uniform table; None if it has no ``label`` column or that holds numbers.
-
-    Raises:
-        DataError: If a streamed table has text labels, whose full set is only known at its end.
-    """
-    from datasets import ClassLabel, Dataset
+def class_names(table: Dataset, origin: str) -> tuple[str, ...] | None:
+    """Return the class names of a uniform table; None if it has no ``label`` column or that holds numbers."""
+    from datasets import ClassLabel
 
     kind = column_kinds(table, origin).get("label")
     if kind == "class":
-        assert table.features is not None and isinstance(table.features["label"], ClassLabel)
+        assert isinstance(table.features["label"], ClassLabel)
         return tuple(table.features["label"].names)
     if kind != "text":
         return None
-    if not isinstance(table, Dataset):
-        raise DataError(f"{origin}: got text labels in a stream, expected numbers; turn streaming off or number them.")
     return tuple(sorted({label for label in table.unique("label") if label}))
 
 
@@ -180,15 +159,3 @@ def _feature_kind(feature: object) -> str:
         return "text"
     numeric = feature.dtype.startswith(("bool", "int", "uint", "float"))
     return "number" if numeric else feature.dtype.removeprefix("large_")
-
-
-def _value_kind(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, bool | int | float):
-        return "number"
-    if isinstance(value, dict) and "bytes" in value:
-        return "image"
-    return type(value).__name__

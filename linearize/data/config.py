@@ -13,6 +13,8 @@ from linearize.core.options import check, option
 
 Mixture = tuple[tuple[str, float], ...]
 
+STREAMED = 32_768
+"""Rows that are read of a data set with `streaming` and no `limit`; stage one sees 32,000 by default."""
 HOLDOUT = 64
 """Examples held out by default, if there are at least four times as many."""
 
@@ -56,8 +58,7 @@ class DataConfig:
         shown="64, at most a quarter of them",
     )
     packing: bool = option(False, "join short texts to rows of full length (causal language models)")
-    bucketing: bool = option(False, "put texts of similar length in one batch, to pad less", name="bucket_by_length")
-    streaming: bool = option(False, "read while training instead of loading first; for very large sets")
+    streaming: bool = option(False, f"read only the first {STREAMED:,} rows, for sets too large to load")
     limit: int | None = option(None, "train on at most this many examples, in addition to the held-out ones", low=1)
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class DataConfig:
         for name in ("text_pair_column", "label_column"):
             if self.packing and getattr(self, name):
                 raise ConfigError(f"data: got packing together with {name}, expected one of them; drop packing.")
-        for name in ("packing", "streaming", "label_column"):
+        for name in ("packing", "label_column"):
             if self.extra_pairs and getattr(self, name):
                 raise ConfigError(f"data: got extra_pairs together with {name}, expected one of them; drop one.")
 
@@ -94,6 +95,13 @@ class DataConfig:
         if self.holdout is not None:
             return self.holdout
         return HOLDOUT if examples is None else max(1, min(HOLDOUT, examples // 4))
+
+    @property
+    def rows_read(self) -> int | None:
+        """How many first rows of a data set are read; None: all of them."""
+        if not self.streaming:
+            return None
+        return STREAMED if self.limit is None else self.limit + self.held_out(None)
 
     @property
     def sources(self) -> Mixture:

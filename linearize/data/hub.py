@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from linearize.core.errors import DataError, LinearizeError
+from linearize.core.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-
-    from linearize.data.records import TableRow
 
 PROBE_SECONDS = 3.0
 OFFLINE = "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set"
@@ -45,13 +43,13 @@ def unreachable(repo: str) -> str | None:
     return None
 
 
-def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDataset:
+def load_hub(name: str, split: str, most: int | None = None) -> Dataset:
     """Load one split of a Hub data set, from the local cache if the Hub cannot be reached.
 
     Args:
         name: ``owner/name`` or ``owner/name:config``.
         split: Name of the split; slices such as ``train[:1000]`` work too.
-        streaming: Whether to read while iterating.
+        most: Rows to read, without loading the rest; None: all.
 
     Returns:
         The data set.
@@ -67,7 +65,8 @@ def load_hub(name: str, split: str, streaming: bool) -> Dataset | IterableDatase
     reason = unreachable(repo)
     try:
         with quiet(), _offline(reason is not None):
-            return load_dataset(repo, config or None, split=split, streaming=streaming)
+            table = load_dataset(repo, config or None, split=split, streaming=most is not None)
+            return table if most is None else first_rows(table, most)
     except Exception as error:  # Foreign data sets may raise anything.
         if reason is not None:
             remedy = "unset it" if reason == OFFLINE else "connect to the network"
@@ -87,18 +86,14 @@ def cause(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": .")[:300]
 
 
-def rows_of(table: Dataset | IterableDataset, origin: str) -> Iterator[TableRow]:
-    """Yield the rows of a table; faults in a streamed one only show now.
+def first_rows(table: Dataset | IterableDataset, most: int) -> Dataset:
+    """Return the first rows of a table that may be a stream; images are not decoded."""
+    from datasets import Dataset
 
-    Raises:
-        DataError: If the data cannot be read.
-    """
-    try:
-        yield from table
-    except LinearizeError:
-        raise
-    except Exception as error:  # Any reader's, any file system's.
-        raise DataError(f"{origin}: cannot be read further: {cause(error)}") from error
+    if isinstance(table, Dataset):
+        return table.select(range(min(most, len(table))))
+    table = table if table.features is None else table.decode(False)
+    return Dataset.from_list(list(table.take(most)), features=table.features)
 
 
 @contextmanager

@@ -106,12 +106,7 @@ class ImageTable(TableRecords):
         ]
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (image_digest(self.table[int(row)]["image"]) for row in rows)
-
-
-def image_digest(raw: RawImage) -> bytes:
-    """Identify an undecoded image by the bytes of its file."""
-    return bytes_digest(raw_bytes(raw))
+        return (bytes_digest(raw_bytes(self.table[int(row)]["image"])) for row in rows)
 
 
 def raw_bytes(raw: RawImage) -> bytes:

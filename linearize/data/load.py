@@ -15,7 +15,7 @@ from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, p
 from linearize.data.columns import class_names, column_kinds, find_pair, merge_names, uniform
 from linearize.data.config import DataConfig
 from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
-from linearize.data.feeds import MapFeed, PackedFeed, Split, StreamFeed, StreamPart, split_off
+from linearize.data.feeds import MapFeed, Split, split_off
 from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import exists, looks_local, open_local
@@ -32,7 +32,7 @@ FETCH_ROWS = 1_000
 class Part:
     """One opened data set of a mixture."""
 
-    data: Records | StreamPart
+    data: Records
     weight: float
     origin: str
 
@@ -55,7 +55,7 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
     if modality not in ("text", "image"):
         raise unknown_name("modality", str(modality), ("text", "image"))
     if modality == "image":
-        for name in ("packing", "bucketing", "text_column", "text_pair_column", "extra_pairs"):
+        for name in ("packing", "text_column", "text_pair_column", "extra_pairs"):
             if getattr(config, name):
                 raise ConfigError(f"data: got {name} for a model that reads images, expected it for text; drop it.")
     elif config.image_column:
@@ -63,13 +63,33 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
     encoder = make_encoder(processor, modality, config.max_length, None, config.packing)
     parts, fallback = _open_all(config, modality)
     encoder.names = merge_names([part.data.names for part in parts], [part.origin for part in parts])
-    streams = [part.data for part in parts if isinstance(part.data, StreamPart)]
-    if streams and len(streams) < len(parts):
-        raise DataError("got a mixture of streamed tables and image files, expected one kind; turn streaming off.")
-    if streams:
-        return _streamed(config, streams, encoder, parts)
-    records = [part.data for part in parts if not isinstance(part.data, StreamPart)]
-    return _mapped(config, records, encoder, parts, fallback)
+    records, weights = [part.data for part in parts], [part.weight for part in parts]
+    holdout = config.held_out(sum(len(part.sizes) for part in records))
+    split = split_off(records, weights, holdout, config.limit, config.seed)
+    if config.packing:
+        assert isinstance(encoder, TextEncoder)
+        train, held = _packed(records, split, weights, encoder, config)
+    else:
+        train = _with_pairs(records, split, weights, config, parts)
+        held = MapFeed(records, split.held, weights, config.seed)
+    skipped = sum(part.skipped for part in records)
+    counted = f"{train.size:,} {_unit(config, encoder)} to train on, {held.size:,} held out"
+    counted += f", {train.size - sum(map(len, split.train)):,} of them re-paired" if config.extra_pairs else ""
+    counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
+    counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
+    return Source(
+        description=f"{_called(parts)}: {counted}",
+        fallback=fallback,
+        num_train=train.size,
+        num_holdout=held.size,
+        skipped=skipped,
+        duplicates=split.duplicates,
+        label_names=encoder.names,
+        _config=config,
+        _encoder=encoder,
+        _train=train,
+        _held=held,
+    )
 
 
 def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]:
@@ -79,7 +99,7 @@ def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]
     reason = unreachable(name.partition(":")[0])
     if reason is None:
         try:
-            table = load_hub(name, config.split, config.streaming)
+            table = load_hub(name, config.split, config.rows_read)
             return [_part([table], 1.0, config, modality, _hub_origin(name, config))], False
         except DataError as error:
             if config.text_column or config.image_column or config.split != "train":
@@ -102,7 +122,7 @@ def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
 
 
 def open_records(name: str, config: DataConfig, modality: Modality, weight: float = 1.0) -> Part:
-    """Open one data set as records or a stream with uniform columns, without holding examples out.
+    """Open one data set as records with uniform columns, without holding examples out.
 
     Raises:
         DataError: If the data cannot be found, read or used.
@@ -110,10 +130,10 @@ def open_records(name: str, config: DataConfig, modality: Modality, weight: floa
     path = Path(name).expanduser()
     if exists(path) or looks_local(name):
         origin = f"{'folder' if path.is_dir() else 'file'} {name}"
-        opened: Sequence[Any] = open_local(path, config.split, modality, config.streaming)
+        opened: Sequence[Any] = open_local(path, config.split, modality, config.rows_read)
     else:
         origin = _hub_origin(name, config)
-        opened = [load_hub(name, config.split, config.streaming)]
+        opened = [load_hub(name, config.split, config.rows_read)]
     return _part(opened, weight, config, modality, origin)
 
 
@@ -122,8 +142,8 @@ def _hub_origin(name: str, config: DataConfig) -> str:
 
 
 def _part(opened: Sequence[Any], weight: float, config: DataConfig, modality: Modality, origin: str) -> Part:
-    """Turn what was opened into records or a stream."""
-    from datasets import Dataset, concatenate_datasets
+    """Turn what was opened into records."""
+    from datasets import concatenate_datasets
 
     if isinstance(opened[0], ImageFile):
         return Part(ImageFiles(list(opened), config.label_column is not None, origin), weight, origin)
@@ -135,53 +155,12 @@ def _part(opened: Sequence[Any], weight: float, config: DataConfig, modality: Mo
     except (ValueError, TypeError) as error:
         raise DataError(f"{origin}: got files with different columns: {cause(error)}") from error
     names = class_names(table, origin)
-    if config.streaming:
-        stream = table.to_iterable_dataset() if isinstance(table, Dataset) else table
-        return Part(StreamPart(stream, weight, names, origin), weight, origin)
     records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
     if not len(records.sizes):
         raise DataError(
             f"{origin} is empty: got {records.skipped} rows, all blank or without a label, expected others."
         )
     return Part(records, weight, origin)
-
-
-def _mapped(
-    config: DataConfig,
-    records: list[Records],
-    encoder: TextEncoder | ImageEncoder,
-    parts: Sequence[Part],
-    fallback: bool,
-) -> Source:
-    weights = [part.weight for part in parts]
-    holdout = config.held_out(sum(len(part.sizes) for part in records))
-    split = split_off(records, weights, holdout, config.limit, config.seed)
-    if config.packing:
-        assert isinstance(encoder, TextEncoder)
-        train, held = _packed(records, split, weights, encoder, config)
-    else:
-        train = _with_pairs(records, split, weights, config, parts)
-        held = MapFeed(records, split.held, weights, config.seed)
-    assert train.size is not None and held.size is not None
-    skipped = sum(part.skipped for part in records)
-    counted = f"{train.size:,} {_unit(config, encoder)} to train on, {held.size:,} held out"
-    counted += f", {train.size - sum(map(len, split.train)):,} of them re-paired" if config.extra_pairs else ""
-    counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
-    counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
-    return Source(
-        description=f"{_called(parts)}: {counted}",
-        fallback=fallback,
-        num_train=train.size,
-        num_holdout=held.size,
-        skipped=skipped,
-        duplicates=split.duplicates,
-        label_names=encoder.names,
-        _config=config,
-        _encoder=encoder,
-        _train=train,
-        _held=range(held.size),
-        _fetch_held=held.fetch,
-    )
 
 
 def _with_pairs(
@@ -228,30 +207,6 @@ def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:
     ordered = np.sort(rows).tolist()
     for begin in range(0, len(ordered), FETCH_ROWS):
         yield from (example.value for example in part.fetch(ordered[begin : begin + FETCH_ROWS]))
-
-
-def _streamed(
-    config: DataConfig, streams: list[StreamPart], encoder: TextEncoder | ImageEncoder, parts: Sequence[Part]
-) -> Source:
-    feed = StreamFeed(streams, config.held_out(None), config.limit, config.seed)
-    train: StreamFeed | PackedFeed = feed
-    held: Sequence[Any] = feed.held_items()
-    if config.packing:
-        assert isinstance(encoder, TextEncoder)
-        train = PackedFeed(feed, encoder)
-        held = list(encoder.pack((row["text"] for _, row in held), keep_rest=True))
-        held = PackedRecords(held).fetch(range(len(held)))
-    return Source(
-        description=f"{_called(parts)}: read while training, {len(held):,} {_unit(config, encoder)} held out",
-        num_holdout=len(held),
-        skipped=sum(stream.skipped for stream in streams),
-        label_names=encoder.names,
-        _config=config,
-        _encoder=encoder,
-        _train=train,
-        _held=held,
-        _fetch_held=train.fetch,
-    )
 
 
 def _called(parts: Sequence[Part]) -> str:

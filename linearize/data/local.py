@@ -14,11 +14,11 @@ from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from linearize.core.errors import DataError, first_line
 from linearize.core.heads import Modality
-from linearize.data.hub import cause, quiet
+from linearize.data.hub import cause, first_rows, quiet
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 Item = TypeVar("Item")
 CHECKED_ROWS = 10_000
@@ -76,9 +76,7 @@ def place_of(name: str, folder: str | None, *, called: str) -> str:
     return name
 
 
-def open_local(
-    path: Path, split: str, modality: Modality, streaming: bool
-) -> list[Dataset] | list[IterableDataset] | list[ImageFile]:
+def open_local(path: Path, split: str, modality: Modality, most: int | None = None) -> list[Dataset] | list[ImageFile]:
     """Open a local file or folder.
 
     Args:
@@ -86,7 +84,7 @@ def open_local(
             or a folder written by ``Dataset.save_to_disk``.
         split: Which files of a folder to read, if their names or folders say train, validation or test.
         modality: Whether the model reads text or images.
-        streaming: Whether tables are read while iterating; images always are.
+        most: Rows to read of each kind of file, without loading the rest; None: all. Image files are always all listed.
 
     Returns:
         Tables, one for each kind of file; or the images.
@@ -97,7 +95,7 @@ def open_local(
     if not exists(path):
         raise DataError(f"got {str(path)!r}, which does not exist, expected a file or a folder; check the path.")
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
-        return [_saved(path, split)]
+        return [_saved(path, split) if most is None else first_rows(_saved(path, split), most)]
     root = path if path.is_dir() else path.parent
     files = select_split(root, _known_files(path), split) if path.is_dir() else [path]
     kinds = {file: file_kind(file) for file in files}
@@ -112,7 +110,7 @@ def open_local(
         if modality == "text":
             raise DataError(f"{path.name!r}: got images, expected text for a model that reads text; pass text.")
         return _images(root, files, split)
-    return [_table(kind, [f for f in files if kinds[f] == kind], streaming) for kind in dict.fromkeys(kinds.values())]
+    return [_table(kind, [f for f in files if kinds[f] == kind], most) for kind in dict.fromkeys(kinds.values())]
 
 
 def file_kind(path: Path) -> str | None:
@@ -196,8 +194,8 @@ def _saved(path: Path, split: str) -> Dataset:
     return loaded
 
 
-def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset | IterableDataset:
-    from datasets import Dataset, concatenate_datasets, load_dataset
+def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset:
+    from datasets import concatenate_datasets, load_dataset
 
     assert kind is not None
     for file in files:
@@ -213,11 +211,11 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
                 table = concatenate_datasets([_parquet(file) for file in files])
             else:
                 names = [glob.escape(str(file)) for file in files]
-                table = load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
-            if isinstance(table, Dataset):
-                # Arrow's readers of JSON and parquet do not check that texts are UTF-8.
-                for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
-                    batch.validate(full=True)
+                table = load_dataset(builder, data_files=names, split="train", streaming=most is not None, **options)
+            table = table if most is None else first_rows(table, most)
+            # Arrow's readers of JSON and parquet do not check that texts are UTF-8.
+            for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
+                batch.validate(full=True)
     except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
         if "corresponds to no data" in str(error):
             raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one.") from error
@@ -227,7 +225,7 @@ def _table(kind: str | None, files: Sequence[Path], streaming: bool) -> Dataset 
         which = f"{files[0].name!r}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
         advice = f"expected {form}; repair the file or get it again."
         raise DataError(f"cannot read {which} as {kind}: {cause(error)}; {advice}") from error
-    if isinstance(table, Dataset) and not len(table):
+    if not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
 

@@ -34,20 +34,11 @@ class RawImage(TypedDict):
     path: str | None
 
 
-class TableRow(TypedDict, total=False):
-    """A row of a table that `linearize.data.columns.uniform` returned."""
-
-    text: str
-    pair: str | None
-    image: RawImage
-    label: str | float | None
-
-
 class Records(Protocol):
     """Examples by number.
 
     ``sizes`` [N] is cheap to compute: characters of a text, bytes of an image. Equal examples have equal sizes, so only
-    examples with the size of a held-out one need a digest. Texts are grouped by it for less padding.
+    examples with the size of a held-out one need a digest.
     """
 
     sizes: np.ndarray
@@ -153,13 +144,6 @@ class PackedRecords:
 def named_labels(labels: Sequence[str | float | None], names: tuple[str, ...] | None) -> list[str | float | None]:
     """Turn class numbers into class names, as the parts of a mixture may number their classes differently."""
     return [names[label] if names is not None and isinstance(label, int) else label for label in labels]
-
-
-def usable_label(label: object, names: tuple[str, ...] | None) -> bool:
-    """Tell whether a label is usable: not missing, blank or NaN, nor the -1 of a test set without labels."""
-    if label is None or label == "" or label != label:
-        return False
-    return not (names is not None and isinstance(label, int) and not 0 <= label < len(names))
 
 
 def _labelled(column: pa.ChunkedArray, is_class: bool) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from linearize.checkpoint.fingerprint import data_digest
 from linearize.core.errors import ConfigError
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder
-from linearize.data.feeds import Feed, batches
+from linearize.data.feeds import MapFeed
 from linearize.data.records import Example
 
 if TYPE_CHECKING:
@@ -28,26 +28,24 @@ class Source:
     Attributes:
         description: One line: what the data is, and how much there is.
         fallback: Whether it is the built-in data, because no data set was given and the Hub cannot be reached.
-        num_train: Training examples (packed rows with packing); None when streaming.
+        num_train: Training examples (packed rows with packing).
         num_holdout: Held-out examples (packed rows with packing).
-        skipped: Rows without text, image or label that were left out; when streaming, those at the start.
-        duplicates: Further rows left out of training because they equal a held-out one; 0 when streaming, as they are
-            left out while reading.
+        skipped: Rows without text, image or label that were left out.
+        duplicates: Further rows left out of training because they equal a held-out one.
         label_names: Class names by number; None without labels, or if these are numbers.
     """
 
     description: str
     fallback: bool = False
-    num_train: int | None = None
+    num_train: int
     num_holdout: int
     skipped: int
-    duplicates: int = 0
+    duplicates: int
     label_names: tuple[str, ...] | None
     _config: DataConfig = field(repr=False)
     _encoder: Encoder = field(repr=False)
-    _train: Feed = field(repr=False)
-    _held: Sequence[object] = field(repr=False)
-    _fetch_held: Callable[[Sequence[Any]], list[Example]] = field(repr=False)
+    _train: MapFeed = field(repr=False)
+    _held: MapFeed = field(repr=False)
 
     @property
     def options(self) -> dict[str, object]:
@@ -56,7 +54,7 @@ class Source:
 
     def digest(self) -> str:
         """Identify the examples by the sizes of all, and the contents of some."""
-        return data_digest([self._train.digest(), self._fetch_held(self._held)])
+        return data_digest([self._train.digest(), self._held.fetch(range(self.num_holdout))])
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
         """Yield training batches for ever, in an order that depends on the seed only.
@@ -67,7 +65,7 @@ class Source:
 
         Args:
             start: Number of the first batch, to resume as if there had been no interruption. Batches before it are not
-                tokenised, except when packing a stream.
+                read.
             rank: Number of this process.
             world_size: How many processes there are.
 
@@ -87,24 +85,22 @@ class Source:
 
     def holdout_examples(self, most: int) -> list[Example]:
         """Return the first held-out examples, unchanged; fewer if fewer are held out."""
-        return self._fetch_held(self._held[:most])
+        return self._held.fetch(range(min(most, self.num_holdout)))
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
         """Return all held-out examples as batches, the same on every process; the last one may be smaller."""
-        size = self._config.batch_size
-        groups = [self._held[begin : begin + size] for begin in range(0, len(self._held), size)]
-        return [self._encoder(self._fetch_held(group), slice(None)) for group in groups]
+        held, size = range(self.num_holdout), self._config.batch_size
+        groups = [held[begin : begin + size] for begin in range(0, len(held), size)]
+        return [self._encoder(self._held.fetch(group), slice(None)) for group in groups]
 
     def _batches(self, start: int, rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
         size = self._config.batch_size
-        everyone, mine = size * world_size, slice(rank * size, (rank + 1) * size)
-        feed: Any = self._train  # Each kind of feed has another type of items.
-        length = feed.length if self._config.bucketing else None
-        for items in batches(feed.open_at, everyone, start, length, feed.pool(everyone), self._config.seed):
+        mine = slice(rank * size, (rank + 1) * size)
+        for items in self._train.batches(size * world_size, start):
             if self._encoder.needs_all:
-                yield self._encoder(feed.fetch(items), mine)
+                yield self._encoder(self._train.fetch(items), mine)
             else:
-                yield self._encoder(feed.fetch(items[mine]), slice(None))
+                yield self._encoder(self._train.fetch(items[mine]), slice(None))
 
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")

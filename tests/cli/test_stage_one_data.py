@@ -22,24 +22,11 @@ def two_files(folder):
     return f"{folder}/short.jsonl=0.25,{folder}/mixed.txt=0.75"
 
 
-def test_a_mixture_in_batches_by_length(folders, tmp_path, capsys, monkeypatch):
-    real, shares = observer.KernelTrainer._pass, {}
+def test_a_mixture_is_named_with_its_shares(folders, tmp_path, capsys):
     dataset = two_files(tmp_path)
-
-    def watched(self, batch, *, train):
-        if train:
-            seen.append((int(batch["attention_mask"].sum()), batch["attention_mask"].numel()))
-        real(self, batch, train=train)
-
-    monkeypatch.setattr(observer.KernelTrainer, "_pass", watched)
-    for option in ([], ["--bucket-by-length"]):
-        seen: list[tuple[int, int]] = []
-        code, text, _ = run(capsys, *base(tmp_path, folders, "--dataset", dataset, "--overwrite", "--json", *option))
-        assert code == 0
-        assert json.loads(text)["data"].startswith(f"mixture of 25% file {tmp_path}/short.jsonl and 75%")
-        assert len(seen) == 8
-        shares[bool(option)] = sum(real for real, _ in seen) / sum(whole for _, whole in seen)
-    assert shares[False] < 0.75 < 0.85 < shares[True]
+    code, text, _ = run(capsys, *base(tmp_path, folders, "--dataset", dataset, "--json"))
+    assert code == 0
+    assert json.loads(text)["data"].startswith(f"mixture of 25% file {tmp_path}/short.jsonl and 75%")
 
 
 @pytest.mark.parametrize("verb", ["convert", "align"])
@@ -63,9 +50,9 @@ def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):
 
 
 def test_images_have_no_length(folders, tmp_path, capsys):
-    line = ["convert", folders / "vit", "--bucket-by-length", "--distill-steps", 1, "--output", tmp_path / "out"]
+    line = ["convert", folders / "vit", "--packing", "--distill-steps", 1, "--output", tmp_path / "out"]
     code, _, err = run(capsys, *line)
-    assert (code, "bucketing" in err and "reads images" in err) == (2, True)
+    assert (code, "packing" in err and "reads images" in err) == (2, True)
 
 
 def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypatch):
@@ -82,8 +69,8 @@ def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypa
     monkeypatch.undo()
     code, _, err = run(capsys, *line, "--resume", "--batch-size", 8)
     assert (code, "started with data batch_size=4, now it is 8" in err) == (2, True)
-    code, _, err = run(capsys, *line, "--resume", "--bucket-by-length")
-    assert (code, "started with data bucketing=False, now it is True" in err) == (2, True)
+    code, _, err = run(capsys, *line, "--resume", "--packing")
+    assert (code, "started with data packing=False, now it is True" in err) == (2, True)
     assert run(capsys, *line, "--resume")[0] == 0
 
 

@@ -31,7 +31,7 @@ def test_a_childs_own_error_is_shown(folders, tmp_path):
 
 
 def test_two_processes_convert_like_one(folders, tmp_path, capsys):
-    common = ["--holdout", 8, "--distill-steps", 4, "--save-every", 2, "--bucket-by-length", "--json"]
+    common = ["--holdout", 8, "--distill-steps", 4, "--save-every", 2, "--json"]
     alone = line(folders, *common, "--batch-size", 8, "--device", "cpu", "--output", tmp_path / "one")
     code, one, _ = run(capsys, *alone)
     assert code == 0

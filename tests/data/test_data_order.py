@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import count, islice
+from itertools import islice
 
-import numpy as np
 import pytest
 
-from linearize.data.feeds import apportion, batches, endless
+from linearize.data.feeds import apportion, endless
 
 
 @pytest.mark.parametrize(
@@ -48,23 +46,3 @@ def test_mixture_keeps_weights_whatever_the_sizes() -> None:
 
 def test_a_tiny_weight_still_comes() -> None:
     assert 99 in list(islice(endless([99, 1], [1.0, 1e-6], seed=0), 100))
-
-
-def test_batches_group_by_length_and_resume_anywhere() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 5000)
-
-    def open_at(position: int) -> Iterator[int]:
-        return (int(number) for number in count(position))
-
-    def make(start: int) -> Iterator[list[int]]:
-        return batches(open_at, 8, start, lambda item: int(lengths[item]), pool=10, seed=0)
-
-    whole = list(islice(make(0), 40))
-    for start in (1, 9, 10, 11, 37):
-        assert list(islice(make(start), 3)) == whole[start : start + 3]
-    assert sorted(item for batch in whole[:10] for item in batch) == list(range(80))
-    spread = np.mean([np.ptp(lengths[batch]) for batch in whole])
-    plain = np.mean([np.ptp(lengths[number * 8 : number * 8 + 8]) for number in range(40)])
-    assert spread < plain / 4
-    means = [lengths[batch].mean() for batch in whole[:10]]
-    assert means != sorted(means)

@@ -150,7 +150,7 @@ def test_a_limit_keeps_the_held_out_choice(rows: Rows, gpt_tokenizer: Any) -> No
     assert len(set(words_of(take(few.train_batches(), 3), 0))) == 12
 
 
-@pytest.mark.parametrize("options", [{}, {"bucketing": True}, {"packing": True, "max_length": 6}])
+@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 6}])
 def test_resuming_gives_what_would_have_come(rows: Rows, gpt_tokenizer: Any, options: dict[str, Any]) -> None:
     path = rows("a.jsonl", numbered(0, 300, words=9))
     source = load_source(DataConfig(dataset=path, batch_size=8, holdout=10, **options), gpt_tokenizer, "text")
@@ -163,7 +163,7 @@ def test_resuming_gives_what_would_have_come(rows: Rows, gpt_tokenizer: Any, opt
 
 def test_resuming_tokenises_no_skipped_text(rows: Rows, gpt_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = rows("a.jsonl", numbered(0, 300))
-    source = load_source(DataConfig(dataset=path, batch_size=4, bucketing=True), gpt_tokenizer, "text")
+    source = load_source(DataConfig(dataset=path, batch_size=4), gpt_tokenizer, "text")
     fetched: list[int] = []
     original = source._train.fetch
     monkeypatch.setattr(source._train, "fetch", lambda items: (fetched.extend(items), original(items))[1])
@@ -171,7 +171,7 @@ def test_resuming_tokenises_no_skipped_text(rows: Rows, gpt_tokenizer: Any, monk
     assert len(fetched) == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"bucketing": True}, {"packing": True, "max_length": 6}])
+@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 6}])
 def test_ranks_share_the_global_batch(rows: Rows, bert_tokenizer: Any, options: dict[str, Any]) -> None:
     path = rows("a.jsonl", numbered(0, 200, words=9))
     small = load_source(DataConfig(dataset=path, batch_size=4, **options), bert_tokenizer, "text")
@@ -180,17 +180,6 @@ def test_ranks_share_the_global_batch(rows: Rows, bert_tokenizer: Any, options: 
     for whole, *parts in zip(take(large.train_batches(5), 30), *ranks, strict=True):
         joined = {name: torch.cat([part[name] for part in parts]) for name in whole}
         assert same(joined, whole)
-
-
-def test_bucketing_pads_less_and_loses_nothing(rows: Rows, gpt_tokenizer: Any) -> None:
-    path = rows("a.jsonl", numbered(0, 320, words=20))
-    padded = {}
-    for bucketing in (False, True):
-        config = DataConfig(dataset=path, batch_size=8, holdout=0, bucketing=bucketing)
-        epoch = take(load_source(config, gpt_tokenizer, "text").train_batches(), 40)
-        assert sorted(words_of(epoch, 0)) == list(range(5, 325))
-        padded[bucketing] = sum(int((batch["attention_mask"] == 0).sum()) for batch in epoch)
-    assert padded[True] < padded[False] / 5
 
 
 def test_packing_fills_every_row_and_keeps_the_order(rows: Rows, gpt_tokenizer: Any, bert_tokenizer: Any) -> None:

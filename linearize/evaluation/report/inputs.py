@@ -19,7 +19,6 @@ from linearize.core.errors import ConfigError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
 from linearize.data.config import HOLDOUT, DataConfig
 from linearize.data.encode import make_encoder
-from linearize.data.feeds import StreamPart
 from linearize.data.load import load_source, open_records
 from linearize.data.records import Example
 from linearize.evaluation.report.options import InputOptions
@@ -142,12 +141,11 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tupl
     most = options.inputs if modality == "image" else max(HOLDOUT, options.inputs)
     if len(config.sources) == 1:
         part = open_records(config.sources[0][0], config, modality)
-        if not isinstance(part.data, StreamPart):
-            total = len(part.data.sizes)
-            if config.held_out(total) < options.inputs or total < 2 * options.inputs:
-                examples = part.data.fetch(list(range(min(most, total))))
-                named = _without_folder(part.origin, options.dataset)
-                return examples, f"the first {min(options.inputs, total)} examples of {named}"
+        total = len(part.data.sizes)
+        if config.held_out(total) < options.inputs or total < 2 * options.inputs:
+            examples = part.data.fetch(list(range(min(most, total))))
+            named = _without_folder(part.origin, options.dataset)
+            return examples, f"the first {min(options.inputs, total)} examples of {named}"
     source = load_source(config, processor, modality)
     named = _without_folder(source.description.partition(": ")[0], options.dataset)
     return source.holdout_examples(most), f"{options.inputs} held-out examples of {named}"

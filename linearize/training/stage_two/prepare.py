@@ -13,7 +13,6 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError
 from linearize.data.columns import class_names, column_kinds, uniform
 from linearize.data.config import DataConfig
-from linearize.data.feeds import StreamPart
 from linearize.data.hub import cause, load_hub
 from linearize.data.images import ImageTable
 from linearize.data.load import open_local, open_records
@@ -206,8 +205,8 @@ def raw_table(given: Given, split: str) -> Dataset:
         return given[split]
     path = Path(given).expanduser()
     if not exists(path) and not looks_local(given):
-        return load_hub(given, split, False)
-    tables: Sequence[Dataset] = open_local(path, split, "text", False)
+        return load_hub(given, split)
+    tables: Sequence[Dataset] = open_local(path, split, "text")
     if len(tables) > 1:
         raise DataError(f"{given!r}: got files of {len(tables)} kinds, expected one kind; put them in separate folders")
     return tables[0]
@@ -222,8 +221,6 @@ def _view(task: Task, given: Given, split: str) -> View:
     if isinstance(given, str):
         config = DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
         data = open_records(given, config, task.modality).data
-        # It is not streamed: the config does not ask for that.
-        assert not isinstance(data, StreamPart)
     else:
         config = DataConfig(split=task.train, text_column=first, text_pair_column=second, label_column=task.label)
         table = uniform(raw_table(given, split), config, task.modality, "table")
@@ -248,7 +245,7 @@ def _validation_split(task: Task, given: Given) -> str | None:
     if not exists(path) and not looks_local(given):
         for name in task.validation:
             try:
-                load_hub(given, name, False)
+                load_hub(given, name)
                 return name
             except DataError:
                 # The training split was opened before, so the Hub answers: this split does not exist.
@@ -265,13 +262,13 @@ def _validation_split(task: Task, given: Given) -> str | None:
     found = next((name for name in task.validation if _opens(path, name, task)), None)
     if found is None and task.exact_validation:
         # Opened for its message, which lists the existing splits.
-        open_local(path, wanted, task.modality, False)
+        open_local(path, wanted, task.modality)
     return found
 
 
 def _opens(path: Path, split: str, task: Task) -> bool:
     try:
-        open_local(path, split, task.modality, False)
+        open_local(path, split, task.modality)
     except DataError as error:
         if "got split" in str(error):
             return False
