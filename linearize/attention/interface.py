@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -67,46 +68,18 @@ def attention_forward(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = _blocks(module, attention_mask)
     if attention_mask is not None and attention_mask.ndim == 3:
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            return _attend(module, q, k, v, mask, scaling, dropout, **kwargs)
-
-        return attend_apart(attend, query, key, value, attention_mask)
+        attend = functools.partial(attention_forward, module, scaling=scaling, dropout=dropout, **kwargs)
+        # Each document is an ordinary row there.
+        packed = SEGMENTS.set(None)
+        try:
+            return attend_apart(attend, query, key, value, attention_mask)
+        finally:
+            SEGMENTS.reset(packed)
     _check_documents(module, query, attention_mask)
-    return _attend(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
-
-
-def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Return a host's mask of the images in a row as documents [B, 1, T], and a mask of padding as [B, S]."""
-    layer = getattr(module, "linear_attention", None)
-    if mask is None or mask.ndim != 4 or layer is None or layer.shape.causal or is_tracing():
-        return mask
-    padding = key_padding(mask, causal=False)
-    if padding is not None:
-        # Return the result, because reading the mask visits every pair of tokens.
-        return padding if SEGMENTS.get() is None else mask
-    found = blocks(mask)
-    return mask if found is None else found
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend as `attention_forward` does, in rows of one document each."""
     layer = getattr(module, "linear_attention", None)
     if layer is None:
         return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    for name, what in UNSUPPORTED_SCORE_MODS.items():
-        if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
-    _check_call(module, layer, query, key, value, kwargs.get("is_causal"))
+    _check_call(module, layer, query, key, value, kwargs)
     mask = _key_padding_mask(module, layer, attention_mask)
     mask = mask if mask is None else mask.expand(query.shape[0], -1)
     if layer.observer is not None:
@@ -128,6 +101,19 @@ def _attend(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
+    """Return a host's mask of the images in a row as documents [B, 1, T], and a mask of padding as [B, S]."""
+    layer = getattr(module, "linear_attention", None)
+    if mask is None or mask.ndim != 4 or layer is None or layer.shape.causal or is_tracing():
+        return mask
+    padding = key_padding(mask, causal=False)
+    if padding is not None:
+        # Return the result, because reading the mask visits every pair of tokens.
+        return padding if SEGMENTS.get() is None else mask
+    found = blocks(mask)
+    return mask if found is None else found
+
+
 def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> None:
     """Refuse packed rows that the host did not pass on: they would become one document without warning."""
     per_pair = mask is not None and mask.ndim == 4 and mask.shape[2] > 1
@@ -142,9 +128,12 @@ def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> N
 
 
 def _check_call(
-    module: nn.Module, layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, causal: bool | None
+    module: nn.Module, layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]
 ) -> None:
-    """Compare a call with the plan: the sizes of q [B, H, T, D], k [B, K, S, D], v [B, K, S, V], and the direction."""
+    """Refuse changes of the scores, and sizes (q [B, H, T, D], k [B, K, S, D], v [B, K, S, V]) unlike the plan's."""
+    for name, what in UNSUPPORTED_SCORE_MODS.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
     shape = layer.shape
     got = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     if got != (shape.heads, shape.key_heads, shape.head_dim, shape.value_dim):
@@ -152,6 +141,7 @@ def _check_call(
             f"{type(module).__name__}: got heads, key heads, head size and value size {got}, expected those of the "
             f"plan, {shape}; config.json was edited: convert the model again"
         )
+    causal = kwargs.get("is_causal")
     if layer.declares_direction and causal is not None and bool(causal) != shape.causal:
         raise CheckpointError(
             f"{type(module).__name__}: got a call with is_causal {causal}, expected {shape.causal} as the plan says; "
