@@ -89,7 +89,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     if task is None and "architecture" in raw and raw.get("num_classes"):
         # timm's config.json does not name a class of transformers.
         loader = transformers.AutoModelForImageClassification
-    with quiet(), _explained(name, architecture):
+    with explained(name, f"as {architecture}" if architecture else ""):
         model = load_weights(loader, name, revision=revision, **_timm_options(name, revision, raw))
     check_numbers(model, repr(name))
     return _loaded(model, name, device, revision)
@@ -100,7 +100,10 @@ def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None
     model.eval().to(check_device(device))
     # A model with a head is no sentence embedder.
     embedder = sentence_files(name, revision) if model.base_model is model else {}
-    return Loaded(model, _load_processor(name, revision, modality), modality, name, embedder)
+    processor = None
+    with contextlib.suppress(LinearizeError):
+        processor = None if modality == "other" else load_processor(name, modality, revision)
+    return Loaded(model, processor, modality, name, embedder)
 
 
 def _timm_options(name: str, revision: str | None, raw: dict[str, Any]) -> dict[str, Any]:
@@ -208,32 +211,38 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
         if not isinstance(raw, dict):
             raise CheckpointError(f"{file}: got a {type(raw).__name__}, expected an object; download it again")
         return raw
-    with _explained(name, None):
+    with explained(name):
         return read_config_values(name, revision)
 
 
 @contextlib.contextmanager
-def _explained(name: str, architecture: str | None) -> Iterator[None]:
-    """Turn transformers' errors into one line with advice."""
+def explained(name: str, what: str = "") -> Iterator[None]:
+    """Turn transformers' errors into one line with advice, without its progress bars.
+
+    Args:
+        name: of the checkpoint; a folder whose links lead out of it is refused.
+        what: what is loaded, for the message.
+    """
     from safetensors import SafetensorError
 
+    check_links(name)
     try:
-        yield
+        with quiet():
+            yield
     except LinearizeError:
         raise
     except SafetensorError as error:
         raise CheckpointError(
             f"{name!r} cannot be loaded, its weights are damaged ({first_line(error)}); download it again"
         ) from error
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
         first = first_line(error)
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"{name!r} runs its own code, which linearize does not convert; use an architecture of transformers"
             ) from error
-        if Path(name).exists():
-            kind = f" as {architecture}" if architecture else ""
-            raise CheckpointError(f"{name!r} cannot be loaded{kind}: {first}") from error
+        if Path(name).expanduser().exists():
+            raise CheckpointError(f"{name!r} cannot be loaded{f', {what}' if what else ''}: {first}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
         repair = "unset HF_HUB_OFFLINE" if offline else "check the spelling and the network"
         raise CheckpointError(
@@ -268,18 +277,18 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load_processor(name: str, revision: str | None, modality: str) -> Processor | None:
+def load_processor(name: str, modality: Modality, revision: str | None = None) -> Any:
+    """Load the tokenizer or image processor of a checkpoint.
+
+    Raises:
+        CheckpointError: if it has none.
+    """
     from transformers import AutoImageProcessor, AutoTokenizer
 
-    auto: Any = {"text": AutoTokenizer, "image": AutoImageProcessor}.get(modality)
-    if auto is None:
-        return None
-    place, where = located(name)
-    try:
-        with quiet():
-            return auto.from_pretrained(place, revision=revision, **where)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
-        return None
+    auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
+    with explained(name, f"its {kind}"):
+        place, where = located(name)
+        return auto.from_pretrained(place, revision=revision, **where)
 
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from linearize.checkpoint.loading import check_device, move
+from linearize.checkpoint.loading import check_device, load_processor, move
 from linearize.core.errors import ConfigError
 from linearize.evaluation.bench.memory import peak_of_reading
 from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
@@ -29,7 +29,6 @@ from linearize.training.stage_two.load import (
     fit_tokenizer,
     length_limit,
     load_for_task,
-    load_processor,
     whole_length,
 )
 from linearize.training.stage_two.metrics import BALANCED, Measured, PositionLoss

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.checkpoint.loading import move
+from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import size_of
@@ -19,7 +19,7 @@ from linearize.jobs.advice import add_command, after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
-from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task, load_processor
+from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.checkpoint.fingerprint import fingerprint
-from linearize.checkpoint.loading import check_device, model_type
+from linearize.checkpoint.loading import check_device, load_processor, model_type
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.checkpoint.ownership import remove_parts
 from linearize.conversion.positions import extend_positions
@@ -42,7 +42,7 @@ from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_processor
+from linearize.training.stage_two.load import NO_LIMIT, length_limit
 from linearize.training.stage_two.prepare import located, open_splits, prepare
 from linearize.training.stage_two.prepared import TaskData
 from linearize.training.stage_two.save import STARTED, check_started, remove_work, without_folders, write_started

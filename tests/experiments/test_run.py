@@ -391,7 +391,7 @@ def test_a_language_model_trained_here_and_converted(tmp_path):
 
 
 def test_batches_of_stage_one_are_the_same_for_any_number_of_processes(sets, checkpoint):
-    from linearize.training.stage_two.load import load_processor
+    from linearize.checkpoint.loading import load_processor
     from linearize.training.stage_two.prepare import prepare
 
     data = prepare(task("cola"), load_processor(checkpoint, "text"), data=str(sets))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from support.tasks import WORDS, word_tokenizer, write
 
+from linearize.checkpoint.loading import load_processor
 from linearize.core.errors import ConfigError
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.text import chunked, mean_over_chunks, pad_chunks, whole_lengths
 from linearize.training.stage_two.tasks import task

@@ -12,13 +12,14 @@ from support.tiny import SMALLER, original
 from transformers import AutoModelForCausalLM
 
 import linearize
+from linearize.checkpoint.loading import load_processor
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.events import Noted
 from linearize.jobs.evaluate import evaluate_checkpoint, rows_per_batch
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, load_processor, whole_length
+from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, whole_length
 from linearize.training.stage_two.metrics import resampled_scores
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.language import WINDOW

@@ -9,11 +9,12 @@ import pytest
 import torch
 from support.tasks import WORDS, measured, write
 
+from linearize.checkpoint.loading import load_processor
 from linearize.core.errors import DataError
 from linearize.data.records import paired_anew
 from linearize.training.adapters import LoraConfig
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.prepare import DataOptions, prepare
 from linearize.training.stage_two.prepared import IGNORED, hold_out, selection_size
 from linearize.training.stage_two.tasks import task

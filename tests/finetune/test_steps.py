@@ -10,9 +10,10 @@ import torch
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
+from linearize.checkpoint.loading import load_processor
 from linearize.core.errors import ConfigError
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.prepare import DataOptions, prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import check_checkpointing, checkpointing, finetune

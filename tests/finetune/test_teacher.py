@@ -13,12 +13,13 @@ from support.tasks import WORDS, photos, word_tokenizer, write
 from torch.nn import functional
 
 import linearize
+from linearize.checkpoint.loading import load_processor
 from linearize.cli.main import main
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
-from linearize.training.stage_two.load import load_for_task, load_processor
+from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import IGNORED, hold_out
 from linearize.training.stage_two.tasks import TASKS, task

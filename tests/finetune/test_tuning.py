@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.tasks import WORDS, measured, photos, write
 
 import linearize
+from linearize.checkpoint.loading import load_processor
 from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
 from linearize.core.errors import (
     CheckpointError,
@@ -33,7 +34,7 @@ from linearize.jobs.init import init_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora, parse_lora, target_modules
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import load_for_task, load_processor, usual_length
+from linearize.training.stage_two.load import load_for_task, usual_length
 from linearize.training.stage_two.prepare import DataOptions, prepare
 from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.task_types.language import strided

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from linearize.checkpoint.loading import move
+from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.conversion.plan import convert as put_in_kernels
@@ -39,14 +39,7 @@ from linearize.jobs.synthetic.tokenizers import LEARNED, make_tokenizer
 from linearize.training.alignment.loop import align
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import (
-    beyond_training,
-    check_length,
-    fit_tokenizer,
-    fresh_model,
-    load_for_task,
-    load_processor,
-)
+from linearize.training.stage_two.load import beyond_training, check_length, fit_tokenizer, fresh_model, load_for_task
 from linearize.training.stage_two.prepare import Given, located, prepare, raw_table
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record

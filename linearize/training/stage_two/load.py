@@ -5,21 +5,19 @@ How long its rows are by default, and whether it takes rows of a length, is here
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from linearize.checkpoint.loading import quiet
+from linearize.checkpoint.loading import explained, read_config
 from linearize.checkpoint.ownership import check_links
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
-from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, first_line, unknown_name
-from linearize.core.heads import Modality
+from linearize.core.errors import ConfigError, first_line, unknown_name
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_two.prepared import TaskData, copy_tokenizer
@@ -32,30 +30,6 @@ if TYPE_CHECKING:
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that records what it was tuned for, and how."""
-
-
-def load_processor(name: str, modality: Modality) -> Any:
-    """Load the tokenizer or image processor of a checkpoint.
-
-    Raises:
-        CheckpointError: if it has none.
-    """
-    from transformers import AutoImageProcessor, AutoTokenizer
-
-    auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
-    with explained(name, f"its {kind}"):
-        place, where = located(name)
-        return auto.from_pretrained(place, **where)
-
-
-def read_config_dict(name: str) -> dict[str, Any]:
-    """Return the values of a checkpoint's config.json, or of a GGUF file.
-
-    Raises:
-        CheckpointError: if it has none that can be read.
-    """
-    with explained(name, "its config.json"):
-        return read_config_values(name)
 
 
 def read_record(name: str | Path) -> dict[str, object] | None:
@@ -139,7 +113,7 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
         ConfigError: if it has a head for the task with another number of labels.
         CheckpointError: if the checkpoint has no config that can be read.
     """
-    values = read_config_dict(name)
+    values = read_config(name)
     if not task.head.is_of((values.get("architectures") or [""])[0]):
         return None
     names = values.get("id2label")
@@ -268,25 +242,6 @@ def check_trained(name: str, task: Task) -> None:
         )
 
 
-@contextlib.contextmanager
-def explained(name: str, what: str) -> Iterator[None]:
-    """Turn transformers' errors into one line; refuse a checkpoint whose links lead out of it."""
-    from safetensors import SafetensorError
-
-    check_links(name)
-    try:
-        with quiet():
-            yield
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{name!r} cannot be loaded, its weights are damaged ({first_line(error)}); download it again"
-        ) from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
-        if isinstance(error, LinearizeError):
-            raise
-        raise CheckpointError(f"{name!r} cannot be loaded, {what}: {first_line(error)}") from error
-
-
 NO_LIMIT = 1_000_000
 """Tokens that no row reaches."""
 
@@ -308,7 +263,7 @@ def length_limit(name: str) -> int | None:
     """
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    values = read_config_dict(name)
+    values = read_config(name)
     longest = values.get("max_position_embeddings") or values.get("n_positions")
     kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
     # RoBERTa and its relatives count positions from the padding token's number + 1.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.checkpoint.loading import move
+from linearize.checkpoint.loading import load_processor, move, read_config
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.model import is_linearized
 from linearize.training.alignment.pair import check_teacher as check_original_of
@@ -15,15 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from linearize.core.heads import Processor
-from linearize.training.stage_two.load import (
-    RECORD,
-    check_length,
-    check_trained,
-    load_for_task,
-    load_processor,
-    read_config_dict,
-    read_record,
-)
+from linearize.training.stage_two.load import RECORD, check_length, check_trained, load_for_task, read_record
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
 """A text that tokenizers with the same vocabulary and different rules cut differently."""
@@ -73,7 +65,7 @@ def check_tuned(name: str, data: TaskData) -> None:
     Raises:
         ConfigError: if it is converted, has no trained head for the task, was tuned for another task or other labels.
     """
-    values = read_config_dict(name)
+    values = read_config(name)
     called, task = f"teacher {Path(name).name!r}", data.task
     if values.get("model_type") == "linearize":
         raise ConfigError(
