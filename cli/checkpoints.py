@@ -40,7 +40,7 @@ def inspect(args: argparse.Namespace) -> None:
     info = inspect_checkpoint(args.model)
     plan = info.plan if info.converted else _plan_of_original(args.model)
     if args.json:
-        named = {"plan": None if plan is None else plan.to_dict(), "provenance": info.provenance.to_dict()}
+        named = {"plan": None if plan is None else plan.to_dict(), "provenance": dict(info.provenance.values)}
         print_json(asdict(info) | named)
         return
     out = console()

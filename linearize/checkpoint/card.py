@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.ownership import check_links
-from linearize.checkpoint.provenance import PlanPoint, Provenance, StageTwo
+from linearize.checkpoint.provenance import Provenance, Record
 from linearize.conversion.plan import expectations
 from linearize.conversion.positions import current_length
 from linearize.core.errors import CheckpointError, printable
@@ -73,13 +73,13 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     """
     config: Any = model.config
     plan = Plan.from_dict(config.linearize)
-    provenance = Provenance.from_dict(config.linearize.get("provenance"))
+    provenance = Provenance(config.linearize.get("provenance"))
     head = head_of_class(type(model).__name__)
-    base = provenance.base_model or (facts or {}).get("base_model") or config.linearize["base_architecture"]
+    base = provenance.text("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
     kernels = sorted({layer.kernel for layer in plan.converted})
     length = current_length(model)
-    tuned = provenance.finetuning or StageTwo()
-    theirs = tuned.original.metrics
+    tuned = provenance.part("finetuning")
+    metrics, theirs = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
     card = ModelCard.from_template(
         _card_data(model, kernels, head, facts or {}, name, tuned),
         template_path=str(TEMPLATE),
@@ -91,10 +91,10 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
         packages=sorted(set(outside_packages(plan).values())),
         needs=why_not(plan),
         limits=[_text(text) for text in limits(plan, provenance, length)],
-        results=[(_text(name), f"{ours:.4g}", _number(theirs.get(name))) for name, ours in tuned.metrics.items()],
-        chance=_number(tuned.chance),
-        above_chance=tuned.above_chance,
-        original_score=any(name in theirs for name in tuned.metrics),
+        results=[(_text(name), f"{ours:.4g}", _number(theirs.get(name))) for name, ours in metrics.items()],
+        chance=_number(tuned.number("chance")),
+        above_chance=tuned.is_true("above_chance"),
+        original_score=any(name in theirs for name in metrics),
         commands=commands(provenance),
         longest="not limited" if length is None else f"{length:,} tokens",
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
@@ -122,7 +122,7 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
             f"It takes {length:,} tokens; it was taught and measured on rows of up to {taught:,}. Beyond these it has "
             "not been measured."
         )
-    merit = provenance.kernel_merit
+    merit = provenance.numbers("kernel_merit")
     if "error" in merit and "window_only" in merit:
         sentences.append(
             f"After stage one the error of its last hidden state was {merit['error']:.3f}; with its softmax windows "
@@ -139,7 +139,9 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
 
 def commands(provenance: Provenance) -> list[str]:
     """Return the command lines that made the checkpoint, in order."""
-    return [" ".join(printable(line)[:LONGEST_COMMAND].split()) for line in provenance.commands[:MOST_COMMANDS]]
+    return [
+        " ".join(printable(line)[:LONGEST_COMMAND].split()) for line in provenance.texts("commands")[:MOST_COMMANDS]
+    ]
 
 
 def _card_data(
@@ -148,7 +150,7 @@ def _card_data(
     head: Head | None,
     facts: Mapping[str, str | list[str]],
     called: str,
-    tuned: StageTwo,
+    tuned: Record,
 ) -> ModelCardData:
     """Return what the Hub reads at the top of a card; the original's Hub name goes before its card's own facts."""
     values: dict[str, Any] = {
@@ -158,8 +160,8 @@ def _card_data(
     name = str(getattr(model.config, "name_or_path", "") or "")
     if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         values["base_model"] = name
-    if tuned.metrics:
-        data = _fact(tuned.data or "").partition(":")[0].strip() or "unknown"
+    if metrics := tuned.numbers("metrics"):
+        data = _fact(tuned.text("data") or "").partition(":")[0].strip() or "unknown"
         results = [
             EvalResult(
                 task_type=head.pipeline_tag if head else "feature-extraction",
@@ -168,7 +170,7 @@ def _card_data(
                 metric_type=re.sub(r"\W", "_", printable(metric)),
                 metric_value=value,
             )
-            for metric, value in tuned.metrics.items()
+            for metric, value in metrics.items()
         ]
         values |= {"eval_results": results, "model_name": _fact(called or "THIS_MODEL")}
     return ModelCardData(
@@ -179,10 +181,11 @@ def _card_data(
     )
 
 
-def _point(point: PlanPoint) -> list[str]:
+def _point(point: Record) -> list[str]:
     """Return the cells of a plan that a search tried; a star if none is both closer and cheaper."""
-    star = " \\*" if point.efficient else ""
-    return [f"{_text(point.name)}{star}", _text(point.kernels), f"{point.error:.4g}", f"{point.share:.3g}"]
+    star = " \\*" if point.is_true("efficient") else ""
+    figures = [f"{point.number('error'):.4g}", f"{point.number('share'):.3g}"]
+    return [f"{_text(point.text('name'))}{star}", _text(point.text("kernels")), *figures]
 
 
 def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
@@ -195,14 +198,14 @@ def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
 
 def _fidelity(provenance: Provenance) -> dict[str, object] | None:
     """Return head and rows of a table: how close each layer's attention is to softmax, before and after stage one."""
-    stage = provenance.distillation
-    if stage is None or not stage.after.layers or len(stage.before.layers) != len(stage.after.layers):
+    earlier, later = (provenance.part("distillation").part(side).parts("layers") for side in ("before", "after"))
+    if not later or len(earlier) != len(later):
         return None
-    names = [name for name in _MEASURES if any(getattr(layer, name) is not None for layer in stage.after.layers)]
+    names = [name for name in _MEASURES if any(layer.number(name) is not None for layer in later)]
     head = [text for name in names for text in (f"{name.replace('_', ' ')} before", "after")]
     rows = [
-        [_code(after.module), *(_number(getattr(layer, name)) for name in names for layer in (before, after))]
-        for before, after in zip(stage.before.layers, stage.after.layers, strict=True)
+        [_code(after.text("module")), *(_number(layer.number(name)) for name in names for layer in (before, after))]
+        for before, after in zip(earlier, later, strict=True)
     ]
     return {"head": head, "rows": rows}
 

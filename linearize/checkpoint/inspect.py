@@ -105,11 +105,11 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         config = LinearizeConfig.from_dict(values)
         model = _empty(saved_class(config), config)
         section = config.linearize
-        provenance = Provenance.from_dict(section.get("provenance"))
+        provenance = Provenance(section.get("provenance"))
         return CheckpointInfo(
             name=str(name),
             converted=True,
-            base_model=provenance.base_model,
+            base_model=provenance.text("base_model"),
             model_type=section["base_model_type"],
             architecture=architecture,
             plan=Plan.from_dict(section),

@@ -29,7 +29,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.registry import kernel_info
 from linearize.modeling.plan import Plan
 
-read = Provenance.from_dict
+read = Provenance
 DATA = "--dataset texts.jsonl --text-column text --holdout 8 --batch-size 4 --device cpu"
 TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
 

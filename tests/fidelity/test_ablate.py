@@ -115,6 +115,6 @@ def test_far_mass_is_softmax_outside_the_window(name):
 
 def test_the_card_states_the_control():
     plan = Plan.from_dict(hybrid(window=3).config.linearize)
-    said = limits(plan, Provenance(kernel_merit={"error": 0.25, "window_only": 0.5}), None)
+    said = limits(plan, Provenance({"kernel_merit": {"error": 0.25, "window_only": 0.5}}), None)
     assert any("was 0.250; with its softmax windows alone, without the kernel, it was 0.500" in text for text in said)
     assert not any("windows alone" in text for text in limits(plan, Provenance(), None))

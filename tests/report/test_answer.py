@@ -23,7 +23,7 @@ from linearize.evaluation.report.page import write_report
 from linearize.evaluation.report.predictions import NUMBER, SEVERAL, compare_predictions, why_not
 from linearize.jobs.config import ConvertJob
 
-read = Provenance.from_dict
+read = Provenance
 NAMES = {0: "<b>bad", 1: "<b>so", 2: "<b>good"}
 
 

@@ -218,12 +218,13 @@ def _close(found: Gathered) -> str:
 
 def _score(found: Gathered) -> str | None:
     """Say what stage two and the original reached, by the checkpoint's record."""
-    tuned = found.info.provenance.finetuning
-    if tuned is None or tuned.score is None:
+    tuned = found.info.provenance.part("finetuning")
+    score, theirs, chance = tuned.number("score"), tuned.part("original").number("score"), tuned.number("chance")
+    if score is None:
         return None
-    original = "" if tuned.original.score is None else f", the original {tuned.original.score:.3f}"
-    chance = "" if tuned.chance is None else f", chance {tuned.chance:.3f}"
-    return f"by its own record this model reaches {tuned.score:.3f} on {tuned.task}{original}{chance}"
+    more = "" if theirs is None else f", the original {theirs:.3f}"
+    more += "" if chance is None else f", chance {chance:.3f}"
+    return f"by its own record this model reaches {score:.3f} on {tuned.text('task')}{more}"
 
 
 def _labels(found: Gathered) -> str | None:

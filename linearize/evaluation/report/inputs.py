@@ -92,12 +92,12 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
         image_column=options.image_column,
         max_length=length,
         batch_size=min(BATCH, options.inputs),
-        seed=made.seed if made.seed is not None and made.seed >= 0 else 0,
+        seed=max(0, made.whole("seed") or 0),
         # The conversion's own number, so that these are the examples that it held out, unless more are asked for.
         holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
     examples, description = _examples(loaded, options, config)
-    if options.dataset is None and made.options.dataset:
+    if options.dataset is None and made.part("options").values.get("dataset"):
         notes.append("The inputs are built-in ones, not the data that the checkpoint learned from; name it: --dataset.")
     texts = () if options.dataset is None or loaded.modality == "image" else examples
     return Inputs(description, encode(loaded, examples[: options.inputs], length), notes, length, texts)
@@ -244,13 +244,14 @@ def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loade
         CheckpointError: if one was asked for and cannot be loaded.
         ConfigError: if one was asked for and is another kind of model.
     """
-    made = Provenance.from_dict(loaded.model.config.linearize.get("provenance"))
-    if asked is None and not made.base_model:
+    made = Provenance(loaded.model.config.linearize.get("provenance"))
+    base = made.text("base_model")
+    if asked is None and not base:
         return None, "the checkpoint does not say what it was made from, and no --original was given"
-    if asked is None and made.base_is_local and not Path(str(made.base_model)).exists():
-        return None, f"the original was the local checkpoint {made.base_model!r}, which is not here"
+    if asked is None and made.is_true("base_is_local") and not Path(str(base)).exists():
+        return None, f"the original was the local checkpoint {base!r}, which is not here"
     try:
-        original = load_model(str(asked or made.base_model), device=device)
+        original = load_model(str(asked or base), device=device)
         check_original(original.model, loaded.model, original.name)
     except LinearizeError as error:
         if asked is not None:

@@ -340,7 +340,7 @@ def _kernels(found: Gathered) -> Iterator[Section]:
 def _training(found: Gathered) -> Iterator[Section]:
     pictures = []
     made = found.info.provenance
-    chance = None if made.finetuning is None else made.finetuning.chance
+    chance = made.part("finetuning").number("chance")
     for stage, make, title in (
         (STAGE_ONE, plots.stage_one_curves, "Stage one's losses, step by step."),
         (STAGE_TWO, partial(plots.stage_two_curves, chance=chance), "Stage two's loss and score, step by step."),
