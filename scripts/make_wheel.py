@@ -17,9 +17,10 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from linearize.attention.native.build import compile_library, compiler
-from linearize.attention.native.locate import FOLDER, INDEX, describe, processor, sources_hash, variants
+from linearize.attention.native.locate import FOLDER, INDEX, describe, processor, sources_hash
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TAKEN = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "linearize", "cli", "recipes")
@@ -28,6 +29,37 @@ import sys
 from setuptools import build_meta
 print(build_meta.build_wheel(sys.argv[1], {"--build-option": ["--plat-name", sys.argv[2]]}))
 """
+
+
+class Variant(NamedTuple):
+    """One kind of processor.
+
+    Attributes:
+        name: of the library.
+        flags: of the compiler.
+        needs: required processor features, as in /proc/cpuinfo.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+_AVX2 = ("avx", "avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+X86 = (
+    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_AVX512, "avx512_bf16")),
+    Variant("avx512", ("-march=x86-64-v4",), _AVX512),
+    Variant("avx2", ("-march=x86-64-v3",), _AVX2),
+    Variant("baseline", ("-march=x86-64",), ()),
+)
+OTHER = (Variant("baseline", (), ()),)
+
+
+def variants(machine: str | None = None) -> tuple[Variant, ...]:
+    """Return the kinds of processors with their own library, the fastest first."""
+    machine = platform.machine() if machine is None else machine
+    return X86 if machine.lower() in ("x86_64", "amd64") else OTHER
 
 
 def main(argv: list[str] | None = None) -> int:

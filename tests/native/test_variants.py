@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -13,9 +14,11 @@ import pytest
 from linearize.attention import native
 from linearize.attention.native import build as building
 from linearize.attention.native import calls, locate
-from linearize.attention.native.locate import INDEX, X86, describe, packaged, variants
+from linearize.attention.native.locate import INDEX, describe, packaged
 
-SCRIPT = Path(building.__file__).parents[2] / "scripts" / "make_wheel.py"
+SCRIPT = Path(building.__file__).parents[3] / "scripts" / "make_wheel.py"
+NAMES = runpy.run_path(str(SCRIPT))
+X86, variants = NAMES["X86"], NAMES["variants"]
 PLAIN = ["fpu", "sse2"]
 HASWELL = [*PLAIN, "avx", "avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"]
 SKYLAKE = [*HASWELL, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
@@ -107,7 +110,7 @@ def test_a_wheel_brings_every_library(tmp_path, native_cache):
     wheel = Path(done.stdout.split()[-1])
     assert "py3-none-" in wheel.name and not wheel.name.endswith("any.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    folder = tmp_path / "site" / "linearize" / "native" / "variants"
+    folder = tmp_path / "site" / "linearize" / "attention" / "native" / "variants"
     entries = json.loads((folder / INDEX).read_text())["libraries"]
     assert [entry["file"] for entry in entries] == [f"{variant.name}.so" for variant in variants()]
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "XDG_CACHE_HOME": str(tmp_path / "none")}

@@ -7,7 +7,6 @@ record last. So two processes may build at once, and a killed one leaves nothing
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -35,8 +34,7 @@ from linearize.attention.native.locate import (
     objection,
     read_record,
     record_file,
-    sync_folder,
-    write_durably,
+    write_record,
 )
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
@@ -111,12 +109,9 @@ def _compile_into(program: str, path: Path) -> Path:
             entry = describe(made)
             # Named by its content, so that simultaneous builds never mix one's library with the other's record.
             entry["file"] = f"{path.stem}-{entry['sha256'][:16]}.so"
-            with open(made, "rb") as handle:
-                os.fsync(handle.fileno())
             os.chmod(made, 0o644)
             library = made.replace(path.parent / entry["file"])
-            sync_folder(path.parent)
-            write_durably(path, json.dumps(entry).encode())
+            write_record(path, entry)
     except OSError as error:
         raise ConfigError(f"native op: {path.parent} cannot be written ({error.strerror or error})") from None
     return library
@@ -231,7 +226,7 @@ def note_failure(error: Exception) -> None:
     if path is not None:
         # If the record cannot be written, the next try fails again.
         with contextlib.suppress(OSError):
-            write_durably(path, json.dumps({FAILED: str(error)[:1000]}).encode())
+            write_record(path, {FAILED: str(error)[:1000]})
     forget()
 
 

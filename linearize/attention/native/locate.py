@@ -20,7 +20,7 @@ import platform
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
@@ -179,68 +179,19 @@ def verified(folder: Path, entry: Mapping[str, object]) -> Path:
     return path
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a temporary file, sync it, and rename it: a reader sees all of it or nothing."""
+def write_record(path: Path, entry: Mapping[str, object]) -> None:
+    """Write a record to a temporary file and rename it: a reader sees all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(json.dumps(entry), encoding="utf-8")
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync a folder's names to disk, if the system can do that."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
-
-
 FOLDER = Path(__file__).parent / "variants"
 INDEX = "variants.json"
-
-
-class Variant(NamedTuple):
-    """One kind of processor.
-
-    Attributes:
-        name: of the library.
-        flags: of the compiler.
-        needs: required processor features, as in /proc/cpuinfo.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    needs: tuple[str, ...]
-
-
-_AVX2 = ("avx", "avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm")
-_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-X86 = (
-    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_AVX512, "avx512_bf16")),
-    Variant("avx512", ("-march=x86-64-v4",), _AVX512),
-    Variant("avx2", ("-march=x86-64-v3",), _AVX2),
-    Variant("baseline", ("-march=x86-64",), ()),
-)
-OTHER = (Variant("baseline", (), ()),)
-
-
-def variants(machine: str | None = None) -> tuple[Variant, ...]:
-    """Return the kinds of processors with their own library, the fastest first."""
-    machine = platform.machine() if machine is None else machine
-    return X86 if machine.lower() in ("x86_64", "amd64") else OTHER
 
 
 def packaged(sources: str, able: Iterable[str], folder: Path = FOLDER) -> Path | None:
