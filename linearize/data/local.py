@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
@@ -44,6 +44,18 @@ FORMS = {
     "parquet": "a whole parquet file",
     "text": "lines of text",
 }
+
+
+class MissingSplitError(DataError):
+    """A split that data with splits lacks.
+
+    Attributes:
+        known: the names of its splits.
+    """
+
+    def __init__(self, where: str, split: str, known: Iterable[str]) -> None:
+        self.known = sorted(known)
+        super().__init__(f"{where}: got split {split!r}, expected one of: {', '.join(self.known)}.")
 
 
 def looks_local(name: str) -> bool:
@@ -144,9 +156,9 @@ def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
 
 
 def _of_split(tags: Mapping[Item, str | None], split: str, name: str) -> list[Item]:
-    known = sorted({tag for tag in tags.values() if tag is not None})
+    known = {tag for tag in tags.values() if tag is not None}
     if known and split not in known:
-        raise DataError(f"{name!r}: got split {split!r}, expected one of: {', '.join(known)}.")
+        raise MissingSplitError(repr(name), split, known)
     return [item for item, tag in tags.items() if tag == split or not known]
 
 
@@ -189,7 +201,7 @@ def _saved(path: Path, split: str) -> Dataset:
         raise DataError(f"cannot read {path.name!r} as a saved data set: {cause(error)}") from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
-            raise DataError(f"{path.name!r}: got split {split!r}, expected one of: {', '.join(sorted(loaded))}.")
+            raise MissingSplitError(repr(path.name), split, loaded)
         return loaded[split]
     return loaded
 

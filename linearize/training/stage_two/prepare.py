@@ -16,7 +16,7 @@ from linearize.data.config import DataConfig
 from linearize.data.hub import cause, load_hub
 from linearize.data.images import ImageTable
 from linearize.data.load import open_local, open_records
-from linearize.data.local import exists, looks_local
+from linearize.data.local import MissingSplitError, exists, looks_local
 from linearize.data.records import Example, Records, TextRecords
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 HELD_OUT = 0.1
 """Share of the training rows to measure on if a data set has no split for it."""
 MOST_HELD_OUT = 1_000
-_NO_SPLIT = "no-such-split"
 
 Given: TypeAlias = "str | Mapping[str, Dataset]"
 """A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
@@ -201,7 +200,7 @@ def raw_table(given: Given, split: str) -> Dataset:
     """
     if not isinstance(given, str):
         if split not in given:
-            raise DataError(f"tables: got splits {', '.join(sorted(given))}, expected {split!r} among them")
+            raise MissingSplitError("tables", split, given)
         return given[split]
     path = Path(given).expanduser()
     if not exists(path) and not looks_local(given):
@@ -236,44 +235,37 @@ def _validation_split(task: Task, given: Given) -> str | None:
         DataError: if the user named the split and it is missing, listing the existing ones.
     """
     wanted = task.validation[0]
-    if not isinstance(given, str):
-        found = next((name for name in task.validation if name in given), None)
-        if found is None and task.exact_validation:
-            raise DataError(f"tables: got split {wanted!r}, expected one of: {', '.join(sorted(given))}")
-        return found
-    path = Path(given).expanduser()
-    if not exists(path) and not looks_local(given):
+    path = Path(given).expanduser() if isinstance(given, str) else None
+    if path is not None and not exists(path) and not looks_local(str(given)):
         for name in task.validation:
             try:
-                load_hub(given, name)
+                load_hub(str(given), name)
                 return name
             except DataError:
                 # The training split was opened before, so the Hub answers: this split does not exist.
                 if task.exact_validation:
                     raise
         return None
-    if not (path.is_dir() or path.suffix == ".zip") or _opens(path, _NO_SPLIT, task):
-        if task.exact_validation:
+    names = sorted(given) if path is None else _local_splits(path, task)
+    found = next((name for name in task.validation if name in names), None)
+    if found is None and task.exact_validation:
+        if not names:
             raise DataError(
                 f"{given!r}: got split {wanted!r}, but the data has no splits, expected none to be named; "
                 "leave it out, to measure on held-out rows"
             )
-        return None
-    found = next((name for name in task.validation if _opens(path, name, task)), None)
-    if found is None and task.exact_validation:
-        # Opened for its message, which lists the existing splits.
-        open_local(path, wanted, task.modality)
+        raise MissingSplitError("tables" if path is None else repr(path.name), wanted, names)
     return found
 
 
-def _opens(path: Path, split: str, task: Task) -> bool:
+def _local_splits(path: Path, task: Task) -> list[str]:
+    """Return the names of a local data set's splits; none if it has no splits."""
     try:
-        open_local(path, split, task.modality)
-    except DataError as error:
-        if "got split" in str(error):
-            return False
-        raise
-    return True
+        if path.is_dir() or path.suffix == ".zip":
+            open_local(path, "", task.modality)
+    except MissingSplitError as error:
+        return error.known
+    return []
 
 
 def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
