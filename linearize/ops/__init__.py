@@ -4,7 +4,7 @@ from linearize.ops.bidirectional import bidirectional_attention, gather_keys, re
 from linearize.ops.block import Blocks, BlockState, block_attention, block_weights
 from linearize.ops.causal import advance, causal_attention, recurrent_attention
 from linearize.ops.floored import Floor, floored_attention
-from linearize.ops.naive import kernel_weights, naive_attention
+from linearize.ops.naive import kernel_weights
 from linearize.ops.state import LinearOp, LinearOptions, State, empty_state
 from linearize.ops.window import window_attention
 from linearize.ops.window_parts import Mapped, Window, WindowState, window_weights
@@ -28,7 +28,6 @@ __all__ = [
     "floored_attention",
     "gather_keys",
     "kernel_weights",
-    "naive_attention",
     "read_state",
     "recurrent_attention",
     "window_attention",

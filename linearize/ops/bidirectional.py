@@ -13,7 +13,7 @@ from linearize.ops.state import EPS, LinearOptions, Options, State, divide
 def bidirectional_attention(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, State]:
-    """Attend from every query to every key; arguments and results as in `naive_attention(causal=False)`.
+    """Attend from every query to every key; arguments and results as in `linearize.ops.causal_attention`.
 
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, S, F], `v` [B, K, S, V] -> [B, H, T, V]. Sums over tokens are fp32.
     """

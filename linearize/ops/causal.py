@@ -40,10 +40,20 @@ LN2_HIGH, LN2_LOW = 0.693359375, math.log(2.0) - 0.693359375
 
 
 def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
-    """Attend from query i to keys up to i; arguments and results as in `naive_attention(causal=True)`.
+    """Attend from query i to keys up to i: o_i = (sum_j w_ij v_j + rest) / (sum_j w_ij + rest) over the keys j it sees.
 
-    Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]. Sums and states are fp32.
-    Under `torch.compile` and `torch.export` the same chunks are plain tensor operations.
+    w_ij = exp(c_j - m_i) phi(q_i) . phi(k_j). m_i is the largest of their log-scales c_j and cancels; "rest" is the
+    part of the state before.
+
+    Args:
+        phi_q: [B, H, T, F].
+        phi_k: [B, K, T, F], K divides H.
+        v: [B, K, T, V].
+        **options: the fields of `linearize.ops.state.Options`.
+
+    Returns:
+        Output [B, H, T, V] in `v`'s dtype and the `State` after the last token. Sums and states are fp32. Under
+        `torch.compile` and `torch.export` the same chunks are plain tensor operations.
     """
     if is_tracing():
         return traced_attention(phi_q, phi_k, v, **options)

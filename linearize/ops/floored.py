@@ -35,7 +35,7 @@ class Floor:
 def floored_attention(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, floor: Floor, *, op: LinearOp, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, State]:
-    """Attend with the floor described above; results as in `naive_attention`.
+    """Attend with the floor described above; results as in `linearize.ops.causal_attention`.
 
     Args:
         phi_q: [B, H, T, F].

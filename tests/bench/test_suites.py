@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.forks import in_place_of_interpreter
+from support.naive import naive_attention
 from support.tiny import converted, original
 from transformers.cache_utils import DynamicCache
 
@@ -31,7 +32,6 @@ from linearize.evaluation.bench.models import (
 )
 from linearize.evaluation.bench.rows import short_names, write_plot
 from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, DecodeSuite
-from linearize.ops import naive_attention
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
 

@@ -38,7 +38,7 @@ from linearize.training.stage_two.load import load_for_task, usual_length
 from linearize.training.stage_two.prepare import DataOptions, prepare
 from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.task_types.language import strided
-from linearize.training.stage_two.tasks import TASKS, main_metric, recovery, task
+from linearize.training.stage_two.tasks import TASKS, recovery, task
 from linearize.training.stage_two.trainer import finetune
 
 SHORT = DataOptions(max_length=16)
@@ -570,7 +570,7 @@ def test_tasks():
     with pytest.raises(UnknownNameError, match="Did you mean 'mrpc'"):
         task("mrcp")
     with pytest.raises(LinearizeError, match="the score asks for 'bleu'"):
-        main_metric(task("cola", score=("bleu",)), {"matthews": 1.0})
+        task("cola", score=("bleu",)).mean_of({"matthews": 1.0})
     assert recovery(TASKS["cola"], 0.45, 0.5) == pytest.approx(90)
     assert recovery(TASKS["causal-lm"], 20.0, 18.0) == pytest.approx(90)
     assert recovery(TASKS["cola"], 0.45, 0.0) is None

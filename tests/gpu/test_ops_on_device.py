@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.naive import naive_attention
 from support.op_cases import gradients, make
 
 from linearize.attention.backends import fla
-from linearize.ops import bidirectional_attention, causal_attention, naive_attention, recurrent_attention
+from linearize.ops import bidirectional_attention, causal_attention, recurrent_attention
 
 OPS = {
     "bidirectional": (bidirectional_attention, False),

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from support.naive import naive_attention
 from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, padding, tokens
 from support.rounding import allowed, deviation, gradients_in_double
 
@@ -12,7 +13,7 @@ from linearize.attention.backends.causal import NativeOp
 from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
 from linearize.attention.native.build import agreement, check_agreement, native_kernels
-from linearize.ops import State, causal_attention, naive_attention
+from linearize.ops import State, causal_attention
 
 LENGTHS = (1, 15, 48, 49, 200)
 """Tokens: within a tile of the op (48), one of them, one more, several."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.kernel_cases import decode, make_inputs, make_mixer, naive, run
+from support.naive import naive_attention
 from support.numerics_cases import ENGINES, MIXERS
 
 from linearize.attention.backends.causal import NativeOp
@@ -16,7 +17,6 @@ from linearize.ops import (
     block_attention,
     causal_attention,
     empty_state,
-    naive_attention,
     recurrent_attention,
     window_attention,
 )

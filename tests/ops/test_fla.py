@@ -8,11 +8,11 @@ import types
 
 import pytest
 import torch
+from support.naive import naive_attention
 from support.op_cases import gradients, make
 
 from linearize.attention.backends import fla
 from linearize.attention.backends.fla import fla_attention
-from linearize.ops import naive_attention
 
 GPU = torch.device("cuda")
 

@@ -2,15 +2,10 @@
 
 import pytest
 import torch
+from support.naive import naive_attention
 from support.op_cases import gradients, make
 
-from linearize.ops import (
-    bidirectional_attention,
-    causal_attention,
-    kernel_weights,
-    naive_attention,
-    recurrent_attention,
-)
+from linearize.ops import bidirectional_attention, causal_attention, kernel_weights, recurrent_attention
 
 LENGTHS = [1, 63, 100, 1000]
 OPS = {

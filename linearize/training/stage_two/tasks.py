@@ -64,7 +64,11 @@ class Task:
         object.__setattr__(self, "score", self.score or self.metrics)
 
     def mean_of(self, metrics: Mapping[str, float], names: Sequence[str] | None = None) -> float:
-        """Return the mean of the named metrics, by default the task's score: see `main_metric`."""
+        """Return the mean of the named metrics, by default the task's score.
+
+        Raises:
+            ConfigError: if one was not computed.
+        """
         names = names or self.score
         missing = [name for name in names if name not in metrics]
         if missing:
@@ -289,15 +293,6 @@ def task(
     if validation is not None:
         changes |= {"validation": (validation,), "exact_validation": True}
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
-
-
-def main_metric(chosen: Task, metrics: dict[str, float], score: Sequence[str] | None = None) -> float:
-    """Return a task's score: the mean of the metrics that it, or `score`, names.
-
-    Raises:
-        ConfigError: if a named metric was not computed.
-    """
-    return chosen.mean_of(metrics, score)
 
 
 def recovery(

@@ -40,7 +40,6 @@ from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.prepared import Predictions, TaskData
-from linearize.training.stage_two.tasks import main_metric
 
 if TYPE_CHECKING:
     from linearize.training.stage_one.processes import Interrupts
@@ -104,7 +103,7 @@ class Tuner(Trainer):
         self.predicted: tuple[Predictions, Predictions] = (prediction.predictions, prediction.label_ids)
         metrics = self.data.type.compute_metrics(*self.predicted)
         self.measured = {name: float(value) for name, value in metrics.items()}
-        return metrics | {"score": main_metric(self.data.task, metrics)}
+        return metrics | {"score": self.data.task.mean_of(metrics)}
 
     def measure(self) -> tuple[dict[str, float], Predictions, Predictions]:
         """Return the task's metrics on the validation rows, what was predicted, and the labels."""
