@@ -25,6 +25,26 @@ PACK_TEXTS = 256
 NO_LIMIT = 10**9
 
 
+def copy_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
+    """Return a copy that takes texts of any length, and pads with its end token if it has no padding token.
+
+    Raises:
+        ConfigError: if it is no tokenizer or has neither token.
+    """
+    # Image processors have a `pad` as well; this method only tokenizers have.
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        raise ConfigError(f"got a {type(tokenizer).__name__} for text, expected a tokenizer; pass the model's own.")
+    copied = deepcopy(tokenizer)
+    copied.model_max_length = NO_LIMIT
+    if copied.pad_token_id is None:
+        if copied.eos_token_id is None:
+            raise ConfigError("got a tokenizer without a padding and an end token; set its pad_token first.")
+        copied.pad_token = copied.eos_token
+    return copied
+
+
 class TextEncoder:
     """Tokenises texts or pairs of texts, or pads rows that are packed already.
 
@@ -41,17 +61,7 @@ class TextEncoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, names: tuple[str, ...] | None, packed: bool = False
     ) -> None:
-        # Image processors have a `pad` as well; this method only tokenizers have.
-        if not hasattr(tokenizer, "convert_tokens_to_ids"):
-            tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        if not hasattr(tokenizer, "convert_tokens_to_ids"):
-            raise ConfigError(f"got a {type(tokenizer).__name__} for text, expected a tokenizer; pass the model's own.")
-        self.tokenizer = deepcopy(tokenizer)
-        self.tokenizer.model_max_length = NO_LIMIT
-        if self.tokenizer.pad_token_id is None:
-            if self.tokenizer.eos_token_id is None:
-                raise ConfigError("got a tokenizer without a padding and an end token; set its pad_token first.")
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.tokenizer = copy_tokenizer(tokenizer)
         self.max_length, self.names = max_length, names
         # Packed rows are all of one length, so no row depends on another.
         self.packed, self.needs_all = packed, not packed

@@ -19,8 +19,9 @@ from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import ConfigError, first_line, unknown_name
 from linearize.core.parsing import MOST_TEXT, read_json
+from linearize.data.encode import copy_tokenizer
 from linearize.modeling.model import is_linearized
-from linearize.training.stage_two.prepared import TaskData, copy_tokenizer
+from linearize.training.stage_two.prepared import TaskData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
-from linearize.core.errors import ConfigError, DataError
+from linearize.core.errors import DataError
 from linearize.training.stage_two.config import DataOptions
 
 if TYPE_CHECKING:
@@ -172,25 +171,6 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
     return replace(
         data, train=Chosen(data.train, kept), selection=Chosen(data.train, sorted(held), still=True), extra=extra
     )
-
-
-def copy_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a copy that pads after the tokens, with its end token if it has no padding token.
-
-    Raises:
-        ConfigError: if it is no tokenizer or has neither token.
-    """
-    if not hasattr(tokenizer, "convert_tokens_to_ids"):
-        raise ConfigError(f"got {type(tokenizer).__name__} for text, expected a tokenizer; add one to the folder")
-    copied = copy.deepcopy(tokenizer)
-    copied.model_max_length = int(1e30)
-    # Labels of tokens are padded on the right as well, and positions count from the first place.
-    copied.padding_side = "right"
-    if copied.pad_token_id is None:
-        if copied.eos_token_id is None:
-            raise ConfigError("got a tokenizer without a padding and an end token; set its pad_token first")
-        copied.pad_token = copied.eos_token
-    return copied
 
 
 def tokenise(

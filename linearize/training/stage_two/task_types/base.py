@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import Head
+from linearize.data.encode import copy_tokenizer
 from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.prepare import Given, Splits, View, open_splits
-from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData, copy_tokenizer
+from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,7 +72,10 @@ class TaskType:
         Raises:
             ConfigError: if the processor is no tokenizer, or cannot pad.
         """
-        return copy_tokenizer(self.processor)
+        copied = copy_tokenizer(self.processor)
+        # Labels of tokens are padded on the right as well, and positions count from the first place.
+        copied.padding_side = "right"
+        return copied
 
     @property
     def trains(self) -> bool:
