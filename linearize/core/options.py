@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
-from linearize.core.registry import KINDS, field_types
+from linearize.core.registry import KINDS, allowed, field_types, within
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -278,8 +277,8 @@ def check(config: DataclassInstance, where: str) -> None:
         optional = value is None and type(None) in typing.get_args(hints[field.name])
         if optional or not all(kind in PLAIN for kind in kinds):
             continue
-        if not any(_fits(value, kind) for kind in kinds) or not _inside(value, field.metadata):
-            raise ConfigError(f"{where}, {field.name}: got {value!r}, expected {_expected(kinds, field.metadata)}")
+        if not any(_fits(value, kind) for kind in kinds) or not within(value, field.metadata):
+            raise ConfigError(f"{where}, {field.name}: got {value!r}, expected {allowed(kinds, field.metadata)}")
 
 
 def _kinds(hint: object) -> tuple[Any, ...]:
@@ -295,24 +294,6 @@ def _fits(value: object, kind: type) -> bool:
     if kind is float:
         return isinstance(value, int | float) and math.isfinite(value)
     return isinstance(value, kind)
-
-
-def _inside(value: Any, limits: Mapping[str, Any]) -> bool:
-    if "choices" in limits:
-        return value in limits["choices"]
-    tests = {"low": operator.ge, "high": operator.le, "above": operator.gt, "below": operator.lt}
-    return all(test(value, limits[name]) for name, test in tests.items() if name in limits)
-
-
-def _expected(kinds: tuple[type, ...], limits: Mapping[str, Any]) -> str:
-    if "choices" in limits:
-        return f"one of {', '.join(limits['choices'])}"
-    what = " or ".join(KINDS[kind] for kind in kinds)
-    bounds = {name: f"{limits[name]:g}" for name in ("low", "high", "above", "below") if name in limits}
-    if {"low", "high"} <= set(bounds):
-        return f"{what} from {bounds['low']} to {bounds['high']}"
-    words = {"low": "of at least", "high": "of at most", "above": "above", "below": "below"}
-    return " ".join([what, " and ".join(f"{words[name]} {bound}" for name, bound in bounds.items())]).strip()
 
 
 def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]:

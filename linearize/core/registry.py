@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import operator
 import threading
 import types
 import typing
@@ -256,9 +257,9 @@ def option(
     multiple_of: int | None = None,
 ) -> Any:
     """Declare a kernel argument: a dataclass field with its help text and allowed values."""
-    allowed = tuple(choices) if choices is not None else None
-    limits = {"help": help, "low": low, "high": high, "choices": allowed, "multiple_of": multiple_of}
-    return field(default=default, metadata=limits)
+    limits = {"low": low, "high": high, "choices": choices and tuple(choices), "multiple_of": multiple_of}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return field(default=default, metadata={"help": help, **given})
 
 
 @functools.cache
@@ -281,7 +282,9 @@ def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
         if name not in fields:
             raise unknown_name(f"argument of kernel {info.name}", name, fields)
         where = f"kernel {info.name}, argument {name}"
-        values[name] = _check(where, _convert(where, value, hints[name]), fields[name].metadata)
+        values[name] = converted = _convert(where, value, hints[name])
+        if converted is not None and not within(converted, limits := fields[name].metadata):
+            raise ConfigError(f"{where}: got {converted!r}, expected {allowed([type(converted)], limits)}")
     return info.config(**values)
 
 
@@ -314,19 +317,24 @@ def _convert(where: str, value: Any, hint: Any) -> Any:
     )
 
 
-def _check(where: str, value: Any, limits: Mapping[str, Any]) -> Any:
-    """Check a value against its limits."""
-    if value is None:
-        return value
-    if limits.get("choices") is not None and value not in limits["choices"]:
-        raise ConfigError(f"{where}: got {value!r}, expected one of {', '.join(map(str, limits['choices']))}")
-    low, high = limits.get("low"), limits.get("high")
-    # Written so that NaN is refused too.
-    if low is not None and not value >= low:
-        raise ConfigError(f"{where}: got {value}, expected at least {low}")
-    if high is not None and not value <= high:
-        raise ConfigError(f"{where}: got {value}, expected at most {high}")
-    step = limits.get("multiple_of")
-    if step is not None and value % step:
-        raise ConfigError(f"{where}: got {value}, expected a multiple of {step}")
-    return value
+def within(value: Any, limits: Mapping[str, Any]) -> bool:
+    """Tell whether a value is one of an option's choices and inside its limits; NaN is not."""
+    if "choices" in limits:
+        return value in limits["choices"]
+    tests = {"low": operator.ge, "high": operator.le, "above": operator.gt, "below": operator.lt}
+    inside = all(test(value, limits[name]) for name, test in tests.items() if name in limits)
+    return inside and not ("multiple_of" in limits and value % limits["multiple_of"])
+
+
+def allowed(kinds: Iterable[type], limits: Mapping[str, Any]) -> str:
+    """Describe the values that an option of these types takes, for messages."""
+    if "choices" in limits:
+        return f"one of {', '.join(map(str, limits['choices']))}"
+    what = " or ".join(KINDS[kind] for kind in kinds)
+    bounds = {name: f"{limits[name]:g}" for name in ("low", "high", "above", "below") if name in limits}
+    if {"low", "high"} <= set(bounds):
+        what = f"{what} from {bounds['low']} to {bounds['high']}"
+    else:
+        words = {"low": "of at least", "high": "of at most", "above": "above", "below": "below"}
+        what = " ".join([what, " and ".join(f"{words[name]} {bound}" for name, bound in bounds.items())]).strip()
+    return what if "multiple_of" not in limits else f"{what}, a multiple of {limits['multiple_of']}"

@@ -101,7 +101,7 @@ def test_more_features_of_hedgehog_start_beside_the_usual_ones():
     assert (wide.weight[:, DIM : 2 * DIM] - wide.weight[:, 2 * DIM :]).abs().max() > 0.1
     few, _ = make("hedgehog", features=DIM)
     assert few.forward_keys(x).phi.shape[-1] == DIM
-    with pytest.raises(ConfigError, match="features: got 7, expected a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"features: got 7, expected a whole number .*a multiple of 2"):
         make("hedgehog", features=7)
 
 
