@@ -109,7 +109,11 @@ def open_local(path: Path, split: str, modality: Modality, most: int | None = No
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return [_saved(path, split) if most is None else first_rows(_saved(path, split), most)]
     root = path if path.is_dir() else path.parent
-    files = select_split(root, _known_files(path), split) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        # `exists` raises for a broken link.
+        known = sorted(file for file in files_in(path) if file_kind(file) is not None and exists(file))
+        files = select_split(root, known, split)
     kinds = {file: file_kind(file) for file in files}
     counts = Counter("images" if kind in ("image", "zip") else "tables or texts" for kind in kinds.values())
     if not files or None in kinds.values():
@@ -172,11 +176,6 @@ def _top_splits(places: Sequence[PurePosixPath]) -> dict[str, str]:
 def _name_split(place: PurePosixPath) -> str | None:
     words = [*(part.lower() for part in place.parts[:-1]), *re.split(r"[^a-z]+", place.name.lower())]
     return next((split for word in words for split, known in SPLIT_WORDS.items() if word in known), None)
-
-
-def _known_files(folder: Path) -> list[Path]:
-    # `exists` raises for a broken link.
-    return sorted(file for file in files_in(folder) if file_kind(file) is not None and exists(file))
 
 
 def _images(root: Path, files: Sequence[Path], split: str) -> list[ImageFile]:

@@ -131,6 +131,18 @@ def softmax_heads_output(
 
 
 softmax_output = torch.no_grad()(softmax_heads_output)
+
+
+def frozen_output(
+    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor | None:
+    """Return softmax's output as an observer does; None leaves bidirectional layers to the host.
+
+    The host would make a T x T mask of a causal one with padding.
+    """
+    return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+
+
 """The same without a gradient."""
 
 

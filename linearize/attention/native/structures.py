@@ -127,7 +127,7 @@ def _packed(map: MapSpec, scale: float, held: list[Tensor], learned: Learned) ->
             tensor = tensor.float().contiguous()
         if tensor is not None:
             held.append(tensor)
-        pointers.append(_address(tensor))
+        pointers.append(0 if tensor is None else tensor.data_ptr())
     hidden = learned[2] if learned else None
     heads, rows, size = map.first.shape
     channels, width = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
@@ -189,10 +189,6 @@ def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, 
     mask, scales = options.mask, ((options.log_scale, k), (options.query_scale, q))
     key, query = (None if given is None else given.float().expand(x.shape[:3]).contiguous() for given, x in scales)
     return None if mask is None else mask.to(torch.bool).contiguous(), key, query
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
-from linearize.attention.layer import LinearAttention
 from linearize.checkpoint.loading import move
 from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
-from linearize.fidelity.teacher import body_of, run_module, softmax_output
+from linearize.fidelity.teacher import body_of, frozen_output, run_module
 from linearize.modeling.plan import Plan
 
 OUTPUT = "output"
@@ -117,15 +116,8 @@ class Pair:
     @contextlib.contextmanager
     def softmax(self) -> Iterator[None]:
         """Have the teacher compute softmax while the block runs."""
-        with observed(self.teacher, _softmax):
+        with observed(self.teacher, frozen_output):
             yield
-
-
-def _softmax(
-    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor | None:
-    # The host would make a T x T mask of a causal one with padding.
-    return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.registry import SCALES, StageOne
-from linearize.fidelity.teacher import has_rows, run_body, softmax_output
+from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
 from linearize.kernels.base import Features
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, block_numbers, cross_entropy_, output_loss
@@ -299,8 +299,7 @@ class KernelTrainer(Trainer):
                 loss.add(targets, v.detach(), train=self.training, sample=sample)
         if self.config.feed == "student":
             return layer(q, k, v, mask, scaling)
-        # The host would make a T x T mask of a causal one with padding.
-        return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+        return frozen_output(layer, q, k, v, mask, scaling)
 
     def _sample(self, q: Tensor) -> Tensor | None:
         """Draw the positions of the queries in the loss; None: all."""

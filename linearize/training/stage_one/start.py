@@ -24,10 +24,10 @@ from torch import Tensor
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.registry import SCALES
-from linearize.fidelity.teacher import all_rows, group, pieces, run_body, softmax_output, take
+from linearize.fidelity.teacher import all_rows, frozen_output, group, pieces, run_body, take
 from linearize.ops.window import NearKeys, Window
 from linearize.training.stage_one.loss import Targets
-from linearize.training.stage_one.observer import KernelTrainer, LayerLoss
+from linearize.training.stage_one.observer import KernelTrainer
 from linearize.training.stage_one.processes import autocast
 
 RIDGE = 1e-2
@@ -65,7 +65,7 @@ def start_scales(
         for one in hosts.get(id(layer), []):
             with torch.autocast(device_type=q.device.type, enabled=False):
                 fit_scales(one, Targets(q, k, scaling, layer.shape.causal, mask))
-        return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+        return frozen_output(layer, q, k, v, mask, scaling)
 
     moved = {name: value[:ROWS].to(trainer.device) for name, value in next(batches).items()}
     with torch.no_grad(), observed(trainer.model, observe), autocast(trainer.accelerator, trainer.config.precision):
@@ -74,13 +74,9 @@ def start_scales(
             for tensor in _fitted(loss.layer):
                 tensor.copy_(trainer.reduce(tensor) / trainer.accelerator.num_processes)
     trainer.measure(held_out[:JUDGED])
-    _restore([loss for loss, worst in zip(fresh, before, strict=True) if not loss.mean < worst])
-
-
-def _restore(losses: list[LayerLoss]) -> None:
     with torch.no_grad():
-        for loss in losses:
-            for tensor in _fitted(loss.layer):
+        for loss, worst in zip(fresh, before, strict=True):
+            for tensor in _fitted(loss.layer) if not loss.mean < worst else ():
                 tensor.zero_()
 
 
