@@ -87,7 +87,7 @@ def test_packing_excludes_what_belongs_to_one_text(name: str) -> None:
         DataConfig(packing=True, **{name: "x"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["packing", "streaming", "label_column"])
+@pytest.mark.parametrize("name", ["packing", "label_column"])
 def test_pairs_made_anew_exclude_what_they_cannot_have(name: str) -> None:
     with pytest.raises(ConfigError, match=f"extra_pairs together with {name}"):
         DataConfig(extra_pairs=1.0, **{name: "x" if name == "label_column" else True})  # type: ignore[arg-type]
