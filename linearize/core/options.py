@@ -136,9 +136,13 @@ class Option:
         return f"{text} ({shown})" if shown else text
 
 
-@functools.cache
 def options_of(config: type) -> Mapping[str, Option]:
     """Return the options of a job's config by name, its own and those of its sections."""
+    return _options_of(config)
+
+
+@functools.cache
+def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
     for field in dataclasses.fields(config):
         section: Section | None = field.metadata.get(_SECTION)
