@@ -165,7 +165,7 @@ def test_inspect_converted(saved):
     assert info.parameters_added == 4 * (8 * 8 + 8) == sum(p.numel() for p in kernels(model))
     assert info.max_length == 64
     assert info.format_version == 1
-    assert info.provenance.to_dict() == PROVENANCE
+    assert info.provenance.values == PROVENANCE
     rows = dict(info.rows())
     assert rows["converted"] == "yes: 1 x hedgehog, 1 x softmax"
     assert rows["fidelity after"] == "kl 0.125, output error 0.25"

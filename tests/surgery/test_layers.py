@@ -144,7 +144,7 @@ def test_a_window_among_the_arguments_is_the_same():
         ({"kernel_args": {"activaton": "exp"}}, "Did you mean 'activation'?"),
         ({"kernel_args": {"activation": "tanh"}}, "got 'tanh', expected one of softmax, exp"),
         ({"kernel": "taylor", "config": {"hidden_size": 1040}}, "got head size 260, expected at most 128; choose"),
-        ({"kernel": "cosformer", "kernel_args": {"max_positions": 0}}, "expected at least 1"),
+        ({"kernel": "cosformer", "kernel_args": {"max_positions": 0}}, "expected a whole number of at least 1"),
     ],
 )
 def test_bad_options_are_one_line_and_change_nothing(options, message):
