@@ -106,7 +106,9 @@ class DataConfig:
     @property
     def sources(self) -> Mixture:
         """The data sets with their weights; one of weight 1 for a plain name, none for the built-in data."""
-        return weighted(self.dataset)
+        if self.dataset is None:
+            return ()
+        return ((self.dataset, 1.0),) if isinstance(self.dataset, str) else self.dataset
 
 
 def parse_mixture(text: str, called: str = "dataset") -> str | Mixture:
@@ -138,13 +140,6 @@ def parse_mixture(text: str, called: str = "dataset") -> str | Mixture:
             raise ConfigError(f"data: got {part!r} without a weight in {called} {text!r}, expected name=weight.")
         pairs.append((name.strip(), _weight(name, weight)))
     return tuple(pairs)
-
-
-def weighted(given: str | Mixture | None) -> Mixture:
-    """Return data sets with their weights; a plain name has weight 1."""
-    if given is None:
-        return ()
-    return ((given, 1.0),) if isinstance(given, str) else given
 
 
 def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:

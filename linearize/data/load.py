@@ -100,7 +100,7 @@ def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]
     if reason is None:
         try:
             table = load_hub(name, config.split, config.rows_read)
-            return [_part([table], 1.0, config, modality, _hub_origin(name, config))], False
+            return [make_part([table], config, modality, _hub_origin(name, config))], False
         except DataError as error:
             if config.text_column or config.image_column or config.split != "train":
                 raise
@@ -134,15 +134,19 @@ def open_records(name: str, config: DataConfig, modality: Modality, weight: floa
     else:
         origin = _hub_origin(name, config)
         opened = [load_hub(name, config.split, config.rows_read)]
-    return _part(opened, weight, config, modality, origin)
+    return make_part(opened, config, modality, origin, weight)
 
 
 def _hub_origin(name: str, config: DataConfig) -> str:
     return f"Hub data set {name} (split {config.split})"
 
 
-def _part(opened: Sequence[Any], weight: float, config: DataConfig, modality: Modality, origin: str) -> Part:
-    """Turn what was opened into records."""
+def make_part(opened: Sequence[Any], config: DataConfig, modality: Modality, origin: str, weight: float = 1.0) -> Part:
+    """Turn tables or image files into records.
+
+    Raises:
+        DataError: If they lack a column, do not fit together, or have no usable row.
+    """
     from datasets import concatenate_datasets
 
     if isinstance(opened[0], ImageFile):

@@ -339,13 +339,12 @@ class Run(ABC):
 
 
 @contextlib.contextmanager
-def frozen(*models: nn.Module) -> Iterator[None]:
-    """Freeze models temporarily, then restore their modes and `requires_grad` flags."""
-    flags = {p: p.requires_grad for model in models for p in model.parameters()}
-    modes = {m: m.training for model in models for m in model.modules()}
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze a model temporarily, then restore its modules' modes and `requires_grad` flags."""
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    modes = {module: module.training for module in model.modules()}
     try:
-        for model in models:
-            model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
         yield
     finally:
         for parameter, flag in flags.items():

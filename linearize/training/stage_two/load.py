@@ -253,7 +253,11 @@ def usual_length(name: str, most: int = 128) -> int:
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
     """
-    return tuned_length(name) or min(most, length_limit(name) or most)
+    try:
+        tuned = (read_record(name) or {}).get("max_length")
+    except (OSError, ValueError):
+        tuned = None
+    return tuned if type(tuned) is int and tuned > 1 else min(most, length_limit(name) or most)
 
 
 def length_limit(name: str) -> int | None:
@@ -287,15 +291,6 @@ def whole_length(name: str, task: Task) -> int:
         CheckpointError: if the checkpoint has no config that can be read.
     """
     return usual_length(name, task.type.most_tokens or NO_LIMIT)
-
-
-def tuned_length(name: str) -> int | None:
-    """Return the tokens per row that a folder was tuned with, by its record; None if it has none."""
-    try:
-        length = (read_record(name) or {}).get("max_length")
-    except (OSError, ValueError):
-        return None
-    return length if type(length) is int and length > 1 else None
 
 
 def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | None:

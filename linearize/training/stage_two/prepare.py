@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
-from linearize.data.columns import class_names, column_kinds, uniform
+from linearize.data.columns import column_kinds
 from linearize.data.config import DataConfig
 from linearize.data.hub import cause, load_hub
-from linearize.data.images import ImageTable
-from linearize.data.load import open_local, open_records
+from linearize.data.load import make_part, open_local, open_records
 from linearize.data.local import MissingSplitError, exists, looks_local
-from linearize.data.records import Example, Records, TextRecords
+from linearize.data.records import Example, Records
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData
 
@@ -217,15 +216,12 @@ def _view(task: Task, given: Given, split: str) -> View:
     if task.modality == "image":
         # The column of an image data set differs between Hub and folder; it is found by its type.
         first = second = None
+    config = DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
     if isinstance(given, str):
-        config = DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
-        data = open_records(given, config, task.modality).data
+        part = open_records(given, config, task.modality)
     else:
-        config = DataConfig(split=task.train, text_column=first, text_pair_column=second, label_column=task.label)
-        table = uniform(raw_table(given, split), config, task.modality, "table")
-        names = class_names(table, "table")
-        data = TextRecords(table, names) if task.modality == "text" else ImageTable(table, names)
-    return View(data, np.arange(len(data.sizes)))
+        part = make_part([raw_table(given, split)], config, task.modality, "table")
+    return View(part.data, np.arange(len(part.data.sizes)))
 
 
 def _validation_split(task: Task, given: Given) -> str | None:
