@@ -83,7 +83,11 @@ CONFIG_DAMAGE = {
     "unknown kernel": (edit_layer(kernel="hegdehog"), ConfigError, "Did you mean 'hedgehog'"),
     "kernel is a number": (edit_layer(kernel=3), CheckpointError, "names"),
     "unknown argument": (edit_layer(arguments={"scale": 3}), ConfigError, "argument of kernel hedgehog 'scale'"),
-    "argument out of range": (edit_layer(kernel="flexformer_s", arguments={"frequencies": 10**9}), ConfigError, "most"),
+    "argument out of range": (
+        edit_layer(kernel="flexformer_s", arguments={"frequencies": 10**9}),
+        ConfigError,
+        "expected a whole number from 1 to 4096",
+    ),
     "unknown key": (edit_layer(colour="red"), CheckpointError, "colour"),
     "no such module": (edit_layer(module="encoder.layer.7.attention.self"), CheckpointError, "no such module"),
     "module is no attention": (edit_layer(module="embeddings"), CheckpointError, "lacks"),

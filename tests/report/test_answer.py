@@ -144,7 +144,7 @@ def test_without_predictions_it_says_why(made):
 def test_the_inputs_are_built_in_unless_data_is_named(made):
     """Whatever data a record names, it is not read: the record comes from whoever made the checkpoint."""
     linear = load_converted(str(made / "linear"))
-    assert made_by(linear).options.dataset == "rows.jsonl"
+    assert made_by(linear).part("options").text("dataset") == "rows.jsonl"
     inputs = load_inputs(linear, InputOptions(inputs=2), made_by(linear))
     assert "built-in" in inputs.description and inputs.texts == () and inputs.length == 31
     assert inputs.notes == [

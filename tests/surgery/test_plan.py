@@ -246,7 +246,11 @@ def test_everything_kept_and_converted_twice_are_errors():
         ({"kernel": "hedghog"}, UnknownNameError, "Did you mean 'hedgehog'"),
         ({"kernel_args": {"activatoin": "exp"}}, UnknownNameError, "Did you mean 'activation'"),
         ({"kernel_args": {"activation": "relu"}}, ConfigError, "expected one of softmax, exp"),
-        ({"kernel": "flexformer_s", "kernel_args": {"frequencies": 0}}, ConfigError, "at least 1"),
+        (
+            {"kernel": "flexformer_s", "kernel_args": {"frequencies": 0}},
+            ConfigError,
+            "expected a whole number from 1 to 4096",
+        ),
         ({"kernel": "flexformer_s", "kernel_args": {"frequencies": "many"}}, ConfigError, "expected a whole number"),
         ({"keep_softmax": [2]}, ConfigError, "layer 2 does not exist: this model has 2"),
         ({"max_length": 10}, ConfigError, "64"),
