@@ -68,6 +68,7 @@ def passes(setting, threads, tests, *flags):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_some():
     # Vectorised as users have it, and compiled in a third of the time.
     passes("avx2", 2, SHORT, "-O1", "-ftree-vectorize")

@@ -158,6 +158,7 @@ def test_blockwise_gradients_are_those_of_the_blocks_under_the_teachers_inputs()
             assert name not in found
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("options", [{}, {"train": "kernels"}, {"train": "lora"}, {"gradient_accumulation": 2}])
 @pytest.mark.parametrize("stop_at", [3, 10])
 def test_resumed_equals_uninterrupted_to_the_bit(options, stop_at, tmp_path):

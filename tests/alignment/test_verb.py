@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from support.checkpoints import make_original, texts
+from support.pictures import cheap_pictures
 from transformers import AutoModel
 
 from linearize.cli import main
@@ -91,7 +92,8 @@ def test_an_interrupted_alignment_goes_on(here, tmp_path, capsys, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-def test_what_is_said_of_an_aligned_checkpoint(here, tmp_path, capsys):
+def test_what_is_said_of_an_aligned_checkpoint(here, tmp_path, capsys, monkeypatch):
+    cheap_pictures(monkeypatch)
     assert main(["inspect", "aligned"]) == 0
     assert "pooled cosine" in capsys.readouterr().out
     assert "2 steps with its own softmax, trained: blocks" in (here / "aligned" / "README.md").read_text()

@@ -53,6 +53,7 @@ def check_equals_naive(mixer, padded, *, allow_unused):
             torch.testing.assert_close(one, two, rtol=2e-3, atol=2e-3 * max(1.0, float(two.abs().max())))
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize(("prefill", "sinks"), [(0, 3), (3, 0), (9, 3)])
 @pytest.mark.parametrize(("info", "arguments"), WINDOWED, ids=IDS)
 def test_step_by_step_equals_at_once(info, arguments, prefill, sinks):

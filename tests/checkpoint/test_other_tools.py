@@ -77,6 +77,7 @@ def test_trainer_with_gradient_checkpointing(tmp_path):
     assert all(not torch.equal(one, two) for one, two in zip(before, kernel_values(model), strict=True))
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize(
     ("name", "auto", "targets"),
     [

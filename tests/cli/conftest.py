@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.checkpoints import FAMILIES, WORDS, tokenizer
+from support.pictures import cheap_pictures
 from support.tiny import original
 from transformers import ViTImageProcessor
 
@@ -26,8 +27,6 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def fewer_and_plain_pictures():
-    """Leave texts in pictures where they fall, and draw two heads: tests/report has one report with its layout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda self, figure: None)
-        patch.setattr("linearize.evaluation.report.page.LARGE", 1)
+        cheap_pictures(patch)
         yield

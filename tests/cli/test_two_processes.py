@@ -24,6 +24,7 @@ def line(root, *arguments):
     return ["convert", root / "gpt2", "--dataset", root / "data.jsonl", *arguments]
 
 
+@pytest.mark.slow
 def test_a_childs_own_error_is_shown(folders, tmp_path):
     """One that is found before anything heavy is imported, as the launcher alone takes long enough."""
     with pytest.raises(AssertionError, match=r"process 0 said:\n(.|\n)*linearize: error: .*nowhere"):

@@ -15,6 +15,7 @@ from linearize.training.stage_one.loss import Targets
 from linearize.training.stage_one.observer import layer_loss
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
 def test_the_kernel_comes_closer_and_nothing_else_changes(name, kernel):

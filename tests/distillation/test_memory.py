@@ -59,6 +59,7 @@ def tokens(batch=1, length=TOKENS):
     return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
@@ -113,6 +114,7 @@ def test_the_frozen_model_runs_sdpa_without_gradients(monkeypatch):
     assert calls == [False, False]
 
 
+@pytest.mark.sampled("pairs")
 @pytest.mark.parametrize("sample", [None, 5], ids=["all", "sampled"])
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n", "polaformer"])
 @pytest.mark.parametrize("name", ["bert", "llama"])

@@ -40,6 +40,7 @@ def run(folder, *, stop_at=None, resume=False, name="bert", **options):
     return {k: v.clone() for k, v in model.state_dict().items()}, result
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation": 2}, {"patience": 1}])
 @pytest.mark.parametrize("stop_at", [1, 5, 9, 12])
 def test_resumed_equals_uninterrupted_to_the_bit(stop_at, options, tmp_path):

@@ -20,6 +20,8 @@ from linearize.jobs.recipes.stages import _embeds_segments, batches_of
 from linearize.training.alignment.loop import AlignStep
 from linearize.training.stage_two.tasks import recovery, task
 
+STAGES = ("teacher", "distil", "finetune")
+
 
 def figures(rows):
     return {row["cell"]: row["metrics"] | {"score": row["score"]} for row in rows}
@@ -82,7 +84,7 @@ def test_the_table_has_the_papers_figures_beside_ours(finished):
     assert tables(folder.parent)[0].columns == table.columns
 
 
-@pytest.mark.parametrize("when", ["teacher", "distil", "finetune"])
+@pytest.mark.parametrize("when", [pytest.param(x, marks=[pytest.mark.slow] * (x != "distil")) for x in STAGES])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, when):
     _, expected = finished
     tiny |= {"kernels": ["softmax", "hedgehog"], "tasks": {"mrpc": {"score": ["f1"]}}, "figures": {}}
@@ -158,6 +160,7 @@ def test_a_recipe_aligns_between_its_stages(tiny, tmp_path):
     assert "alignment" not in json.loads(plain.read_text())
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("flow", ["pretrained", "transfer"])
 def test_the_softmax_row_is_the_teacher_of_models_that_were_not_tuned_first(tiny, tmp_path, flow):
     tiny |= {"flow": flow, "kernels": ["hedgehog"], "tasks": {"cola": {}}, "teacher": {}, "figures": {}}
@@ -277,7 +280,7 @@ def test_from_scratch_on_made_data(tmp_path):
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
 
 
-@pytest.mark.parametrize("flow", ["finetuned", "untuned"])
+@pytest.mark.parametrize("flow", [pytest.param("finetuned", marks=pytest.mark.slow), "untuned"])
 def test_the_config_of_a_checkpoint_is_changed(tmp_path, checkpoint, sets, flow):
     recipe = {
         "summary": "without dropout",

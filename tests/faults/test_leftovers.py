@@ -147,6 +147,7 @@ def broken_save(monkeypatch, *, states=False):
         monkeypatch.setattr(StateFolder, "save", save)
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("verb", ["convert", "distill", "align"])
 def test_a_save_that_fails_keeps_what_was_trained(verb, states, models, tmp_path, cli, monkeypatch):

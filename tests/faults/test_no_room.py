@@ -45,6 +45,7 @@ def limited(words, size):
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("size", LIMITS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_limit_on_files_ends_in_one_line(verb, size, models, tmp_path):

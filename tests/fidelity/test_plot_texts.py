@@ -55,6 +55,7 @@ def check(figure):
         assert across <= 2 or down <= 2, f"{one!r} and {two!r} are printed over each other"
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("style", ["usual", "long"])
 @pytest.mark.parametrize("layers", [1, 2, 10])
 def test_texts_of_all_pictures(layers, style):
@@ -72,6 +73,7 @@ def test_texts_of_all_pictures(layers, style):
     check(plots_kernels.kernel_picture("hedgehog").draw(maps))
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("style", ["usual", "long"])
 @pytest.mark.parametrize("kernel", ["luna", "flexformer_n"])
 def test_texts_of_learned_kernels(kernel, style):
@@ -81,6 +83,7 @@ def test_texts_of_learned_kernels(kernel, style):
         check(plots_kernels.kernel_picture(kernel).draw(named(attention_maps(model, batch), style)))
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("style", ["usual", "long"])
 def test_texts_over_a_picture(style):
     pixels = torch.rand(1, 3, 30, 30, generator=torch.Generator().manual_seed(0))

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from support.forks import in_forked_process
 from support.tasks import WORDS, no_rows, word_tokenizer, write
 from support.tiny import SMALLER, converted, original
 
@@ -170,6 +171,8 @@ def test_from_the_command_line(place, few_draws, capsys, monkeypatch):
 
 
 def test_peak_memory_is_measured_in_a_process_of_its_own(place, monkeypatch):
+    # Numbers of a fresh interpreter: tests/bench.
+    monkeypatch.setattr(memory, "in_fresh_process", in_forked_process)
     found = memory.peak_of_reading(str(place / "linear"), HEAD, 4, 12)
     assert found is not None and 0 <= found < 10**9
 

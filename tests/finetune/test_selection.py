@@ -68,7 +68,7 @@ def turned(rows):
     return [{**rows[place], "labels": 1 - rows[place]["labels"]} for place in range(len(rows))]
 
 
-@pytest.mark.parametrize("which", ["validation", "selection"])
+@pytest.mark.parametrize("which", ["validation", pytest.param("selection", marks=pytest.mark.slow)])
 def test_what_is_kept_depends_on_the_held_out_rows_alone(bert, glue, tmp_path, which):
     """With the labels of the validation rows turned round the same weights are kept, with other figures."""
     config = TuneConfig(learning_rate=1e-2, batch_size=8, epochs=4, log_every=100, seed=1)
@@ -112,7 +112,7 @@ def too_fast(**options):
     return TuneConfig(learning_rate=10.0, schedule="constant", warmup=0, batch_size=8, epochs=3, **options)
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(r=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, pytest.param(LoraConfig(r=2), marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_what_it_began_with_is_kept_where_nothing_is_better(bert, glue, tmp_path, lora):
     data = data_for("cola", bert, glue)
     model = load_for_task(bert, data)

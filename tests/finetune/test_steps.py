@@ -57,6 +57,7 @@ def test_every_step_is_reported_with_its_loss(place, tmp_path):
     assert [one.seconds for one in steps] == sorted(one.seconds for one in steps)
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize(
     ("name", "kind"), [("linear", "text-classification"), ("gpt2", "causal-lm")], ids=["linear", "softmax"]
 )
@@ -70,6 +71,7 @@ def test_passes_add_up_to_the_step(place, tmp_path, name, kind):
         assert torch.allclose(value, parts[key], atol=2e-4), key
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize(
     ("name", "kind"), [("linear", "text-classification"), ("gpt2", "causal-lm")], ids=["linear", "softmax"]
 )

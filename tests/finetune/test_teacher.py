@@ -120,6 +120,7 @@ def test_labels_join_later(bert, glue, tmp_path):
     assert trainer.label_weight() == 2.0
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize(
     ("given", "taught", "expected"), [(None, True, KERNEL_RATE), (None, False, 1e-3), (5e-4, False, 5e-4)]
 )
@@ -142,6 +143,7 @@ def test_kernels_have_a_rate_of_their_own(bert, glue, tmp_path, given, taught, e
     assert len({id(p) for group in optimizer.param_groups for p in group["params"]}) == len(trained)
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=2, alpha=4)])
 def test_resume_with_a_teacher_is_exact(bert, glue, tmp_path, lora):
     config = replace(CONFIG, lora=lora)

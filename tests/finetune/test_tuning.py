@@ -96,7 +96,9 @@ def test_pairs_under_usual_names_are_found(bert, glue):
 
 
 def test_regression(bert, glue, tmp_path):
-    model, _, result = tune("stsb", bert, glue, tmp_path, TuneConfig(learning_rate=1e-2, epochs=20, batch_size=8))
+    model, _, result = tune(
+        "stsb", bert, glue, tmp_path, TuneConfig(learning_rate=1e-2, epochs=20, eval_every=70, batch_size=8)
+    )
     assert model.config.problem_type == "regression" and model.config.num_labels == 1
     assert result.score == pytest.approx((result.metrics["pearson"] + result.metrics["spearman"]) / 2)
     assert result.score > 0.7
@@ -201,8 +203,15 @@ def test_questions(bert, tmp_path):
     assert len(data.validation) >= 2
 
 
-@pytest.mark.parametrize("group", [False, True])
-@pytest.mark.parametrize("name", ["cola", "masked-lm"])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("cola", False),
+        ("masked-lm", True),
+        pytest.param("cola", True, marks=pytest.mark.slow),
+        pytest.param("masked-lm", False, marks=pytest.mark.slow),
+    ],
+)
 def test_resume_ends_like_an_uninterrupted_run(bert, glue, tmp_path, name, group):
     changes = {"columns": ("sentence",)} if name == "masked-lm" else {}
     config = TuneConfig(
@@ -321,7 +330,7 @@ def test_weights_that_are_saved_under_other_names_come_back(vit, tmp_path, kerne
         run("best", 6, 1e-2, resume=True)
 
 
-@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("lost", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_resume_without_the_best_state_keeps_no_other(bert, glue, tmp_path, lost):
     """As after a kill while a finished run's checkpoints were removed; and in a folder that has been moved."""
     config = TuneConfig(learning_rate=2e-2, schedule="constant", batch_size=8, steps=9, eval_every=3)
@@ -371,6 +380,7 @@ def test_a_loss_that_is_no_number_stops_the_run(bert, glue, tmp_path):
         finetune(model, data, replace(FAST, log_every=1), folder=tmp_path / "other", on_log=spoil)
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("kernel", [None, "hedgehog"])
 @pytest.mark.parametrize("base", ["bert", "gpt2"])
 def test_lora_is_found_trained_and_merged(base, kernel, request, glue, tmp_path):
@@ -395,7 +405,7 @@ def test_lora_is_found_trained_and_merged(base, kernel, request, glue, tmp_path)
     assert measured(model, data, tmp_path) == pytest.approx(result.metrics, abs=1e-6)
 
 
-@pytest.mark.parametrize("kernel", [None, "hedgehog"])
+@pytest.mark.parametrize("kernel", [pytest.param(None, marks=pytest.mark.slow), "hedgehog"])
 def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
     """On the model before tuning it gives what was saved, to the rounding of the merged weights."""
     import peft

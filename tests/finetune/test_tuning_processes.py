@@ -37,7 +37,7 @@ def models(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("teacher", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, models, tmp_path):
     more = OPTIONS
     if teacher:

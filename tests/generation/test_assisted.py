@@ -51,6 +51,7 @@ def generated(model, inputs, **options):
     return model.generate(**inputs, **GREEDY, **options, return_dict_in_generate=True, output_logits=True)
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_assisted_by_another_model(name):
     model, inputs = causal(name), prompts(batch=1, padded=False)

@@ -13,6 +13,8 @@ CAUSAL = [info for info in kernel_infos() if info.causal and not info.needs_wind
 @pytest.mark.parametrize("info", CAUSAL, ids=lambda info: info.name)
 def test_greedy(info):
     arguments = {"max_positions": 64} if info.maximum_positions else {}
+    # Blocks shorter than the text, where there are blocks.
+    arguments |= {"block": 5} if hasattr(info.config, "block") else {}
     model, inputs = causal("llama", info.name, kernel_args=arguments), prompts()
     generate_and_check(model, inputs, **GREEDY)
     generate_and_check(model, inputs, **GREEDY, prefill_chunk_size=4)

@@ -21,6 +21,7 @@ CAUSAL = ["gpt2", "llama", "qwen2", "mistral", "gemma3"]
 KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_greedy_with_left_padding_equals_full_forwards(name, kernel):
@@ -40,6 +41,7 @@ def test_mixed_with_softmax_layers(name):
     )
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("chunk", [1, 2, 4, 100])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_prefill_in_pieces(name, chunk):
@@ -58,6 +60,7 @@ def test_cache_handed_over_by_the_user(name):
     assert cache.get_seq_length() == made.shape[1] - 1
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
 def test_plain_cache_of_all_keys_works_too(name, padded):

@@ -74,6 +74,11 @@ def test_from_end_to_end(place, done):
     saved = json.loads((place / "long" / "results.json").read_text())
     assert saved["sides"][3]["score"] == result.sides[3].score and saved["verdict"] == result.verdict
     assert saved["options"]["max_length"] == 32 and saved["options"]["task"] == "text-classification"
+    # Everything timed is in a separate file.
+    times = json.loads((place / "long/times.json").read_text())
+    assert "seconds" not in json.dumps(saved) and set(times) == {"times", "seconds"}
+    assert [one["name"] for one in times["times"]["sides"]] == [side.name for side in result.sides]
+    assert all(one["seconds"] > 0 and one["spread"] >= 0 for one in times["times"]["sides"])
 
 
 def test_its_figures_are_those_of_evaluate(place, done):
@@ -112,11 +117,20 @@ def test_an_interrupted_run_resumes(place, done):
     started = [event.what[:6] for event in seen if isinstance(event, events.Started)]
     assert [what for what in started if what.startswith("step")] == ["step 4", "step 5"]
     assert [side.metrics for side in result.sides] == [side.metrics for side in done[0].sides]
-    assert not work.exists() and (place / "cut" / "results.json").is_file()
+    assert not work.exists()
+    for name in ("results.json", "original/model.safetensors", "linear/model.safetensors"):
+        assert (place / "cut" / name).read_bytes() == (place / "long" / name).read_bytes(), name
 
 
-def test_positions_are_stretched_and_windows_kept_where_that_is_asked(place):
-    run_longdoc(job(place, "stretched", positions="interpolate", preset="encoder", window=8))
+def test_a_taste_says_that_it_is_one_and_keeps_what_is_asked(place):
+    """Positions are stretched, and the window is as wide as asked."""
+    asked = {"positions": "interpolate", "preset": "encoder", "window": 8}
+    result = run_longdoc(job(place, "stretched", quick=True, limit=16, validation_limit=8, **asked))
+    assert result.notes[0] == (
+        "A taste, not a measurement: 8 rows to measure on, 16 to train on, 2 and 2 steps of stage one and alignment. "
+        "Leave --quick out to decide."
+    )
+    assert result.verdict.startswith("A taste only: ") and result.rows == 8
     config = json.loads((place / "stretched" / "linear" / "config.json").read_text())
     assert config["linearize"]["provenance"]["options"]["positions"] == "interpolate"
     assert config["max_position_embeddings"] == 32
@@ -211,15 +225,6 @@ def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch
     assert (found.max_length, found.tune.batch_size) == (600, 4)
 
 
-def test_a_taste_says_that_it_is_one(place):
-    result = run_longdoc(job(place, "taste", quick=True, limit=16, validation_limit=8))
-    assert result.notes[0] == (
-        "A taste, not a measurement: 8 rows to measure on, 16 to train on, 2 and 2 steps of stage one and alignment. "
-        "Leave --quick out to decide."
-    )
-    assert result.verdict.startswith("A taste only: ") and result.rows == 8
-
-
 def test_a_dry_run_has_the_bill_of_every_step_and_writes_nothing(place, capsys):
     before = sorted(path.name for path in place.iterdir())
     bill = dry_run(job(place, "dry", steps=9))
@@ -303,16 +308,12 @@ def test_macro_f1_decides_alongside_accuracy(place):
     assert "No gain is shown" in said(0.1, -0.1) and "better than the original cut at 12." in said(0.1, 0.1)
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_give_one_result(place, done):
-    """To the bit: what was measured, and the weights. Everything timed is in a separate file."""
-    again = run_longdoc(job(place, "again/long"))
+    """To the bit: what was measured, and the weights; a resumed run shows it by default."""
+    run_longdoc(job(place, "again/long"))
     for name in ("results.json", "original/model.safetensors", "linear/model.safetensors"):
         assert (place / "again/long" / name).read_bytes() == (place / "long" / name).read_bytes(), name
-    results = json.loads((place / "long/results.json").read_text())
-    times = json.loads((place / "long/times.json").read_text())
-    assert "seconds" not in json.dumps(results) and set(times) == {"times", "seconds"}
-    assert [one["name"] for one in times["times"]["sides"]] == [side.name for side in again.sides]
-    assert all(one["seconds"] > 0 and one["spread"] >= 0 for one in times["times"]["sides"])
 
 
 def test_times_of_a_noisy_machine_are_no_verdict():

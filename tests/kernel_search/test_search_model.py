@@ -95,7 +95,9 @@ def stopped(report):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("stop_at", [2, 4, 9, 12])
+@pytest.mark.parametrize(
+    "stop_at", [2, pytest.param(4, marks=pytest.mark.slow), 9, pytest.param(12, marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("given_costs")
 def test_resumed_equals_uninterrupted_to_the_bit(stop_at, model, data, tmp_path):
     whole = search(model, data, config())

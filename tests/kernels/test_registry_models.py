@@ -70,6 +70,7 @@ def assert_decodes(model):
         generate_and_check(model, prompts(batch=2, tokens=11), **GREEDY, use_cache=use_cache)
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("info", [info for info in INFOS if info.causal and info.streamable], ids=lambda i: i.name)
 def test_generation_with_the_cache_equals_without(info):
     # Blocks shorter than the text, where there are blocks.
@@ -77,11 +78,13 @@ def test_generation_with_the_cache_equals_without(info):
     assert_decodes(converted("llama", MODELS["llama"], info.name, kernel_args=blocks))
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("info", [info for info in WINDOWED if info.causal], ids=lambda i: i.name)
 def test_generation_with_a_window(info):
     assert_decodes(converted("gpt2", MODELS["gpt2"], info.name, window=3))
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_mixed_plan_saves_loads_and_decodes(name, tmp_path):
     sizes = {"n_layer": 6} if name == "gpt2" else {"num_hidden_layers": 6}

@@ -42,7 +42,7 @@ def gradients(mixer, inputs, mask, at_once, monkeypatch):
 
 
 @pytest.mark.parametrize(("info", "arguments", "direction"), STREAMED)
-@pytest.mark.sampled("values")
+@pytest.mark.sampled("values", "info", "direction")
 def test_gradients_equal_those_of_all_at_once(info, arguments, direction, monkeypatch):
     mixer = make_mixer(info, arguments, causal=direction == "causal")
     inputs, mask = make_inputs(TOKENS, scale=0.5), mask_of(2, TOKENS)
@@ -61,7 +61,7 @@ def test_gradients_equal_those_of_all_at_once(info, arguments, direction, monkey
 
 
 @pytest.mark.parametrize(("info", "arguments", "direction"), STREAMED)
-@pytest.mark.sampled("values")
+@pytest.mark.sampled("values", "info", "direction")
 def test_without_gradient_equals_with(info, arguments, direction):
     mixer = make_mixer(info, arguments, causal=direction == "causal")
     q, k, v = make_inputs(TOKENS, scale=0.5)

@@ -9,6 +9,14 @@ from support.tiny import CLIP_TEXT, IMAGE, converted, inputs_of, outputs
 from linearize.attention.interface import linear_attentions
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
+FEW = ["bert", "llama", "vit", "bart"]
+"""One of each kind; to trace the others is left to `make slow`."""
+
+
+def few(names, kept=FEW):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in kept)) for name in names]
+
+
 # Tracing takes as long again for each layer: one layer of each kind.
 ONE = {"num_hidden_layers": 1}
 LAYERS = {
@@ -37,7 +45,7 @@ def fresh_dynamo():
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no-mask", "mask"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS))
 @pytest.mark.sampled("values")
 def test_compile_has_no_graph_break(name, mask):
     model, inputs = model_and_inputs(name, mask)
@@ -48,7 +56,7 @@ def test_compile_has_no_graph_break(name, mask):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", few(["gpt2", "llama"]))
 def test_compile_with_the_default_cache_and_in_training(name):
     model, inputs = model_and_inputs(name, mask=False)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -62,7 +70,7 @@ def test_compile_with_the_default_cache_and_in_training(name):
     assert all(p.grad is not None for layer in linear_attentions(model).values() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+@pytest.mark.parametrize("name", few(["bert", "gpt2", "vit"], ["bert"]))
 def test_traced_autograd_gives_the_same(name):
     model, inputs = model_and_inputs(name, mask=name != "vit")
     more = {"use_cache": False} if name == "gpt2" else {}
@@ -72,7 +80,7 @@ def test_traced_autograd_gives_the_same(name):
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no-mask", "mask"])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "clip"])
+@pytest.mark.parametrize("name", few(["bert", "gpt2", "llama", "vit", "clip"]))
 @pytest.mark.sampled("values")
 def test_export(name, mask):
     model, inputs = model_and_inputs(name, mask)

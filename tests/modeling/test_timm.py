@@ -32,6 +32,9 @@ MODELS = {
     "test_vit4": ("test_vit4", {}),
 }
 
+COMPILED = ("vit", "eva-rope")
+"""Without and with rotations; to trace the others is left to `make slow`."""
+
 
 def bare(name: str, classes: int = 5):
     architecture, arguments = MODELS[name]
@@ -66,8 +69,15 @@ def test_convert_save_load(name, tmp_path):
     linearize.save(wrapped, tmp_path / "out")
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(outputs(loaded, pixels)[0], linear, rtol=0, atol=2e-6)
-    compiled = torch.compile(loaded, fullgraph=True, backend="eager")
-    torch.testing.assert_close(outputs(compiled, pixels)[0], linear, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in COMPILED)) for n in MODELS])
+def test_compiled(name):
+    model, arguments = bare(name)
+    converted = linearize.convert(wrap(model, arguments))
+    pixels = images(converted)
+    compiled = torch.compile(converted, fullgraph=True, backend="eager")
+    torch.testing.assert_close(outputs(compiled, pixels)[0], outputs(converted, pixels)[0], rtol=0, atol=2e-6)
     torch._dynamo.reset()
 
 

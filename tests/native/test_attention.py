@@ -103,7 +103,7 @@ def test_later_tokens_do_not_change_a_bit(switch, name, args, key_heads):
 @GROUPS
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "args"), CASES)
-@pytest.mark.sampled("pairs")
+@pytest.mark.sampled("values")
 def test_padding_does_not_change_real_tokens(switch, name, args, causal, key_heads):
     mixer = learned(name, args, causal=causal, key_heads=key_heads)
     q, k, v = tokens(100, key_heads=key_heads)

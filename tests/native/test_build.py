@@ -65,8 +65,8 @@ def test_verb(switch, tmp_path, monkeypatch, capsys):
     assert "is not used: LINEARIZE_NATIVE=0" in capsys.readouterr().out
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(native.SWITCH, "1")
-    # The op as it is compiled for users is tested elsewhere; -O3 takes much longer.
-    monkeypatch.setattr(building, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in building.FLAGS))
+    # The op as it is compiled for users is tested elsewhere; -O3 takes ten times as long.
+    monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
     assert main(["native", "--build", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["agreement"]) == 6 * len(native_kernels())
     assert main(["native", "--remove"]) == 0

@@ -33,8 +33,7 @@ def equal(ours, theirs, tolerance=2e-5):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "args"), CASES)
-@pytest.mark.sampled("values")
-@pytest.mark.sampled("pairs", "name", "causal")
+@pytest.mark.sampled("values", "name", "causal")
 def test_as_exact_as_fp32_allows(switch, watch, name, args, causal):
     """Native and in PyTorch: both against written-out weights in fp64."""
     calls = watch("gradients")

@@ -54,7 +54,7 @@ def both_ways(switch, mixer, inputs, mask=None):
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (8, 2), (16, 13), (64, 4)])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(("name", "args"), CASES)
-@pytest.mark.sampled("pairs")
+@pytest.mark.sampled("values")
 def test_equals_the_ops_in_pytorch(switch, name, args, masked, window, sinks, key_heads):
     mixer = learned(name, args, causal=True, key_heads=key_heads, window=window, sinks=sinks)
     mask = padding(COUNT) if masked else None
@@ -69,6 +69,7 @@ def test_equals_the_ops_in_pytorch(switch, name, args, masked, window, sinks, ke
             close(tensor.float(), wanted[key].float())
 
 
+@pytest.mark.sampled("pairs")
 @GROUPS
 @pytest.mark.parametrize("value", [V, 64, 32, 3])
 @pytest.mark.parametrize("size", [D, 16, 3])

@@ -1,14 +1,17 @@
-"""Pictures whose texts stay where they fall: to lay them out is half of what a picture takes."""
+"""Pictures that take little time: one small one in place of each, or their texts where they fall."""
 
 import pytest
+from support.pictures import cheap_pictures
 
 
 @pytest.fixture(autouse=True, scope="module")
-def laid_out():
-    """Draw without laying out; gives the function that lays out, for the tests that want it."""
+def laid_out(request):
+    """Draw without laying out, and in most modules not at all; gives the function that lays out."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     real = ConstrainedLayoutEngine.execute
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)
+        if not request.module.__name__.endswith("test_page"):
+            cheap_pictures(patch)
         yield real

@@ -15,8 +15,9 @@ from linearize.evaluation.report.compare import CompareOptions, compare_checkpoi
 from linearize.evaluation.report.gather import answer, gather
 from linearize.evaluation.report.inputs import find_original
 from linearize.evaluation.report.options import InputOptions, ReportOptions
-from linearize.evaluation.report.page import write_report
+from linearize.evaluation.report.page import LARGE, write_report
 from linearize.fidelity.measure import output_difference
+from linearize.fidelity.plots_style import to_png
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,8 @@ def options(made, name, **more):
 
 def test_a_text_report_has_everything(made, tmp_path, monkeypatch, laid_out):
     monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", laid_out)
+    monkeypatch.setattr("linearize.evaluation.report.page.to_png", to_png)
+    monkeypatch.setattr("linearize.evaluation.report.page.LARGE", LARGE)
     monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", in_forked_process)
     out = tmp_path / "out"
     found = write_report(

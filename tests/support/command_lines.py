@@ -7,10 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from support.checkpoints import make_original, make_text, texts
 from support.forks import settle
+from support.pictures import cheap_pictures
 
 VERBS = ("convert", "distill", "align", "finetune", "init", "report", "compare", "run")
 
@@ -93,8 +95,5 @@ def run_words(words: list[str], environment: dict[str, str], said: str) -> None:
     from linearize.cli import main
 
     if words[0] == "report":
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-        # Half of what a picture takes.
-        ConstrainedLayoutEngine.execute = lambda self, figure: None
+        cheap_pictures(pytest.MonkeyPatch())
     sys.exit(main(words))

@@ -1,9 +1,9 @@
 """Fewer cases of large matrices by default, all of them in `make slow`; and the selection of `make quick`.
 
 A test under `@pytest.mark.sampled("pairs")` runs by default on a seeded part of its cases in which every pair of
-values of two parameters occurs, one under `sampled("values")` on one in which every value does; names behind that say
-which parameters count, and several marks add up. The other cases are marked `slow`. LINEARIZE_SAMPLE_SEED draws another
-part.
+values of two parameters occurs, one under `sampled("values")` on one in which every value does, and one under
+`sampled("one")` on one case; names behind that say which parameters count, and several marks add up. The other cases
+are marked `slow`. LINEARIZE_SAMPLE_SEED draws another part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "sampled(by, *names): cases that cover 'values' or 'pairs' of parameters; others slow"
+        "markers", "sampled(by, *names): 'one' case, or those that cover 'values' or 'pairs' of parameters; others slow"
     )
 
 
@@ -125,17 +125,17 @@ def values_of(cases: Sequence[Mapping[str, Any]], only: Sequence[str] = ()) -> l
 
 
 def cover(cases: Sequence[frozenset[Hashable]], by: str, seed: int) -> set[int]:
-    """Choose cases in which everything occurs that occurs in any: single values, or pairs of them.
+    """Choose cases in which everything occurs that occurs in any: single values, or pairs of them; or one case.
 
     Args:
         cases: the values of each case, (parameter, index).
-        by: "values" or "pairs".
+        by: "one", "values" or "pairs".
         seed: draws the order in which cases are tried.
 
     Returns:
         Positions of the chosen ones; at least one where there are any.
     """
-    size = {"values": 1, "pairs": 2}[by]
+    size = {"one": 0, "values": 1, "pairs": 2}[by]
     parts = [{frozenset(part) for part in itertools.combinations(sorted(case), min(size, len(case)))} for case in cases]
     order = list(range(len(cases)))
     random.Random(seed).shuffle(order)

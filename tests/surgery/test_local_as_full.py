@@ -68,6 +68,7 @@ def test_padding_reload_and_reach(name, options, tmp_path):
     ]
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("options", [{}, {"keep_softmax": [0]}], ids=["all", "one kept"])
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_generation(name, options, tmp_path):

@@ -84,6 +84,7 @@ def test_planning_changes_nothing():
     assert "linearize_probe" not in transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_converted_model_differs_is_of_its_class_and_reloads(name, kernel, tmp_path):
@@ -106,6 +107,7 @@ def aligned(model):
         parameter.data = parameter.data.clone()
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name not in ("vit", "deit")])
