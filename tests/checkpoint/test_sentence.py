@@ -33,8 +33,7 @@ def embedder(folder, *, first=False):
     return folder
 
 
-@pytest.mark.sampled("one")
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_conversion_opens_with_its_modules(tmp_path, monkeypatch, first):
     from transformers import AutoConfig
 
