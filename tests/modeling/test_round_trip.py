@@ -44,11 +44,27 @@ MATRIX = [
     *[(name, head) for name in ("mistral", "gemma3") for head in ("AutoModel", "AutoModelForCausalLM")],
     *[("bart", head) for head in ("AutoModel", "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification")],
 ]
-DEFAULT = """bert-ModelForSequenceClassification bert-ModelForMultipleChoice roberta-ModelForMaskedLM
-distilbert-ModelForQuestionAnswering modernbert-ModelForTokenClassification modernbert-Model
-gpt2-ModelForSequenceClassification llama-ModelForCausalLM llama-ModelForTokenClassification
-qwen2-ModelForQuestionAnswering qwen2-Model vit-ModelForImageClassification deit-Model dinov2-Model clip-Model
-mistral-ModelForCausalLM gemma3-Model bart-ModelForSeq2SeqLM bart-ModelForSequenceClassification""".split()
+DEFAULT = [
+    "bert-ModelForSequenceClassification",
+    "bert-ModelForMultipleChoice",
+    "roberta-ModelForMaskedLM",
+    "distilbert-ModelForQuestionAnswering",
+    "modernbert-ModelForTokenClassification",
+    "modernbert-Model",
+    "gpt2-ModelForSequenceClassification",
+    "llama-ModelForCausalLM",
+    "llama-ModelForTokenClassification",
+    "qwen2-ModelForQuestionAnswering",
+    "qwen2-Model",
+    "vit-ModelForImageClassification",
+    "deit-Model",
+    "dinov2-Model",
+    "clip-Model",
+    "mistral-ModelForCausalLM",
+    "gemma3-Model",
+    "bart-ModelForSeq2SeqLM",
+    "bart-ModelForSequenceClassification",
+]
 """Every model and every head; other pairs are left to `make slow`."""
 
 
