@@ -105,7 +105,8 @@ def test_a_host_with_a_generation_of_its_own():
         transformers.DiffusionGemmaConfig, overrides={f"text_config.{key}": value for key, value in text.items()}
     )
     model = linearize.convert(tiny_model(transformers.DiffusionGemmaForBlockDiffusion, config))
-    assert len(model.generate(torch.arange(3, 10)[None], max_new_tokens=4)[0]) == 1
+    # It would compile itself for the first call, which takes longer than all the rest.
+    assert len(model.generate(torch.arange(3, 10)[None], max_new_tokens=4, disable_compile=True)[0]) == 1
 
 
 @pytest.mark.slow

@@ -26,7 +26,9 @@ def logits(model, name):
         return model(torch.arange(20).reshape(2, 10)).logits
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("gpt2", "llama"))) for name in FAMILIES]
+)
 def test_convert_saves_what_stock_transformers_loads(name, folders, tmp_path, capsys, monkeypatch):
     head, task = FAMILIES[name]
     kept = {}

@@ -21,7 +21,11 @@ def test_prose_is_much_and_english() -> None:
     assert all("\n" not in text and len(text) >= 80 and text[-1] in ".:!?" for text in built_in_prose)
     words = " ".join(built_in_prose).lower().split()
     assert 0.04 < words.count("the") / len(words) < 0.12
-    assert built_in_prose == prose.__wrapped__()
+
+
+@pytest.mark.slow
+def test_prose_is_the_same_when_it_is_gathered_again() -> None:
+    assert prose() == prose.__wrapped__()
 
 
 def test_paragraphs_keep_prose_only() -> None:

@@ -54,6 +54,7 @@ def test_two_inputs_at_once_have_no_map():
         attention_maps(model, inputs_of(model))
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("kernel", ["flexformer_n", "norm_elu"])
 def test_every_figure_draws(kernel):
     model = converted("bert", kernel=kernel)

@@ -146,7 +146,7 @@ def test_kernels_have_a_rate_of_their_own(bert, glue, tmp_path, given, taught, e
 @pytest.mark.sampled("one")
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=2, alpha=4)])
 def test_resume_with_a_teacher_is_exact(bert, glue, tmp_path, lora):
-    config = replace(CONFIG, lora=lora)
+    config = replace(CONFIG, lora=lora, eval_every=7)
 
     def run(folder, resume=False, on_log=None):
         data = data_for("stsb", bert, glue, replace(SHORT, extra_pairs=0.5))

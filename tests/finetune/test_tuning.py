@@ -246,7 +246,7 @@ def test_resume_ends_like_an_uninterrupted_run(bert, glue, tmp_path, name, group
 
 def test_ctrl_c_keeps_the_step_that_it_comes_in(bert, glue, tmp_path):
     """Step 9 of 30 was lost to the first, as states came with evaluations alone: once per epoch."""
-    config = TuneConfig(learning_rate=2e-3, batch_size=8, epochs=3)
+    config = TuneConfig(learning_rate=2e-3, batch_size=8, epochs=2)
     data = data_for("cola", bert, glue / "cola")
 
     def run(folder, on_step=None, resume=False, config=config):

@@ -56,8 +56,8 @@ def test_reload_is_exact(info, name, tmp_path):
     assert learned == count_parameters(info.name, arguments, layers[0].shape, len(layers))
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize(("info", "name"), WINDOW_CASES)
-@pytest.mark.sampled("values")
 def test_reload_with_a_window_is_exact(info, name, tmp_path):
     model = converted(name, MODELS[name], info.name, window=4)
     again = reload(model, MODELS[name], tmp_path)

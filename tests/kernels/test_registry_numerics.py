@@ -77,7 +77,8 @@ def test_decoding_large_inputs(info):
 
 
 @pytest.mark.parametrize(("info", "direction", "window"), CASES)
-@pytest.mark.sampled("values")
+@pytest.mark.sampled("values", "info")
+@pytest.mark.sampled("values", "direction", "window")
 def test_long_texts(info, direction, window):
     """32,768 tokens of one head (8,192 with a window): T x T would be 4 GiB."""
     sizes = {"batch": 1, "heads": 1, "key_heads": 1, "dim": 4, "width": 2}
@@ -88,7 +89,7 @@ def test_long_texts(info, direction, window):
 
 
 @pytest.mark.parametrize(("info", "direction", "window"), CASES)
-@pytest.mark.sampled("pairs")
+@pytest.mark.sampled("values")
 def test_fully_padded_rows(info, direction, window):
     mixer = make_mixer(info, causal=direction == "causal", window=window)
     mask = torch.ones(2, 30, dtype=torch.bool)

@@ -9,7 +9,7 @@ from support.tiny import CLIP_TEXT, IMAGE, converted, inputs_of, outputs
 from linearize.attention.interface import linear_attentions
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
-FEW = ["bert", "llama", "vit", "bart"]
+FEW = ["bert", "vit", "bart"]
 """One of each kind; to trace the others is left to `make slow`."""
 
 
@@ -56,7 +56,7 @@ def test_compile_has_no_graph_break(name, mask):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", few(["gpt2", "llama"]))
+@pytest.mark.parametrize("name", few(["gpt2", "llama"], ["llama"]))
 def test_compile_with_the_default_cache_and_in_training(name):
     model, inputs = model_and_inputs(name, mask=False)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -80,7 +80,7 @@ def test_traced_autograd_gives_the_same(name):
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no-mask", "mask"])
-@pytest.mark.parametrize("name", few(["bert", "gpt2", "llama", "vit", "clip"]))
+@pytest.mark.parametrize("name", few(["bert", "gpt2", "llama", "vit", "clip"], ["bert", "llama"]))
 @pytest.mark.sampled("values")
 def test_export(name, mask):
     model, inputs = model_and_inputs(name, mask)
