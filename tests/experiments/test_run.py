@@ -84,7 +84,7 @@ def test_the_table_has_the_papers_figures_beside_ours(finished):
     assert tables(folder.parent)[0].columns == table.columns
 
 
-@pytest.mark.parametrize("when", [pytest.param(x, marks=[pytest.mark.slow] * (x != "distil")) for x in STAGES])
+@pytest.mark.parametrize("when", [pytest.param(x, marks=[pytest.mark.slow] * (x == "teacher")) for x in STAGES])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(finished, tiny, tmp_path, when):
     _, expected = finished
     tiny |= {"kernels": ["softmax", "hedgehog"], "tasks": {"mrpc": {"score": ["f1"]}}, "figures": {}}
@@ -280,7 +280,7 @@ def test_from_scratch_on_made_data(tmp_path):
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
 
 
-@pytest.mark.parametrize("flow", [pytest.param("finetuned", marks=pytest.mark.slow), "untuned"])
+@pytest.mark.parametrize("flow", ["finetuned", "untuned"])
 def test_the_config_of_a_checkpoint_is_changed(tmp_path, checkpoint, sets, flow):
     recipe = {
         "summary": "without dropout",
