@@ -106,6 +106,7 @@ def test_stage_one_needs_weights_to_learn(bert):
         StageOneSuite(BenchModel(bert, batch=2)).check()
 
 
+@pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("step", steps.SUITES)
 def test_steps_from_the_command_line(bert, step, capsys):
     line = [step, "--model", bert, "--lengths", "16,32", "--repeats", "1", "--no-memory", "--json"]

@@ -172,7 +172,7 @@ def test_fast_equals_naive_forward_and_gradients(info, arguments, direction):
 
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
 @pytest.mark.parametrize("prefill", [0, 7])
-@pytest.mark.sampled("values")
+@pytest.mark.sampled("values", "info", "prefill")
 def test_step_by_step_equals_at_once(info, arguments, prefill):
     if not (info.causal and info.streamable):
         pytest.skip("the kernel says that it does not stream")
@@ -260,6 +260,7 @@ def test_one_token_alone_has_the_features_that_it_has_in_a_batch(info, arguments
             torch.testing.assert_close(one, many[:1, :, 4:5], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled("values", "info")
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
 def test_decoding_in_place_equals_the_plain_step(info, arguments):
     """Decoding in the state's memory equals decoding with a gradient."""
