@@ -71,6 +71,7 @@ def test_models_from_scratch_can_be_built(name):
         config = dict(job.config)
         small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
         small |= {"num_key_value_heads": 2, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 32}
+        small |= {"max_position_embeddings": 64, "n_positions": 64}
         config |= {key: value for key, value in small.items() if key in config}
         if config["model_type"] != "vit":
             config |= {"vocab_size": 64, "pad_token_id": 0}

@@ -57,7 +57,7 @@ def check(figure):
 
 @pytest.mark.sampled("values")
 @pytest.mark.parametrize("style", ["usual", "long"])
-@pytest.mark.parametrize("layers", [1, 2, 10])
+@pytest.mark.parametrize("layers", [1, 2, pytest.param(10, marks=pytest.mark.slow)])
 def test_texts_of_all_pictures(layers, style):
     model = converted("bert", config={"num_hidden_layers": layers})
     batch = {name: value[1:2] for name, value in inputs_of(model).items()}

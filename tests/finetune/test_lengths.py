@@ -191,7 +191,7 @@ def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gp
         found(gpt2, 40)
 
 
-@pytest.mark.parametrize("kernel", [None, "hedgehog"])
+@pytest.mark.parametrize("kernel", [pytest.param(None, marks=pytest.mark.slow), "hedgehog"])
 def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, gpt2, kernel, capsys):
     """They were refused, and a converted one could not be converted again for longer rows."""
     folder = causal_folder(tmp_path / "llama", 16)
