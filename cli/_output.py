@@ -461,14 +461,13 @@ def show_search(out: Console, result: SearchResult) -> None:
             f"{point.cosine:.4f}",
             f"{point.share:.3g}",
             f"{point.seconds:.3g}",
-            "-" if point.bytes is None else f"{point.bytes / 2**20:,.0f}",
         ]
         for point in result.points
     ]
-    columns = ["choice", "kernels", "error", "pooled cosine", "of softmax's time", "seconds", "MiB"]
+    columns = ["choice", "kernels", "error", "pooled cosine", "of softmax's time", "seconds"]
     title = f"Whole model against its original, not aligned; error: {result.figure}"
-    out.print(table(title, columns, points, right=(2, 3, 4, 5, 6)))
-    out.print("*: nothing else is both closer and cheaper. -: memory was not measured.")
+    out.print(table(title, columns, points, right=(2, 3, 4, 5)))
+    out.print("*: nothing else is both closer and cheaper.")
     uniform = result.uniform
     if uniform is not None:
         kernel = uniform.name.removesuffix(" everywhere").partition("(")[0].strip()
@@ -480,4 +479,4 @@ def show_search(out: Console, result: SearchResult) -> None:
         out.print(f"{plan}, at {result.points[0].share:.3g} of softmax's time.")
     out.print(f"Search: {result.steps} steps, {result.tried} plans tried, {result.seconds:.0f} s.")
     if result.noisy:
-        out.print("The machine was noisy while costs were measured; measure them again with --remeasure.")
+        out.print("The machine was noisy while costs were measured: a later search measures them again.")

@@ -133,7 +133,6 @@ LOCAL_AS_FULL = (
 )
 HEAD = "head to load, such as fill-mask; by default the one that the checkpoint names"
 PLAN_OUT = "write the plan to a YAML file, to edit and pass to `convert --plan`"
-PLOT = "draw error against time of the plan and of others"
 
 
 class Job:
@@ -306,7 +305,6 @@ class ConvertJob(StageOneJob):
         leave_out=("folder",),
     )
     plan_out: str | None = option(None, PLAN_OUT, group=SEARCH, metavar="FILE.yaml")
-    plot: str | None = option(None, PLOT, group=SEARCH, metavar="FILE.png")
     align: AlignConfig = section(
         AlignConfig,
         ALIGNMENT,
@@ -364,7 +362,7 @@ class ConvertJob(StageOneJob):
             given = {f"--{name}": getattr(self.search, name) != getattr(usual, name) for name in alike}
             given["--search-steps"] = self.search.steps != usual.steps
             _refuse(
-                {**given, "--plan-out": None if self.chooses_windows else self.plan_out, "--plot": self.plot},
+                {**given, "--plan-out": None if self.chooses_windows else self.plan_out},
                 f"nothing is searched without --kernel {AUTO}",
             )
 
@@ -439,10 +437,7 @@ class SearchJob(TrainingJob):
     )
     distill_length: int | None = option(None, LENGTH, group=DATA, low=1)
     plan_out: str | None = option(None, PLAN_OUT, group=OUTPUT, metavar="FILE.yaml")
-    plot: str | None = option(None, PLOT, group=OUTPUT, metavar="FILE.png")
-    overwrite: bool = option(
-        False, "replace the plan file, the picture and the states of an interrupted search", group=OUTPUT
-    )
+    overwrite: bool = option(False, "replace the plan file and the states of an interrupted search", group=OUTPUT)
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,19 @@ from linearize.conversion.inputs import read_inputs
 from linearize.conversion.plan import plan
 from linearize.conversion.plan_file import check_plan_target, write_plan
 from linearize.core.errors import ConfigError
-from linearize.core.parsing import check_file
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
 from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
-from linearize.kernel_search.result import SearchResult, write_plot
+from linearize.kernel_search.result import SearchResult
 from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main, under_fsdp
 
 
 def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResult:
-    """Choose the kernel of every layer of a checkpoint, and write the plan and the picture that were asked for.
+    """Choose the kernel of every layer of a checkpoint, and write the plan if a file was named.
 
     Args:
         job: the options.
@@ -67,12 +66,10 @@ def check_search(job: SearchJob | ConvertJob) -> None:
     parse_candidates(job.search.candidates, softmax=job.search.softmax_layers > 0)
     if job.plan_out is not None:
         check_plan_target(job.plan_out, overwrite=job.overwrite)
-    if job.plot is not None:
-        check_file(job.plot, "--plot", (".png",), overwrite=job.overwrite)
 
 
 def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: int | None) -> SearchResult:
-    """Search, and write the plan and the picture that were asked for; Ctrl-C keeps the best plan so far.
+    """Search, and write the plan if a file was named; Ctrl-C keeps the best plan so far.
 
     Args:
         context: the running job; its model and data are open.
@@ -97,11 +94,8 @@ def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: 
             raise
         raise KeyboardInterrupt(_keep(context.target, job, interrupt)) from None
     context.searched = result
-    if is_main():
-        if job.plan_out is not None:
-            write_plan(job.plan_out, result.plan, result.why)
-        if job.plot is not None:
-            write_plot(result, job.plot)
+    if is_main() and job.plan_out is not None:
+        write_plan(job.plan_out, result.plan, result.why)
     context.on_event(Searched(result))
     return result
 

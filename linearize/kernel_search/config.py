@@ -88,10 +88,8 @@ class SearchConfig(RunConfig):
         parse=parse_budget,
         shown=f"the time of {REFERENCE} in every layer",
     )
-    length: int = option(4096, "tokens at which the time and memory of a candidate are measured", low=1)
+    length: int = option(4096, "tokens at which the time of a candidate is measured", low=1)
     steps: int = option(300, "optimizer steps of the candidates that stay to the end", low=1)
-    memory: bool = option(True, "measure peak memory too; without it time only", shown="yes")
-    remeasure: bool = option(False, "measure time and memory again, even if an earlier search has measured them")
     query_sample: int | None = option(None, "take the loss on N random queries per row, for long rows", low=1)
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")

@@ -22,7 +22,7 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.events import Callback, Noted, Started, ignore
 from linearize.kernel_search.candidates import Layout, lay_out
 from linearize.kernel_search.config import SearchConfig
-from linearize.kernel_search.costs import Cost, Costs, Setting, costs_of_layers
+from linearize.kernel_search.costs import Cost, Costs, costs_of_layers
 from linearize.kernel_search.result import (
     SearchResult,
     SearchStep,
@@ -186,10 +186,8 @@ class _Search(Run):
         """Measure in the main process; the others get its figures."""
         costs: Costs = {}
         if self.accelerator.is_main_process:
-            config, device = self.config, str(self.accelerator.device)
-            dtype = next(self.carrier.parameters()).dtype
-            setting = Setting(config.length, device, dtype, config.memory, config.remeasure)
-            costs = costs_of_layers(self.layout, setting, self.on_event)
+            device, dtype = str(self.accelerator.device), next(self.carrier.parameters()).dtype
+            costs = costs_of_layers(self.layout, self.config.length, device, dtype, self.on_event)
         return dict(self._agreed(costs))
 
     def _agreed(self, value: Any) -> Any:
@@ -351,8 +349,8 @@ class _Search(Run):
 
     def options(self) -> dict[str, object]:
         """Return the options that have to be the same when a run is resumed."""
-        own = {name: value for name, value in super().options().items() if name not in ("memory", "remeasure")}
-        return own | {"data": getattr(self.data, "description", None), "max_length": self.max_length}
+        more = {"data": getattr(self.data, "description", None), "max_length": self.max_length}
+        return super().options() | more
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights of all candidates, also of those that no longer learn."""
@@ -373,8 +371,12 @@ class _Search(Run):
 
 
 def _saved_costs(saved: RunState) -> Costs:
+    def cost(values: Mapping[str, Any]) -> Cost:
+        # Earlier states also have peak memory.
+        return Cost(values["share"], values["seconds"], values["softmax_seconds"], values["noisy"])
+
     record: Mapping[str, Mapping[str, Any]] = saved.record["costs"]
-    return {int(number): {label: Cost(**values) for label, values in row.items()} for number, row in record.items()}
+    return {int(number): {label: cost(values) for label, values in row.items()} for number, row in record.items()}
 
 
 __all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "search"]

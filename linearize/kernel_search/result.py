@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from linearize.core.parsing import write_file
-from linearize.fidelity import plots_style as style
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.costs import Costs
 from linearize.kernel_search.table import TOLERANCE, Choice, Table
@@ -17,7 +15,6 @@ from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.training.stage_one.run import Report
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -79,7 +76,6 @@ class Point:
         cosine: mean cosine of the pooled outputs.
         share: of the time of all attentions under softmax.
         seconds: of all attentions, one sequence of the measured length.
-        bytes: peak memory of the largest attention; None if it was not measured.
         efficient: whether no other point is both closer and cheaper.
     """
 
@@ -90,7 +86,6 @@ class Point:
     cosine: float
     share: float
     seconds: float
-    bytes: int | None = None
     efficient: bool = False
 
     def beats(self, other: Point) -> bool:
@@ -226,15 +221,11 @@ def make_points(
     """Return the points of named choices, in their order."""
     points = []
     for choice, name in names.items():
-        seconds, memory = 0.0, []
+        whole, seconds = errors[choice], 0.0
         for row, label in zip(costs.values(), choice, strict=True):
             cost = row[table.reference if label == SOFTMAX else label]
             seconds += cost.softmax_seconds * (1.0 if label == SOFTMAX else cost.share)
-            memory.append(cost.softmax_bytes if label == SOFTMAX else cost.bytes)
-        known = [count for count in memory if count is not None]
-        largest = max(known) if len(known) == len(memory) else None
-        whole = errors[choice]
-        figures = whole.error, whole.hidden, whole.cosine, table.cost(choice), seconds, largest
+        figures = whole.error, whole.hidden, whole.cosine, table.cost(choice), seconds
         points.append(Point(name, short(choice), *figures))
     return [replace(point, efficient=not any(other.beats(point) for other in points)) for point in points]
 
@@ -291,40 +282,3 @@ def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
             f"{row[best].share:.3g}, more than the budget has for this layer"
         )
     return f"error {entry.error:.3g}, {best} {least:.3g}"
-
-
-def write_plot(result: SearchResult, path: str) -> None:
-    """Draw error against time of all points and write the PNG."""
-    write_file(path, "--plot", style.to_png(error_against_time(result))[0])
-
-
-def error_against_time(result: SearchResult) -> Figure:
-    """Draw all points by name; a line joins those that no other one beats."""
-    figure = style.new_figure(6.4, 4.0)
-    axes = figure.subplots()
-    front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
-    label = "no other one is both faster and closer"
-    axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1, label=label)
-    kinds: dict[str, dict[str, Any]] = {
-        "the plan": {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3},
-        "softmax": {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2},
-        "another plan": {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2},
-    }
-    kind_of = [
-        "the plan" if point.name.startswith(PLAN) else "softmax" if point.name.startswith(SOFTMAX) else "another plan"
-        for point in result.points
-    ]
-    for kind, look in kinds.items():
-        points = [(one.seconds, one.error) for one, its in zip(result.points, kind_of, strict=True) if its == kind]
-        if points:
-            axes.scatter(*zip(*points, strict=True), label=kind, **look)
-    for point, kind in zip(result.points, kind_of, strict=True):
-        if kind == "another plan":
-            where = (point.seconds, point.error)
-            axes.annotate(point.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
-    axes.set_xscale("log")
-    axes.margins(0.18)
-    axes.legend(fontsize=7, frameon=False)
-    title = f"Whole model compared with its original ({result.figure})"
-    style.tidy(axes, title, f"seconds of all attentions, {result.length:,} tokens", f"error, {result.figure}")
-    return figure

@@ -72,7 +72,7 @@ def taught(place, **options):
 @pytest.mark.parametrize("kernel", ["hedgehog", "auto"])
 def test_rows_are_as_long_as_asked_where_positions_are_extended(place, kernel):
     """Stage one and the alignment read rows of the old length, whatever was asked: the data was opened too early."""
-    searched = {"candidates": "hedgehog,t2r", "search_steps": 2, "length": 32, "search_memory": False}
+    searched = {"candidates": "hedgehog,t2r", "search_steps": 2, "length": 32}
     more = {"kernel": kernel} | (searched if kernel == "auto" else {})
     assert taught(place, max_length=96, distill_length=80, **more) == (80, [])
     assert taught(place, max_length=96, distill_length=40, **more) == (40, [])

@@ -15,8 +15,8 @@ def given_costs(monkeypatch):
     """Have every candidate cost a share of softmax's time that does not depend on the machine; returns the shares."""
     shares = dict(SHARES)
 
-    def measure(shape, plans, setting, on_event):
-        return {x: Cost(shares.get(x, 0.25), 0.01 * shares.get(x, 0.25), 0.01, 10, 100) for x in plans}
+    def measure(suites, length, on_event):
+        return {x: Cost(shares.get(x, 0.25), 0.01 * shares.get(x, 0.25), 0.01) for x in suites}
 
     monkeypatch.setattr("linearize.kernel_search.costs.measure_costs", measure)
     return shares

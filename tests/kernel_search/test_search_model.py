@@ -51,7 +51,7 @@ def test_a_search_from_end_to_end(model, data):
     assert plan.error <= points.get("hedgehog everywhere", plan).error
     assert result.gain == pytest.approx(1 - plan.error / points.get("hedgehog everywhere", plan).error)
     assert result.to_dict()["error_below_reference"] == result.gain >= 0
-    assert plan.bytes == 10 and plan.seconds == pytest.approx(0.02 * plan.share)
+    assert plan.seconds == pytest.approx(0.02 * plan.share)
     # Carried out, it computes what was measured, and can learn further.
     model = linearize.apply(model, result.plan)
     result.load_kernels(model)
@@ -165,9 +165,9 @@ def test_a_candidate_that_leaves_the_numbers_is_dropped(model, data, monkeypatch
 def test_layers_of_one_size_are_measured_together_and_alike_ones_once(model, data, monkeypatch):
     asked = []
 
-    def measure(shape, plans, setting, on_event):
-        asked.append(list(plans))
-        return {name: Cost(0.1, 0.001, 0.01) for name in plans}
+    def measure(suites, length, on_event):
+        asked.append(list(suites))
+        return {name: Cost(0.1, 0.001, 0.01) for name in suites}
 
     monkeypatch.setattr("linearize.kernel_search.costs.measure_costs", measure)
     result = search(model, data, config(candidates=("t2r", "elu"), steps=1, budget="cost=0.5"))

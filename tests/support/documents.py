@@ -60,14 +60,14 @@ WORDS = {
 LAYERS = "{1: softmax, 3: ", "{0: softmax, 1: "
 """Numbers of layers in a recipe's row, and those of a model that has two."""
 
-SMALL_SEARCH = "--search-steps 3 --length 32 --no-search-memory"
+SMALL_SEARCH = "--search-steps 3 --length 32"
 """Added to a line with --kernel auto."""
 SMALL = "--device cpu --distill-steps 2 --distill-length 16 --batch-size 4 --holdout 8"
 LOOK = "--device cpu --lengths 16 --inputs 2 --max-length 16"
 TASK = "--device cpu --batch-size 8 --max-length 16"
 QUICK = {
     "convert": SMALL, "distill": SMALL,
-    "search": "--device cpu --distill-length 16 --batch-size 4 --holdout 8 --steps 3 --length 32 --no-memory",
+    "search": "--device cpu --distill-length 16 --batch-size 4 --holdout 8 --steps 3 --length 32",
     "align": "--device cpu --steps 2 --length 16 --batch-size 4 --holdout 8",
     "longdoc": "--device cpu --max-length 80 --distill-steps 1 --align-steps 1 --steps 1 --batch-size 8 --no-memory",
     "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",

@@ -23,9 +23,9 @@ def run() -> dict[str, object]:
     model = loud("bert")
     main = os.environ.get("RANK", "0") == "0"
 
-    def measure(shape, plans, setting, on_event):
+    def measure(suites, length, on_event):
         assert main
-        return {x: Cost(SHARES[x], 0.01 * SHARES[x], 0.01) for x in plans}
+        return {x: Cost(SHARES[x], 0.01 * SHARES[x], 0.01) for x in suites}
 
     config = SearchConfig(candidates=tuple(SHARES), steps=12, budget="cost=0.25")
     with mock.patch("linearize.kernel_search.costs.measure_costs", measure):
