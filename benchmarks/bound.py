@@ -38,7 +38,7 @@ def operations(suite: AttentionSuite, variant: str, tokens: int) -> float | None
     rows = 2.0 * sizes.batch * sizes.heads * tokens * passes
     if variant == "softmax":
         return rows * 2 * size * tokens * (0.5 if suite.causal else 1.0)
-    features, projected = suite.features, 0
+    features, projected = getattr(suite, "features", None), 0
     if features is None:
         with torch.device("meta"):
             mixer = sizes.empty_mixer(causal=suite.causal)

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from benchmarks.attentions import DecodeSuite, OpSuite
 from benchmarks.bound import peak_rate, with_bound
 from benchmarks.public_op import PublicOpSuite, installed
 from linearize.attention.native import engine
@@ -20,7 +21,7 @@ from linearize.evaluation.bench.meter import check_dtype
 from linearize.evaluation.bench.models import BenchModel, ModelSuite
 from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row, ratio
-from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
+from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
 
 KERNEL = "flexformer_n"
 NOT_BUILT = "not built"
@@ -74,7 +75,7 @@ def table_of_goals(device: str = "cpu") -> list[Goal]:
     sizes = AttentionSizes(KERNEL, device=device)
     both = AttentionSuite(sizes)
     hedgehog = AttentionSuite(replace(sizes, kernel="hedgehog"))
-    causal, given = AttentionSuite(sizes, causal=True), AttentionSuite(sizes, causal=True, features=128)
+    causal, given = AttentionSuite(sizes, causal=True), OpSuite(sizes, causal=True)
     bert = ModelSuite(BenchModel(kernel=KERNEL, longest=LONG, device=device))
     public = device == "cpu" and installed()
     bfloat16 = AttentionSuite(replace(sizes, dtype="bfloat16"))

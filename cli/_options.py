@@ -31,6 +31,8 @@ REMOVED = {
     "--no-memory": "the search measures time alone; linearize bench measures memory",
     "--no-search-memory": "the search measures time alone; linearize bench measures memory",
     "--plot": "linearize search --json has the points of its plans",
+    "--features-given": "run python -m benchmarks.attentions op in a checkout",
+    "--time": "run python -m benchmarks.onnx in a checkout",
     "--goals": "run python -m benchmarks.goals in a checkout",
     "--alignment": "run python -m benchmarks.steps alignment in a checkout",
     "--stage-one": "run python -m benchmarks.steps stage-one in a checkout",

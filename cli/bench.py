@@ -19,7 +19,7 @@ from linearize.evaluation.bench.meter import DTYPES
 from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.options import BenchOptions, check_lengths
 from linearize.evaluation.bench.rows import Row, Variant, write_plot
-from linearize.evaluation.bench.suites import SizedSuite
+from linearize.evaluation.bench.suites import AttentionSuite
 
 
 def bench(job: BenchOptions, args: argparse.Namespace) -> None:
@@ -45,20 +45,21 @@ def bench(job: BenchOptions, args: argparse.Namespace) -> None:
 
 def _suite(given: Collection[str]) -> str:
     """Choose what is measured, and refuse options that have no meaning there."""
-    attention = ("causal", "backward", "features_given")
+    of_attention = ("causal", "backward", "heads", "head_dim")
     if "decode" in given:
-        _refuse(given, ("train", *attention, "image_size"), "--decode measures one token")
-        if "model" in given:
-            _refuse(given, ("heads", "head_dim"), "--decode measures one token")
-        return "decode-model" if "model" in given else "decode"
+        _refuse(given, ("train", *of_attention, "image_size"), "--decode measures one token of a whole model")
+        if "model" not in given:
+            raise ConfigError(
+                "bench: --decode needs a MODEL such as gpt2; attentions alone decode under python -m "
+                "benchmarks.attentions decode in a checkout"
+            )
+        return "decode-model"
     if "model" in given or "train" in given:
-        _refuse(given, (*attention, "heads", "head_dim"), "a whole model is measured as it is")
+        _refuse(given, of_attention, "a whole model is measured as it is")
         if "train" in given:
             _refuse(given, ("image_size",), "--train measures a training step")
         return "train" if "train" in given else "model"
     _refuse(given, ("layers",), "one attention is measured")
-    if "features_given" in given:
-        _refuse(given, ("kernel", "kernel_arg", "window", "sinks"), "with --features-given no kernel is measured")
     return "attention"
 
 
@@ -84,9 +85,8 @@ def explain_suites(out: Screen, options: BenchOptions) -> None:
             tokens = longest if model.image_size is None else model.tokens
             names = linear_attentions(model.linear)
             layers = {str(number): layer.mixer for number, layer in enumerate(names.values())}
-        elif isinstance(suite, SizedSuite) and options.features is None:
-            causal = options.causal or options.suite == "decode"
-            layers = {"the attention": suite.sizes.mixer(causal=causal)}
+        elif isinstance(suite, AttentionSuite):
+            layers = {"the attention": suite.sizes.mixer(causal=suite.causal)}
         explain_layers(out, layers, tokens, options.device, DTYPES[options.dtype])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 from linearize.checkpoint import push as hub
 from linearize.checkpoint.inspect import inspect_checkpoint
@@ -15,9 +14,6 @@ from linearize.jobs import events
 from linearize.jobs.config import ExportJob, InitJob
 from linearize.jobs.events import Event
 from linearize.modeling.plan import Plan
-
-if TYPE_CHECKING:
-    from linearize.export.timing import Timed
 
 
 def init(job: InitJob, args: argparse.Namespace) -> None:
@@ -74,20 +70,9 @@ def export(job: ExportJob, args: argparse.Namespace) -> None:
 
     with at_work(out, "exporting") as work:
         result = export_checkpoint(job, on_event)
-    for row in result.times:
-        out.print(_line(row), soft_wrap=True)
     out.print(f"Saved {result.output}.")
     if args.json:
         print_json(result.to_dict())
-
-
-def _line(row: Timed) -> str:
-    where = "" if row.tokens is None else f" {'after' if row.what == 'step' else 'of'} {row.tokens:,} tokens"
-    sides = [("PyTorch" if row.pytorch_alone is None else "PyTorch with the native op", row.pytorch)]
-    sides += [] if row.pytorch_alone is None else [("without", row.pytorch_alone)]
-    sides.append(("onnxruntime", row.onnxruntime))
-    times = [f"{name} {timing.seconds * 1e3:.2f} ms (spread {timing.spread:.0%})" for name, timing in sides]
-    return f"{row.what}{where}: {', '.join(times)}"
 
 
 def push(args: argparse.Namespace) -> None:

@@ -162,7 +162,6 @@ class Export(Verb):
     examples:
       linearize export ./roberta-base-hedgehog --format onnx --output roberta-onnx
       linearize export ./gpt2-hedgehog --output gpt2-onnx --last-logits
-      linearize export ./gpt2-hedgehog --output gpt2-onnx --time 128,1024   # and PyTorch, native op on and off
 
     An encoder or an image model becomes one graph, model.onnx. A causal model becomes two: model.onnx reads prompts
     (padding in front) and returns logits and the state after them, as present.*; step.onnx reads one token and that
@@ -247,8 +246,6 @@ class Bench(Verb):
     examples:
       linearize bench --kernel flexformer_n --kernel hedgehog
       linearize bench --causal --backward --lengths 4096 --dtype bfloat16
-      linearize bench --features-given --causal
-      linearize bench --decode --lengths 8192,32768
       linearize bench gpt2 --decode --lengths 1024,8192
       linearize bench google/vit-base-patch16-224 --image-size 224,384,512
       linearize bench bert-base --lengths 128,4096,16384
@@ -277,7 +274,7 @@ class Bench(Verb):
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the suites and the picture, in the groups of the options."""
         add = groups[WHAT].add_argument
-        what = "one token after a context (--lengths): the attentions of all layers, or all of MODEL"
+        what = "one token of MODEL after a context (--lengths)"
         add("--decode", action="store_true", help=what)
         add("--train", action="store_true", help="a training step of the whole MODEL: forward, backward and AdamW")
         add = groups[HOW].add_argument

@@ -75,13 +75,17 @@ def plan(output: Path, *, model: str | None) -> list[Step]:
         "causal-fp32": ["--causal"],
         "backward-bf16": ["--backward", "--dtype", "bfloat16"],
         "causal-backward-bf16": ["--causal", "--backward", "--dtype", "bfloat16"],
-        "decode-bf16": ["--decode", "--dtype", "bfloat16"],
     }
     for name, options in suites.items():
-        words = ["bench", "--device", "cuda", "--kernel", "hedgehog", "--kernel", "flexformer_n", *options]
-        words += ["--lengths", LENGTHS, "--repeats", "20", "--json"]
-        steps.append(Step(f"bench-{name}", "compared with SDPA, 512 to 32,768 tokens", (*COMMAND_LINE, *words)))
+        steps.append(_bench(name, [*COMMAND_LINE, "bench", *options]))
+    steps.append(_bench("decode-bf16", ["-m", "benchmarks.attentions", "decode", "--dtype", "bfloat16"]))
     return steps
+
+
+def _bench(name: str, words: Sequence[str]) -> Step:
+    how = ("--device", "cuda", "--kernel", "hedgehog", "--kernel", "flexformer_n")
+    what = "compared with SDPA, 512 to 32,768 tokens"
+    return Step(f"bench-{name}", what, (*words, *how, "--lengths", LENGTHS, "--repeats", "20", "--json"))
 
 
 def _conversion(output: Path, model: str) -> Step:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError, unknown_name
-from linearize.core.options import check, make, option, parse_lengths, section
+from linearize.core.options import check, make, option, section
 from linearize.data.config import DataConfig
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
@@ -468,13 +468,6 @@ class ExportJob(Job):
     output: str = option(help="folder to make", metavar="X")
     format: str = option("onnx", "what to write", choices=("onnx",), metavar="F")
     last_logits: bool = option(False, "for causal models: only the logits of a prompt's last token")
-    time: tuple[int, ...] = option(
-        (),
-        "time onnxruntime and PyTorch at these lengths, on one row",
-        metavar="N,N",
-        shown="no",
-        parse=parse_lengths,
-    )
     overwrite: bool = option(False, OVERWRITE)
 
     def __post_init__(self) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import load_converted
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.conversion.positions import current_length
-from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError
 from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from linearize.export.graphs import Graph
     from linearize.export.onnx import Checked
-    from linearize.export.timing import Timed
 
 RECORD = "export.json"
 """File of the output that describes inputs and outputs of its graphs."""
@@ -36,13 +34,11 @@ class ExportResult:
         output: the folder.
         graphs: inputs and outputs of each graph by its file; dynamic sizes have names.
         checked: how far each graph is from PyTorch.
-        times: how long they take, if that was asked for.
     """
 
     output: str
     graphs: dict[str, dict[str, object]]
     checked: dict[str, Checked]
-    times: list[Timed]
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
@@ -61,14 +57,13 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
     # Not above: an error about a missing package names the extra that brings it.
     from linearize.export import onnx
     from linearize.export.graphs import graphs_of
-    from linearize.export.timing import time_graphs
 
     with claim(job.output, overwrite=job.overwrite, sources=[job.model]):
         loaded = load_converted(job.model)
         model = loaded.model.float().eval()
         # None if the inputs are no tokens, or not limited.
         longest = current_length(model) if model.main_input_name == "input_ids" else None
-        _check(job, model, longest)
+        _check(model)
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}
         for graph in graphs:
@@ -85,17 +80,11 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             if loaded.processor is not None:
                 loaded.processor.save_pretrained(folder)
-            times = []
-            if job.time:
-                on_event(Started("timing"))
-                times = time_graphs(graphs, model, Path(folder), job.time)
-        return ExportResult(job.output, described, checked, times)
+        return ExportResult(job.output, described, checked)
 
 
-def _check(job: ExportJob, model: PreTrainedModel, longest: int | None) -> None:
-    """Refuse lengths that the model does not take, and what a graph cannot do: choose keys by size, keep a cache."""
-    if longest is not None and job.time and max(job.time) > longest:
-        raise ConfigError(f"time: got {max(job.time)} tokens, expected at most {longest}: the model takes no more")
+def _check(model: PreTrainedModel) -> None:
+    """Refuse what a graph cannot do: choose keys by size, keep a cache."""
     for name in ("exact_keys", "softmax_heads"):
         if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
             raise UnsupportedModelError(

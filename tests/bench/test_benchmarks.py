@@ -1,6 +1,7 @@
 """The benchmarks of the project on tiny sizes: they run and their numbers belong together; nothing is timed."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from support.tiny import converted, original
 from support.weights_loss import weights_loss
 
-from benchmarks import goals, public_op, steps
+import linearize
+from benchmarks import attentions, goals, onnx, public_op, steps
 from benchmarks.alignment import AlignmentSuite
+from benchmarks.attentions import DecodeSuite, OpSuite
 from benchmarks.bound import operations, with_bound
 from benchmarks.goals import Goal, judge, run_goals, table_of_goals
 from benchmarks.public_op import PublicOpSuite
@@ -20,6 +23,7 @@ from linearize.evaluation.bench.job import measure
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
+from linearize.ops import naive_attention
 from linearize.training.stage_one.loss import Targets
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
@@ -63,6 +67,64 @@ def test_public_op(monkeypatch):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     row = measure(suite, 20, repeats=2, memory=False)
     assert row.speedup == row.seconds("fast-transformers") / row.seconds("linear")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_op_on_given_features(backward):
+    suite = OpSuite(SIZES, causal=True, backward=backward, features=16)
+    suite.check()
+    row = measure(suite, 20, repeats=2, memory=False)
+    assert row.speedup == row.seconds("softmax") / row.seconds("linear") and row.what.startswith("given features")
+    phi_q, phi_k = (SIZES.draw(20, 16, seed=seed).abs() for seed in (3, 4))
+    expected, _ = naive_attention(phi_q, phi_k, SIZES.draw(20, seed=2), causal=True)
+    found = suite.prepare("linear", 20)()
+    if backward:
+        assert [tuple(gradient.shape) for gradient in found] == [(1, 2, 20, 16), (1, 2, 20, 16), (1, 2, 20, 8)]
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_decoding():
+    suite = DecodeSuite(SIZES, layers=3)
+    suite.check()
+    row = measure(suite, 40, repeats=2, memory=False)
+    variants = row.to_dict()["sides"]
+    first = [variants[name]["first_seconds"] for name in ("softmax", "linear")]
+    assert row.figures["first_speedup"] == pytest.approx(first[0] / first[1])
+    assert suite.calls == 8 and variants["linear"]["repeats"] == 2
+    positional = DecodeSuite(AttentionSizes("cosformer", {"max_positions": 64}, heads=2, head_dim=8), layers=1)
+    assert measure(positional, 40, repeats=2, memory=False).speedup > 0
+
+
+@pytest.mark.parametrize("line", ["op --causal --features 16", "decode --kernel elu --kernel luna --layers 2"])
+def test_attentions_from_the_command_line(line, capsys):
+    small = "--lengths 8,16 --heads 2 --head-dim 8 --repeats 1 --no-memory --json"
+    assert attentions.main([*line.split(), *small.split()]) == 0
+    streams = capsys.readouterr()
+    tokens = [row["tokens"] for row in json.loads(streams.out)["rows"]]
+    assert tokens == [8, 16] * (2 if line.startswith("decode") else 1) and "Noise:" in streams.err
+
+
+@pytest.mark.slow
+def test_graphs_are_timed(tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    linearize.save(converted("gpt2", "AutoModelForCausalLM", "flexformer_n"), tmp_path / "gpt2")
+    assert onnx.main([str(tmp_path / "gpt2"), "--lengths", "16", "--json"]) == 0
+    streams = capsys.readouterr()
+    assert [row["what"] for row in json.loads(streams.out)] == ["forward", "step"]
+    assert "step after 16 tokens: PyTorch" in streams.err and "onnxruntime" in streams.err
+
+
+def test_pytorch_is_timed_with_the_native_op_and_without(monkeypatch):
+    seen = []
+    monkeypatch.setattr(onnx, "in_turns", lambda sides: {name: call() or 1.0 for name, call in sides.items()})
+    monkeypatch.setenv("LINEARIZE_NATIVE", "1")
+    for engine, expected in ((object(), ["1", "onnx", "0"]), (None, ["1", "onnx"])):
+        monkeypatch.setattr(onnx.native, "engine", lambda engine=engine: engine)
+        row = onnx._pair("forward", 5, lambda: seen.append(os.environ["LINEARIZE_NATIVE"]), lambda: seen.append("onnx"))
+        assert seen == expected and (row.pytorch_alone is None) == (engine is None)
+        seen.clear()
+    assert os.environ["LINEARIZE_NATIVE"] == "1"
 
 
 @pytest.mark.usefixtures("no_process")
@@ -116,7 +178,7 @@ def test_steps_from_the_command_line(bert, step, capsys):
 
 
 def test_operations_are_counted():
-    given = AttentionSuite(SIZES, features=16)
+    given = OpSuite(SIZES, features=16)
     # Two products of 2 heads, 10 tokens, 16 features and 8 values with one column more.
     assert operations(given, "linear", 10) == 2 * 2 * 2 * 10 * 16 * 9
     assert operations(given, "softmax", 10) == 2 * 2 * 2 * 10 * 10 * 8

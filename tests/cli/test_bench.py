@@ -24,9 +24,8 @@ def test_table_picture_and_json(tmp_path, capsys):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--causal", "--backward", "--features-given", "16"],
+        ["--causal", "--backward"],
         ["--kernel", "hedgehog", "--kernel-arg", "activation=exp", "--window", "4"],
-        ["--decode", "--layers", "2"],
     ],
 )
 def test_what_can_be_measured(options, capsys):
@@ -40,6 +39,7 @@ def test_what_can_be_measured(options, capsys):
         (["--decode", "--causal"], "leave --causal out"),
         (["--decode", "bert-base", "--heads", "3"], "leave --heads out"),
         (["--decode", "--image-size", "8"], "leave --image-size out"),
+        (["--decode"], "--decode needs a MODEL such as gpt2; attentions alone decode under python -m benchmarks."),
         (["--image-size", "many"], "--image-size: got 'many'"),
         (["--decode", "--train"], "leave --train out"),
         (["--train", "--backward"], "leave --backward out"),
@@ -50,8 +50,7 @@ def test_what_can_be_measured(options, capsys):
         (["--train", "--batch-tokens", "64", "--batch", "2"], "leave batch out"),
         (["bert-base", "--heads", "3"], "leave --heads out"),
         (["--layers", "3"], "leave --layers out"),
-        (["--features-given", "--window", "3"], "leave --window out"),
-        (["--features-given", "--sinks", "3"], "leave --sinks out"),
+        (["--features-given", "16"], "was removed; leave it out: run python -m benchmarks.attentions op"),
         (["--kernel", "hedgehog", "--sinks", "3"], "sinks: got 3 without a window"),
         (["--lengths", "many"], "--lengths: got 'many'"),
         (["--lengths", "none"], "lengths: got none"),

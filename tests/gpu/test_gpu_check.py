@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.scripts import SCRIPTS, script
 
+from benchmarks import attentions
 from linearize.cli.main import build_parser
 
 check = script("gpu_check")
@@ -21,14 +22,16 @@ def test_the_plan_covers_what_is_promised(tmp_path):
         s.name for s in check.plan(tmp_path, model=None)
     ]
     benches = [step for name, step in steps.items() if name.startswith("bench-")]
+    decoding = attentions.parse(list(benches.pop().words[2:]))
+    assert (decoding.suite, decoding.device, decoding.kernel) == ("decode", "cuda", ["hedgehog", "flexformer_n"])
     asked = [vars(build_parser("bench").parse_args(step.words[3:])) for step in benches]
     assert {args["device"] for args in asked} == {"cuda"}
     assert {args["lengths"] for args in asked} == {"512,1024,2048,4096,8192,16384,32768"}
-    forward = [args for args in asked if not args.get("decode") and not args.get("backward")]
+    forward = [args for args in asked if not args.get("backward")]
     assert {(bool(args.get("causal")), args.get("dtype") or "float32") for args in forward} == {
         (False, "float32"), (False, "bfloat16"), (True, "float32"), (True, "bfloat16"),
     }  # fmt: skip
-    assert any(args.get("decode") for args in asked) and any(args.get("backward") for args in asked)
+    assert any(args.get("backward") for args in asked)
     convert = build_parser("convert").parse_args(steps["convert"].words[3:])
     assert convert.device == "cuda" and int(convert.align_steps) > 0
     assert steps["tests"].words[:5] == ("-m", "pytest", "tests/gpu", "-m", "gpu")
@@ -80,7 +83,7 @@ def test_a_bench_step_runs_on_the_cpu_as_well(monkeypatch, capsys):
     """The same line with another device and other sizes, in this process."""
     from linearize.cli import main
 
-    words = check.plan(Path("out"), model=None)[-1].words[2:]
+    words = check.plan(Path("out"), model=None)[-2].words[2:]
     small = [
         "--device",
         "cpu",

@@ -37,11 +37,10 @@ from linearize.evaluation.bench.models import (
 )
 from linearize.evaluation.bench.options import BenchOptions, check_lengths
 from linearize.evaluation.bench.rows import Crossover, Row, Variant, crossovers
-from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, DecodeSuite, Suite
+from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
 
 LENGTHS = {
     "attention": (512, 4096, 16384),
-    "decode": (8192, 32768),
     "decode-model": (8192, 32768),
     "model": (128, 512, 4096),
     "train": (512, 2048, 4096),
@@ -133,7 +132,7 @@ def checked(options: BenchOptions) -> BenchOptions:
         # Decoding is measured on as many sequences as it says.
         other = "leave batch out" if options.suite in ("model", "train") else "measure a MODEL's forward, or --train"
         raise ConfigError(f"batch-tokens: got {options.batch_tokens}, which says how many sequences; {other}")
-    if options.layers is not None and options.suite != "decode" and options.model not in (None, BERT_BASE):
+    if options.layers is not None and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
     if options.image_sizes is not None:
         bad = [n for n in options.image_sizes if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16]
@@ -174,9 +173,7 @@ def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | N
             raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
         return OF_MODELS[options.suite](model)
     sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
-    if options.suite == "decode":
-        return DecodeSuite(sizes, options.layers or 12)
-    return AttentionSuite(sizes, options.causal, options.backward, options.features)
+    return AttentionSuite(sizes, options.causal, options.backward)
 
 
 def run_tasks(

@@ -11,8 +11,6 @@ from linearize.core.errors import ConfigError
 from linearize.core.options import check, option, parse_image_sizes, parse_lengths
 
 WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
-FEATURES = 128
-"""Size of given features by default."""
 SIZE: dict[str, Any] = {"low": 1, "high": 65536}
 
 
@@ -69,21 +67,9 @@ class BenchOptions:
         metavar="N",
         **SIZE,
     )
-    layers: int | None = option(
-        None, "layers to decode through, or of bert-base (12)", group=SIZES, metavar="L", **SIZE
-    )
+    layers: int | None = option(None, "layers of bert-base (12)", group=SIZES, metavar="L", **SIZE)
     causal: bool = option(False, "a query sees only keys up to its own position", group=WHAT)
     backward: bool = option(False, "forward and backward", group=WHAT)
-    features: int | None = option(
-        None,
-        "the bare op on given features of size F, without a kernel's map (128)",
-        name="features_given",
-        group=WHAT,
-        nargs="?",
-        const=FEATURES,
-        metavar="F",
-        **SIZE,
-    )
     dtype: str = option("float32", "float32, bfloat16 or float16", group=HOW, metavar="T")
     device: str = option("cpu", "cpu, cuda, cuda:1, mps or auto", group=HOW, metavar="D")
     repeats: int | None = option(None, "turns; by default 3 to 200, as many as take ten seconds", group=HOW, **SIZE)

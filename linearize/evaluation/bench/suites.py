@@ -12,19 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linearize.attention.backends.causal import attend_causally
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
-from linearize.core.errors import ConfigError
 from linearize.core.registry import PLAIN, Hybrid
 from linearize.evaluation.bench.meter import DTYPES, Call
 from linearize.evaluation.bench.rows import Row
-from linearize.ops import bidirectional_attention
 
-SPARE = 16
-"""Places that the cache of keys has after the context."""
 PREFILL = 16
 """Tokens that make the state: its size does not depend on how many there were."""
 
@@ -152,14 +147,20 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True)
-class SizedSuite(Suite):
-    """A suite of made-up attentions.
+class AttentionSuite(Suite):
+    """One attention.
 
     Attributes:
         sizes: of the attention, and the kernel.
+        causal: whether a query sees only keys up to its own position.
+        backward: whether the gradients of inputs and kernel parameters are computed too.
     """
 
+    name: ClassVar[str] = "attention"
+
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
+    causal: bool = False
+    backward: bool = False
 
     @property
     def device(self) -> str:
@@ -169,130 +170,37 @@ class SizedSuite(Suite):
     def dtype(self) -> str:
         return self.sizes.dtype
 
-
-@dataclass(frozen=True)
-class AttentionSuite(SizedSuite):
-    """One attention.
-
-    Attributes:
-        causal: whether a query sees only keys up to its own position.
-        backward: whether the gradients of inputs and kernel parameters are computed too.
-        features: F of given features, so that the bare op is measured without the kernel's map; None: with the map.
-    """
-
-    name: ClassVar[str] = "attention"
-
-    causal: bool = False
-    backward: bool = False
-    features: int | None = None
+    @property
+    def how(self) -> str:
+        """Direction, passes and type, for people."""
+        direction = "causal" if self.causal else "bidirectional"
+        return f"{direction}, {'forward and backward' if self.backward else 'forward'}, {self.sizes.dtype}"
 
     @property
     def what(self) -> str:
         kernel = self.sizes.kernel + "".join(f" {k}={v}" for k, v in self.sizes.kernel_args.items())
         kernel += "".join(f" {k}={v}" for k, v in self.sizes.hybrid.changed.items())
-        means = kernel if self.features is None else f"given features of size {self.features}"
-        direction = "causal" if self.causal else "bidirectional"
-        passes = "forward and backward" if self.backward else "forward"
-        return f"{means}, {direction}, {passes}, {self.sizes.dtype}"
+        return f"{kernel}, {self.how}"
 
     def check(self) -> None:
-        if self.features is None:
-            self.sizes.mixer(causal=self.causal)
+        self.sizes.mixer(causal=self.causal)
 
     def prepare(self, variant: str, tokens: int) -> Call:
         q, k, v = self.sizes.inputs(tokens)
         if variant == "softmax":
             grouped = self.sizes.key_heads not in (None, self.sizes.heads)
             attend = partial(F.scaled_dot_product_attention, is_causal=self.causal, enable_gqa=grouped)
-            return self._call(attend, [q, k, v], [])
-        if self.features is not None:
-            phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
-            op: Callable[..., Tensor] = (
-                attend_causally if self.causal else lambda *inputs: bidirectional_attention(*inputs)[0]
-            )
-            return self._call(op, [phi_q, phi_k, v], [])
+            return self.call(attend, [q, k, v], [])
         mixer = self.sizes.mixer(causal=self.causal)
         scaling = self.sizes.head_dim**-0.5
-        return self._call(
-            lambda q, k, v: mixer(AttentionCall(q, k, v, scaling))[0], [q, k, v], list(mixer.parameters())
-        )
+        return self.call(lambda q, k, v: mixer(AttentionCall(q, k, v, scaling))[0], [q, k, v], list(mixer.parameters()))
 
-    def _call(
+    def call(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], parameters: list[nn.Parameter]
     ) -> Call:
+        """Return the forward, or forward and backward, of `attend` on three inputs."""
         if not self.backward:
             return torch.no_grad()(lambda: attend(*inputs))
         wanted = [x.requires_grad_() for x in [*inputs, *parameters]]
         gradient = torch.ones_like(inputs[2])
         return lambda: torch.autograd.grad(attend(*inputs), wanted, gradient, allow_unused=True)
-
-
-@dataclass(frozen=True)
-class DecodeSuite(SizedSuite):
-    """One new token after a context, through the attentions of all layers.
-
-    Softmax writes its key and value into a cache that has room for them already, and attends to all of it through SDPA;
-    the kernel takes its own step with its state. A turn is several tokens in a row. The first of them finds none of its
-    state in the processor's caches, because softmax's keys and values went through them: a separate figure.
-
-    Attributes:
-        layers: attentions, one after the other.
-    """
-
-    name: ClassVar[str] = "decode"
-    calls: ClassVar[int] = 8
-    counts_prepared: ClassVar[bool] = True
-
-    layers: int = 12
-
-    @property
-    def what(self) -> str:
-        return f"{self.sizes.kernel}, one token through {self.layers} layers, {self.sizes.dtype}"
-
-    def check(self) -> None:
-        if not self.sizes.mixer(causal=True).info.streamable:
-            raise ConfigError(f"kernel {self.sizes.kernel!r} cannot decode in constant memory; choose another kernel")
-
-    def figures(self, row: Row) -> Mapping[str, float | None]:
-        """Return how many times as fast the first token of a turn is, directly after softmax's turn."""
-        return {"first_speedup": row.first_speedup()}
-
-    def prepare(self, variant: str, tokens: int) -> Call:
-        return self._softmax(tokens) if variant == "softmax" else self._linear(tokens)
-
-    def _softmax(self, context: int) -> Call:
-        sizes = self.sizes
-        q, k, v = (sizes.draw(1, seed=seed) for seed in range(3))
-        caches = [
-            tuple(sizes.draw(context + SPARE, seed=2 * layer + half) for half in (3, 4)) for layer in range(self.layers)
-        ]
-
-        @torch.no_grad()
-        def step() -> None:
-            for keys, values in caches:
-                keys[:, :, context : context + 1] = k
-                values[:, :, context : context + 1] = v
-                F.scaled_dot_product_attention(q, keys[:, :, : context + 1], values[:, :, : context + 1])
-
-        return step
-
-    @torch.no_grad()
-    def _linear(self, context: int) -> Call:
-        sizes = self.sizes
-        scaling = sizes.head_dim**-0.5
-        q, k, v = (sizes.draw(1, seed=seed) for seed in range(3))
-        mixers = [sizes.mixer(causal=True) for _ in range(self.layers)]
-        first_q, first_k, first_v = (sizes.draw(PREFILL, seed=seed) for seed in range(3, 6))
-        prefill = AttentionCall(first_q, first_k, first_v, scaling, needs_state=True)
-        states = [mixer(prefill)[1] for mixer in mixers]
-        for state in states:
-            if "seen" in state:
-                state["seen"].fill_(context)
-
-        @torch.no_grad()
-        def step() -> None:
-            for layer, mixer in enumerate(mixers):
-                call = AttentionCall(q, k, v, scaling, state=states[layer], needs_state=True)
-                _, states[layer] = mixer(call)
-
-        return step

@@ -1,9 +1,14 @@
-"""Time of an exported graph in onnxruntime and of the model in PyTorch, in turns, on one row."""
+"""Time of an exported graph in onnxruntime and of the model in PyTorch, in turns, on one row.
+
+python -m benchmarks.onnx ./gpt2-hedgehog --lengths 128,1024
+"""
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,13 @@ from transformers import PreTrainedModel
 from linearize.attention import native
 from linearize.attention.cache import cache_argument
 from linearize.attention.native import switched
+from linearize.checkpoint.loading import load_converted
+from linearize.cli._output import console, print_json
+from linearize.core.options import parse_lengths
 from linearize.evaluation.bench.meter import Timing, in_turns
-from linearize.export.graphs import BATCH, TOKENS, Graph
-from linearize.export.onnx import resized, run, session, state_of
+from linearize.evaluation.bench.options import check_lengths
+from linearize.export.graphs import BATCH, TOKENS, Graph, graphs_of
+from linearize.export.onnx import resized, run, session, state_of, to_onnx, write
 
 
 @dataclass(frozen=True)
@@ -87,3 +96,42 @@ def _pair(what: str, tokens: int | None, torch_call: Callable[[], object], onnx_
         calls["alone"] = alone
     timings = in_turns(calls)
     return Timed(what, tokens, timings["pytorch"], timings.get("alone"), timings["onnxruntime"])
+
+
+def text(row: Timed) -> str:
+    """Write a row for people."""
+    where = "" if row.tokens is None else f" {'after' if row.what == 'step' else 'of'} {row.tokens:,} tokens"
+    sides = [("PyTorch" if row.pytorch_alone is None else "PyTorch with the native op", row.pytorch)]
+    sides += [] if row.pytorch_alone is None else [("without", row.pytorch_alone)]
+    sides.append(("onnxruntime", row.onnxruntime))
+    times = [f"{name} {timing.seconds * 1e3:.2f} ms (spread {timing.spread:.0%})" for name, timing in sides]
+    return f"{row.what}{where}: {', '.join(times)}"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="converted checkpoint")
+    parser.add_argument("--lengths", type=parse_lengths, default=(128, 512), metavar="N,N", help="tokens (128,512)")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON on stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Export a checkpoint into a temporary folder, time it and print the times."""
+    args = parse(argv)
+    model, lengths = load_converted(args.model).model.float().eval(), check_lengths(args.lengths)
+    graphs = graphs_of(model)
+    with tempfile.TemporaryDirectory() as folder:
+        write({graph.name: to_onnx(graph) for graph in graphs}, Path(folder))
+        rows = time_graphs(graphs, model, Path(folder), tuple(lengths))
+    out = console(to_stderr=args.json)
+    for row in rows:
+        out.print(text(row), soft_wrap=True)
+    if args.json:
+        print_json([asdict(row) for row in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

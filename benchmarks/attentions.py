@@ -1,0 +1,207 @@
+"""Made-up attentions next to softmax (SDPA): the op on given features, and decoding through all layers.
+
+python -m benchmarks.attentions op --causal --lengths 4096,16384 --no-memory
+python -m benchmarks.attentions decode --kernel flexformer_n --kernel hedgehog --lengths 8192,32768
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linearize.attention.backends.causal import attend_causally
+from linearize.attention.call import AttentionCall
+from linearize.cli._output import as_lines, console, print_json
+from linearize.cli.bench import show
+from linearize.core.errors import ConfigError
+from linearize.core.options import parse_lengths
+from linearize.core.registry import Hybrid
+from linearize.evaluation.bench.job import checked, run_tasks, threads
+from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.options import BenchOptions, check_lengths
+from linearize.evaluation.bench.rows import Row
+from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, Suite
+from linearize.ops import bidirectional_attention
+
+SPARE = 16
+"""Places that the cache of keys has after the context."""
+
+
+@dataclass(frozen=True)
+class SizedSuite(Suite):
+    """A suite of made-up attentions.
+
+    Attributes:
+        sizes: of the attention, and the kernel.
+    """
+
+    sizes: AttentionSizes = field(default_factory=AttentionSizes)
+
+    @property
+    def device(self) -> str:
+        return self.sizes.device
+
+    @property
+    def dtype(self) -> str:
+        return self.sizes.dtype
+
+
+@dataclass(frozen=True)
+class OpSuite(AttentionSuite):
+    """The bare op on given features, without a kernel's map.
+
+    Attributes:
+        features: their size F.
+    """
+
+    features: int = 128
+
+    @property
+    def what(self) -> str:
+        return f"given features of size {self.features}, {self.how}"
+
+    def check(self) -> None:
+        """Accept all sizes."""
+
+    def prepare(self, variant: str, tokens: int) -> Call:
+        if variant == "softmax":
+            return super().prepare(variant, tokens)
+        phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
+        op: Callable[..., Tensor] = (
+            attend_causally if self.causal else lambda *inputs: bidirectional_attention(*inputs)[0]
+        )
+        return self.call(op, [phi_q, phi_k, self.sizes.inputs(tokens)[2]], [])
+
+
+@dataclass(frozen=True)
+class DecodeSuite(SizedSuite):
+    """One new token after a context, through the attentions of all layers.
+
+    Softmax writes its key and value into a cache that has room for them already, and attends to all of it through SDPA;
+    the kernel takes its own step with its state. A turn is several tokens in a row. The first of them finds none of its
+    state in the processor's caches, because softmax's keys and values went through them: a separate figure.
+
+    Attributes:
+        layers: attentions, one after the other.
+    """
+
+    name: ClassVar[str] = "decode"
+    calls: ClassVar[int] = 8
+    counts_prepared: ClassVar[bool] = True
+
+    layers: int = 12
+
+    @property
+    def what(self) -> str:
+        return f"{self.sizes.kernel}, one token through {self.layers} layers, {self.sizes.dtype}"
+
+    def check(self) -> None:
+        if not self.sizes.mixer(causal=True).info.streamable:
+            raise ConfigError(f"kernel {self.sizes.kernel!r} cannot decode in constant memory; choose another kernel")
+
+    def figures(self, row: Row) -> Mapping[str, float | None]:
+        """Return how many times as fast the first token of a turn is, directly after softmax's turn."""
+        return {"first_speedup": row.first_speedup()}
+
+    def prepare(self, variant: str, tokens: int) -> Call:
+        return self._softmax(tokens) if variant == "softmax" else self._linear(tokens)
+
+    def _softmax(self, context: int) -> Call:
+        sizes = self.sizes
+        q, k, v = (sizes.draw(1, seed=seed) for seed in range(3))
+        caches = [
+            tuple(sizes.draw(context + SPARE, seed=2 * layer + half) for half in (3, 4)) for layer in range(self.layers)
+        ]
+
+        @torch.no_grad()
+        def step() -> None:
+            for keys, values in caches:
+                keys[:, :, context : context + 1] = k
+                values[:, :, context : context + 1] = v
+                F.scaled_dot_product_attention(q, keys[:, :, : context + 1], values[:, :, : context + 1])
+
+        return step
+
+    @torch.no_grad()
+    def _linear(self, context: int) -> Call:
+        sizes = self.sizes
+        scaling = sizes.head_dim**-0.5
+        q, k, v = (sizes.draw(1, seed=seed) for seed in range(3))
+        mixers = [sizes.mixer(causal=True) for _ in range(self.layers)]
+        first_q, first_k, first_v = (sizes.draw(PREFILL, seed=seed) for seed in range(3, 6))
+        prefill = AttentionCall(first_q, first_k, first_v, scaling, needs_state=True)
+        states = [mixer(prefill)[1] for mixer in mixers]
+        for state in states:
+            if "seen" in state:
+                state["seen"].fill_(context)
+
+        @torch.no_grad()
+        def step() -> None:
+            for layer, mixer in enumerate(mixers):
+                call = AttentionCall(q, k, v, scaling, state=states[layer], needs_state=True)
+                _, states[layer] = mixer(call)
+
+        return step
+
+
+def suites(args: argparse.Namespace, device: str, dtype: str) -> Iterator[Suite]:
+    """Make the suites that were asked for."""
+    hybrid = Hybrid(args.window, args.sinks, 0, args.scale)
+    for kernel in args.kernel or ["hedgehog"] if args.suite == "decode" else ["hedgehog"]:
+        sizes = AttentionSizes(kernel, {}, hybrid, args.heads, args.head_dim, dtype=dtype, device=device)
+        if args.suite == "decode":
+            yield DecodeSuite(sizes, args.layers)
+        else:
+            yield OpSuite(sizes, args.causal, args.backward, args.features)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("suite", choices=("op", "decode"), help="what to measure")
+    add("--lengths", type=parse_lengths, default=(4096, 16384), metavar="N,N", help="tokens, or contexts (4096,16384)")
+    add("--kernel", action="append", help="decode: kernel; may be repeated (hedgehog)")
+    add("--window", type=int, help="decode: tokens of a softmax window")
+    add("--sinks", type=int, default=0, help="decode: first tokens that get softmax as well")
+    add("--scale", default="none", help="decode: learned log-scales (%(default)s)")
+    add("--layers", type=int, default=12, help="decode: attentions, one after the other (%(default)s)")
+    add("--causal", action="store_true", help="op: a query sees only keys up to its own position")
+    add("--backward", action="store_true", help="op: forward and backward")
+    add("--features", type=int, default=128, help="op: size of the features (%(default)s)")
+    add("--heads", type=int, default=12, help="(%(default)s)")
+    add("--head-dim", type=int, default=64, help="(%(default)s)")
+    add("--dtype", default="float32", help="(%(default)s)")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (%(default)s)")
+    add("--repeats", type=int, help="turns; by default as many as take ten seconds")
+    add("--threads", type=int, help="threads of torch on the CPU")
+    add("--no-memory", dest="memory", action="store_false", help="measure time only")
+    add("--json", action="store_true", help="print every figure as JSON on stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    args = parse(argv)
+    how = {name: getattr(args, name) for name in ("dtype", "device", "repeats", "threads", "memory")}
+    options, lengths = checked(BenchOptions(**how)), check_lengths(args.lengths)
+    out = console(to_stderr=args.json)
+    with threads(options.threads):
+        asked = list(suites(args, options.device, options.dtype))
+        for suite in asked:
+            suite.check()
+        result = run_tasks([(suite, tokens) for suite in asked for tokens in lengths], options, as_lines(out))
+    show(out, result)
+    if args.json:
+        print_json(result.to_dict())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
