@@ -93,8 +93,6 @@ def test_a_bench_step_runs_on_the_cpu_as_well(monkeypatch, capsys):
         "2",
         "--head-dim",
         "8",
-        "--layers",
-        "1",
         "--repeats",
         "1",
     ]
