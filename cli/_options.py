@@ -30,7 +30,7 @@ REMOVED = {
     "--search-remeasure": "costs that were measured on a noisy machine are not remembered",
     "--no-memory": "the search measures time alone; linearize bench measures memory",
     "--no-search-memory": "the search measures time alone; linearize bench measures memory",
-    "--plot": "linearize search --json has the points of its plans",
+    "--plot": "--json has the figures",
     "--features-given": "run python -m benchmarks.attentions op in a checkout",
     "--time": "run python -m benchmarks.onnx in a checkout",
     "--goals": "run python -m benchmarks.goals in a checkout",
