@@ -28,7 +28,6 @@ class LayerMaps:
         softmax: its frozen softmax's weights [H, T, T].
         linear: the kernel's signed weights [H, T, T]; if the kernel does not normalise, divided by the sum of their
             magnitudes in the row, so that they can be compared with softmax's.
-        scores: q . k times the host's scaling [H, T, T].
         q: queries [H, T, D].
         k: keys [K, T, D].
         scaling: the host's scaling.
@@ -38,7 +37,6 @@ class LayerMaps:
     layer: LinearAttention
     softmax: Tensor
     linear: Tensor
-    scores: Tensor
     q: Tensor
     k: Tensor
     scaling: float
@@ -47,17 +45,6 @@ class LayerMaps:
     def kernel(self) -> str:
         """Name of the kernel."""
         return self.layer.kernel
-
-    @property
-    def causal(self) -> bool:
-        """Whether a query sees only keys up to its own position."""
-        return self.layer.shape.causal
-
-    @property
-    def visible(self) -> Tensor:
-        """[T, T] bool: which keys a query sees."""
-        seen = torch.ones(self.softmax.shape[-2:], dtype=torch.bool)
-        return seen.tril() if self.causal else seen
 
     def distances(self) -> Tensor:
         """Return the total variation between the two weights, mean over queries: [H]."""
@@ -105,34 +92,5 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
         # Without a denominator their sum may be negative; the sum of magnitudes is not.
         linear = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
         linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    scores = (queries.float() * scaling) @ k[:, :, None].float().transpose(-1, -2)
-
-    def plain(x: Tensor) -> Tensor:
-        return x.flatten(1, 2)[0].float().cpu()
-
-    return LayerMaps(
-        name, layer, plain(softmax), plain(linear), plain(scores), q[0].float().cpu(), k[0].float().cpu(), scaling
-    )
-
-
-def rank_correlation(maps: LayerMaps) -> Tensor:
-    """Return how monotone the kernel's weights are in q . k: Spearman's correlation per row, mean over rows, [H].
-
-    Softmax has 1. Rows that see fewer than three keys are left out.
-    """
-    heads, tokens, _ = maps.scores.shape
-    total, count = torch.zeros(heads), 0
-    for row in range(tokens):
-        seen = row + 1 if maps.causal else tokens
-        if seen < 3:
-            continue
-        one, two = (_ranks(x[:, row, :seen]) for x in (maps.scores, maps.linear))
-        total += torch.nn.functional.cosine_similarity(one, two, dim=-1)
-        count += 1
-    return total / max(1, count)
-
-
-def _ranks(x: Tensor) -> Tensor:
-    """Return centred ranks along the last axis."""
-    ranks = x.argsort(dim=-1).argsort(dim=-1).float()
-    return ranks - ranks.mean(dim=-1, keepdim=True)
+    weights = (x.flatten(1, 2)[0].float().cpu() for x in (softmax, linear))
+    return LayerMaps(name, layer, *weights, q[0].float().cpu(), k[0].float().cpu(), scaling)

@@ -4,8 +4,8 @@
     from linearize.fidelity.plots import fidelity_heatmaps
     fidelity_heatmaps(measure(original, converted, batches)).savefig("heads.png")
 
-Maps of the attention itself are in `plots_maps`, learned kernels in `plots_kernels`, several conversions in
-`plots_compare`. matplotlib is loaded with the first figure.
+Maps of the attention itself are in `plots_maps`, several conversions in `plots_compare`. matplotlib is loaded with the
+first figure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 
 from linearize.core.errors import DataError
 from linearize.fidelity import plots_style as style
-from linearize.fidelity.maps import LayerMaps, rank_correlation
 from linearize.fidelity.measure import Fidelity
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ FIDELITY_FIGURES = {
     "negative_share": "share of negative weights",
     "output_error": "error of the head's output",
 }
-POINTS = 1500
-"""Weights per side and layer that a scatter shows."""
 
 
 def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
@@ -50,13 +47,11 @@ def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
         for row, layer in enumerate(fidelity.layers):
             values = layer.heads.get(name, [])
             table[row, : len(values)] = values
-        heatmap(figure, axes, table, names, FIDELITY_FIGURES[name])
+        _heatmap(figure, axes, table, names, FIDELITY_FIGURES[name])
     return figure
 
 
-def heatmap(
-    figure: Figure, axes: Axes, table: np.ndarray, rows: Sequence[str], title: str, *, numbers: bool = True
-) -> None:
+def _heatmap(figure: Figure, axes: Axes, table: np.ndarray, rows: Sequence[str], title: str) -> None:
     """Draw a table of distances [layers, heads] on their common scale, with numbers if there is room."""
     image = axes.imshow(table, cmap=style.FIGURES, aspect="auto", vmin=0.0, vmax=1.0)
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
@@ -65,11 +60,8 @@ def heatmap(
     bar.set_label(style.DISTANCE_SCALE, fontsize=6.5)
     style.tidy(axes, title, "head")
     axes.set_yticks(range(len(rows)), rows, fontsize=7)
-    if numbers:
-        axes.set_xticks(range(table.shape[1]))
-    else:
-        style.whole_numbers(axes, 6)
-    if not numbers or table.size > 200:
+    axes.set_xticks(range(table.shape[1]))
+    if table.size > 200:
         return
     for (row, column), value in np.ndenumerate(table):
         if np.isfinite(value):
@@ -88,31 +80,6 @@ def _brief(value: float) -> str:
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
 
 
-def weight_scatter(maps: Sequence[LayerMaps], seed: int = 0) -> Figure:
-    """Show weight against q . k, all heads of a layer in one panel: softmax rises, a good kernel does too."""
-    figure, panels, _ = style.layer_panels(maps, 4)
-    for axes, layer, name in panels:
-        visible = layer.visible.expand_as(layer.scores)
-        scores = layer.scores[visible].numpy()
-        pick = np.random.default_rng(seed).permutation(len(scores))[:POINTS]
-        negative = False
-        for weights, colour, marker, label in (
-            (layer.softmax, style.SOFTMAX, "o", "softmax"),
-            (layer.linear, style.LINEAR, "^", "linear"),
-        ):
-            values = weights[visible].numpy()[pick]
-            negative |= bool((values < 0).any())
-            axes.scatter(scores[pick], values, s=4, c=colour, marker=marker, alpha=0.35, linewidths=0, label=label)
-        axes.set_yscale("symlog", linthresh=1e-4) if negative else axes.set_yscale("log")
-        if not negative:
-            axes.set_ylim(1e-6, 2.0)
-        rank = float(rank_correlation(layer).mean())
-        style.tidy(axes, f"{name}: rank corr. {rank:.2f}", "q . k (scaled)", "weight")
-        axes.locator_params(axis="x", nbins=3)
-    figure.axes[0].legend(fontsize=6, frameon=False, markerscale=2)
-    return figure
-
-
 def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     """Show stage one's losses from the lines of `log.jsonl`.
 
@@ -125,27 +92,15 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     figure = style.new_figure(7.5, 3.2)
     axes = figure.subplots()
     steps = [entry["step"] for entry in log]
-    layers = list(log[0]["losses"])
-    for layer in layers:
+    for number, layer in enumerate(log[0]["losses"]):
         known = [entry["losses"].get(layer, np.nan) for entry in log]
-        axes.plot(
-            steps,
-            known,
-            color=style.THIRD,
-            linewidth=0.6,
-            alpha=0.6,
-            label="single layers" if layer == layers[0] else None,
-        )
+        label = None if number else "single layers"
+        axes.plot(steps, known, color=style.THIRD, linewidth=0.6, alpha=0.6, label=label)
     means = [np.mean(list(entry["losses"].values())) for entry in log]
     axes.plot(steps, means, color=style.SOFTMAX, linewidth=1.6, label="training batches, mean of the layers")
-    held = [(entry["step"], entry["held_out"]) for entry in log if entry.get("held_out") is not None]
-    if held:
-        axes.plot(
-            *zip(*held, strict=True), color=style.LINEAR, linestyle="--", marker="s", markersize=4, label="held out"
-        )
+    _measured(axes, log, "held_out", "held out")
     style.tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
-    style.whole_numbers(axes)
-    axes.legend(fontsize=8, frameon=False)
+    _finish(axes)
     return figure
 
 
@@ -160,28 +115,32 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
         DataError: if there is no line with a loss or a metric.
     """
     losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
-    measured = [entry for entry in log if "eval_loss" in entry or "eval_score" in entry]
-    if not losses and not measured:
+    if not losses and not any("eval_loss" in entry or "eval_score" in entry for entry in log):
         raise DataError("stage two's curves: got a log without losses; give the lines of log.jsonl")
     figure = style.new_figure(7.5, 3.2)
     one, two = figure.subplots(1, 2)
     if losses:
         one.plot(*zip(*losses, strict=True), color=style.SOFTMAX, linewidth=1.4, label="training")
-    held = [(entry["step"], entry["eval_loss"]) for entry in measured if "eval_loss" in entry]
-    if held:
-        one.plot(
-            *zip(*held, strict=True), color=style.LINEAR, linestyle="--", marker="s", markersize=4, label="validation"
-        )
+    _measured(one, log, "eval_loss", "validation")
     style.tidy(one, "Stage two: loss", "step", "loss")
-    if losses or held:
-        one.legend(fontsize=8, frameon=False)
-    score = [(entry["step"], entry["eval_score"]) for entry in measured if "eval_score" in entry]
-    if score:
-        two.plot(*zip(*score, strict=True), color=style.LINEAR, linestyle="--", marker="s", markersize=4)
+    _measured(two, log, "eval_score")
     if chance is not None:
         two.axhline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label="chance")
-        two.legend(fontsize=8, frameon=False)
     style.tidy(two, "the task's score on validation rows", "step", "score")
-    for axes in (one, two):
-        style.whole_numbers(axes)
+    _finish(one)
+    _finish(two)
     return figure
+
+
+def _measured(axes: Axes, log: Sequence[Mapping[str, Any]], key: str, label: str | None = None) -> None:
+    """Draw a figure of the lines that have it."""
+    points = [(entry["step"], entry[key]) for entry in log if entry.get(key) is not None]
+    if points:
+        look: dict[str, Any] = {"color": style.LINEAR, "linestyle": "--", "marker": "s", "markersize": 4}
+        axes.plot(*zip(*points, strict=True), label=label, **look)
+
+
+def _finish(axes: Axes) -> None:
+    style.whole_numbers(axes)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=8, frameon=False)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
     from torch import Tensor
 
-    from linearize.fidelity.maps import LayerMaps
-
 SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
 """Dark blue and orange differ in brightness and in hue; lines differ in their dashes too."""
 WEIGHTS = "Blues"
@@ -50,21 +48,6 @@ def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float]
     for empty in cells[count:]:
         empty.set_axis_off()
     return cells[:count]
-
-
-def layer_panels(
-    maps: Sequence[LayerMaps], columns: int, more: int = 0
-) -> tuple[Figure, list[tuple[Axes, LayerMaps, str]], list[Axes]]:
-    """Lay out a panel per layer in rows of `columns`, and `more` panels after them.
-
-    Returns:
-        The figure; axes, maps and short name of every layer; the other axes.
-    """
-    count = len(maps) + more
-    figure = new_figure(9.0, 0.4 + 2.1 * -(-count // columns))
-    cells = axes_grid(figure, count, columns)
-    names = layer_names([layer.module for layer in maps])
-    return figure, list(zip(cells, maps, names, strict=False)), cells[len(maps) :]
 
 
 def tidy(axes: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> None:

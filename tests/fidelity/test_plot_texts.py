@@ -8,7 +8,7 @@ import torch
 from matplotlib.text import Text
 from support.tiny import converted, inputs_of
 
-from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
+from linearize.fidelity import measure, plots, plots_compare, plots_maps
 from linearize.fidelity.maps import attention_maps
 from linearize.fidelity.plots_style import layer_names, to_png
 
@@ -66,21 +66,9 @@ def test_texts_of_all_pictures(layers, style):
     fidelity = dataclasses.replace(fidelity, layers=tuple(named(fidelity.layers, style)))
     title = f"{layer_names([maps[0].module])[0]}, head 1: total variation 0.123 (best)"
     check(plots.fidelity_heatmaps(fidelity))
-    check(plots.weight_scatter(maps))
     check(plots_maps.attention_grid(maps))
     check(plots_maps.head_map(maps[0], 1, [f"token{i}-with-long-text" for i in range(9)], title))
     check(plots_maps.head_map(maps[0], 1, list("abcdefghi")))
-    check(plots_kernels.kernel_picture("hedgehog").draw(maps))
-
-
-@pytest.mark.sampled("values")
-@pytest.mark.parametrize("style", ["usual", "long"])
-@pytest.mark.parametrize("kernel", ["luna", "flexformer_n"])
-def test_texts_of_learned_kernels(kernel, style):
-    for layers in (1, 4):
-        model = converted("bert", kernel=kernel, config={"num_hidden_layers": layers})
-        batch = {name: value[1:2] for name, value in inputs_of(model).items()}
-        check(plots_kernels.kernel_picture(kernel).draw(named(attention_maps(model, batch), style)))
 
 
 @pytest.mark.sampled("one")

@@ -9,8 +9,8 @@ import torch
 from support.tiny import converted, inputs_of
 
 from linearize.core.errors import DataError
-from linearize.fidelity import measure, plots, plots_compare, plots_kernels, plots_maps
-from linearize.fidelity.maps import attention_maps, rank_correlation
+from linearize.fidelity import measure, plots, plots_compare, plots_maps
+from linearize.fidelity.maps import attention_maps
 from linearize.fidelity.plots_style import DISTANCE_SCALE, WEIGHT_SCALE, layer_names, safe_label, shade, to_png
 
 KERNELS = ("hedgehog", "luna", "flexformer_s", "flexformer_n", "norm_elu", "diag_softmax")
@@ -34,8 +34,6 @@ def test_maps_are_the_models_own_weights(kernel):
     if not first.layer.mixer.info.normalized:
         written = written / written.abs().sum(-1, keepdim=True)
     torch.testing.assert_close(first.linear, written.detach(), rtol=1e-4, atol=1e-6)
-    rank = rank_correlation(first)
-    assert rank.shape == (4,) and float(rank.abs().max()) <= 1 + 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -45,7 +43,6 @@ def test_causal_maps_see_no_later_key(name):
         assert float(layer.linear.triu(1).abs().max()) < 1e-6
         assert float(layer.softmax.triu(1).abs().max()) == 0
         torch.testing.assert_close(layer.linear.sum(-1), torch.ones(4, 9))
-    assert to_png(plots.weight_scatter(maps))[0].startswith(b"\x89PNG")
 
 
 def test_two_inputs_at_once_have_no_map():
@@ -64,37 +61,11 @@ def test_every_figure_draws(kernel):
         plots_maps.attention_grid(maps),
         plots_maps.head_map(maps[1], 3, ["$a", "b\n", "漢", "<s>", "e", "f", "g", "h" * 40, ""]),
         plots.fidelity_heatmaps(fidelity),
-        plots.weight_scatter(maps),
     ]
     for figure in figures:
         png, width, height = to_png(figure, dpi=40)
         assert png.startswith(b"\x89PNG") and width > 100 and height > 50
     assert "matplotlib.pyplot" not in sys.modules
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_learned_kernels_draw(kernel):
-    model = converted("bert", kernel=kernel)
-    known = plots_kernels.kernel_picture(kernel)
-    assert (known is None) == (kernel in ("norm_elu", "diag_softmax"))
-    if known:
-        assert to_png(known.draw(attention_maps(model, one(model))), dpi=40)[0].startswith(b"\x89PNG")
-
-
-def test_luna_channels_are_the_kernels_own():
-    model = converted("bert", kernel="luna")
-    kernel = attention_maps(model, one(model))[0].layer.mixer.keys
-    u = torch.linspace(-2, 2, 7)
-    mine = plots_kernels._luna_psi(kernel, 1, u)
-    all_heads = kernel._psi(u.reshape(1, 1, 7, 1).expand(1, 4, 7, 1))[0, 1, :, 0].T
-    torch.testing.assert_close(mine, all_heads.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_an_outside_kernel_can_have_a_picture(monkeypatch):
-    monkeypatch.setattr(plots_kernels, "_PICTURES", dict(plots_kernels._PICTURES))
-    plots_kernels.register_picture("mine", plots_kernels.luna_channels, "words")
-    assert plots_kernels.kernel_picture("mine").caption == "words"
-    assert plots_kernels.kernel_picture("elu") is None
 
 
 def test_picture_maps_and_their_grid():
@@ -195,7 +166,7 @@ def test_names_and_labels():
 
 
 def test_matplotlib_is_loaded_with_the_first_figure():
-    names = ["plots", "plots_maps", "plots_compare", "plots_kernels"]
+    names = ["plots", "plots_maps", "plots_compare"]
     modules = [
         *(f"linearize.fidelity.{name}" for name in names),
         "linearize.evaluation.report.page",

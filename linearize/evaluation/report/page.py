@@ -27,7 +27,7 @@ from linearize.evaluation.bench.rows import mebibytes, time_and_memory
 from linearize.evaluation.report.gather import Gathered, answer, gather
 from linearize.evaluation.report.options import ReportOptions
 from linearize.evaluation.report.predictions import CLASS, NUMBER, SEVERAL
-from linearize.fidelity import plots, plots_kernels, plots_maps
+from linearize.fidelity import plots, plots_maps
 from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _shown(value: Any) -> Any:
 
 def make_sections(found: Gathered) -> list[Section]:
     """Draw all sections that have something to show, in the order of the page."""
-    makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _scatter, _kernels, _training, _speed)
+    makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _training, _speed)
     return [section for make in makers for section in make(found)]
 
 
@@ -310,31 +310,6 @@ def _heads(found: Gathered) -> Iterator[Section]:
             return
     text = "The heads whose maps are closest to softmax's, and those that are furthest away, on the same input."
     yield Section("heads", "Best and worst heads", text, tuple(pictures))
-
-
-def _scatter(found: Gathered) -> Iterator[Section]:
-    if not found.maps:
-        return
-    text = (
-        "Softmax's weight rises with q . k. A kernel that ranks the keys alike rises too (Hedgehog, section 3.2 and "
-        "figure 3): the rank correlation is Spearman's per query, mean over queries and heads; 1 is softmax's own."
-    )
-    alt = "Weight against q . k, one panel per layer: softmax's points and the kernel's."
-    yield Section("scatter", "Weight against q . k", text, (draw("scatter", plots.weight_scatter(found.maps), alt),))
-
-
-def _kernels(found: Gathered) -> Iterator[Section]:
-    pictures = []
-    for kernel in dict.fromkeys(layer.kernel for layer in found.maps):
-        picture = plots_kernels.kernel_picture(kernel)
-        if picture is None:
-            found.left_out.append(f"Learned kernels: there is no picture for kernel {kernel!r}.")
-            continue
-        figure = picture.draw([layer for layer in found.maps if layer.kernel == kernel])
-        alt = f"What the kernel {kernel} has learned, layer by layer."
-        pictures.append(draw(f"kernel-{kernel}", figure, alt, picture.caption or alt))
-    if pictures:
-        yield Section("kernels", "What the kernels learned", "Only these numbers were added.", tuple(pictures))
 
 
 def _training(found: Gathered) -> Iterator[Section]:
