@@ -100,8 +100,8 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     from transformers import pipeline
 
     from linearize.checkpoint.loading import quiet
-    from linearize.evaluation.bench.job import measure_speed
-    from linearize.evaluation.bench.models import BenchModel
+    from linearize.evaluation.bench.job import measure
+    from linearize.evaluation.bench.models import BenchModel, PairSuite
     from linearize.jobs.convert import convert_checkpoint
     from linearize.jobs.dry_run import duration
 
@@ -147,8 +147,8 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     on_event(Started(f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns"))
     with quiet():
         model = BenchModel.of(reader.model, output, longest=tokens)
-        rows, _ = measure_speed({output: model}, {output: [tokens]}, repeats=1, memory=True)
-    return DemoResult(conversion, size, rows[output][0])
+        row = measure(PairSuite(model), tokens, repeats=1)
+    return DemoResult(conversion, size, row)
 
 
 def sized(batch: float, job: DemoJob) -> tuple[int, float]:

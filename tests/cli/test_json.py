@@ -36,7 +36,7 @@ CASES = {
     "results": ("runs/made", {"title", "rows", "columns"}),
     "kernels": ("", {"name", "formula", "arguments", "quality", "speed", "choose"}),
     "inspect": ("linear", {"converted", "plan", "provenance"}),
-    "export": ("linear --output i", {"output", "graphs", "checked", "times"}),
+    "export": ("linear --output i", {"output", "graphs", "checked"}),
     "push": ("linear alice/linear", {"url"}),
     "report": (f"linear {LOOK} --output e", {"checkpoint", "fidelity", "left_out"}),
     "compare": (f"linear linear2 {LOOK} --output f", {"conversions", "notes"}),
@@ -84,12 +84,10 @@ def test_json(verb, place, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     # Of the demo only the checkpoint is another one, and memory takes fresh processes; an upload needs a Hub; writing a
     # graph down takes seconds (tests/export does).
-    monkeypatch.setattr("linearize.jobs.export.export_checkpoint", lambda *_: ExportResult("i", {}, {}, []))
+    monkeypatch.setattr("linearize.jobs.export.export_checkpoint", lambda *_: ExportResult("i", {}, {}))
     monkeypatch.setattr("linearize.jobs.demo.minilm_folder", lambda: place / "bert")
     monkeypatch.setattr("linearize.jobs.demo._seconds_per_batch", lambda folder: 0.1)
-    monkeypatch.setattr(
-        "linearize.evaluation.bench.job.peak_memory", lambda suite, side, lengths: dict.fromkeys(lengths, 1)
-    )
+    monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", lambda *_: 1)
     monkeypatch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
     words, keys = CASES[verb]
     assert "--json" in build_parser(verb).format_help()

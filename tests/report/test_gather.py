@@ -114,9 +114,7 @@ def test_other_kinds(name, made, tmp_path):
     found = write_report(options(made, name), str(tmp_path / "out"))
     page = (tmp_path / "out" / "index.html").read_text()
     assert ("laid over the picture" in page) == (name == "vit")
-    assert ("Flexformer" in page) == (name == "bert-flexformer_n")
     if name == "gpt2":
-        assert any("no picture for kernel 'norm_elu'" in what for what in found.left_out)
         assert found.fidelity.mean("kl") is None
     if name == "vit":
         assert any("no length to measure at" in what for what in found.left_out)

@@ -9,7 +9,8 @@ import pytest
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.evaluation.bench import job, meter
+from linearize.evaluation.bench import meter
+from linearize.evaluation.report import compare
 from linearize.evaluation.report.paired import best_by, fastest, mean_difference
 
 
@@ -103,7 +104,7 @@ def test_all_are_timed_in_the_same_turns_and_noise_is_no_verdict(tmp_path, capsy
         turns.append((list(sides), repeats))
         return {(name, side): meter.Timing.of([1.0 if side == "softmax" else 0.5] * repeats) for name, side in sides}
 
-    monkeypatch.setattr(job, "in_turns", in_turns)
+    monkeypatch.setattr(compare, "in_turns", in_turns)
     monkeypatch.setattr(meter.Noise, "too_noisy", property(lambda noise: True))
     line = ["compare", "one", "same", "--inputs", "6", "--lengths", "16", "--repeats", "3", "--device", "cpu"]
     code, out, err = run(capsys, *line)

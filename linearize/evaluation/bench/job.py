@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 
 from linearize.attention.factory import default_scale
 from linearize.checkpoint.loading import check_device
-from linearize.core.errors import ConfigError, LinearizeError, unknown_name
+from linearize.core.errors import ConfigError, unknown_name
 from linearize.core.events import Callback, Event, Started, ignore
 from linearize.core.registry import PLAIN, Hybrid, kernel_info, make_config
-from linearize.evaluation.bench.memory import memory_of, out_of_memory, peak_memory
+from linearize.evaluation.bench.memory import memory_of, out_of_memory
 from linearize.evaluation.bench.meter import (
     Call,
     Machine,
@@ -32,7 +32,6 @@ from linearize.evaluation.bench.models import (
     DecodeModelSuite,
     ModelSuite,
     OfModel,
-    PairSuite,
     TrainSuite,
 )
 from linearize.evaluation.bench.options import BenchOptions, check_lengths
@@ -52,8 +51,6 @@ OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
     "decode-model": DecodeModelSuite,
 }
 KERNEL = "hedgehog"
-TURNS = 7
-"""Forwards per variant of a model next to its own softmax."""
 
 
 @dataclass(frozen=True)
@@ -215,78 +212,22 @@ def measure(suite: Suite, tokens: int, *, repeats: int | None = None, memory: bo
         LinearizeError: if a variant fails for another reason than memory that runs out, which is a result.
     """
     tried = suite.memory_variants if memory else suite.may_run_out_of_memory
-    return time_in_turns({"": suite}, tokens, repeats, {("", x): memory_of(suite, x, tokens) for x in tried})[""]
-
-
-def measure_speed(
-    models: Mapping[str, BenchModel],
-    lengths: Mapping[str, Sequence[int]],
-    repeats: int = TURNS,
-    *,
-    memory: bool = False,
-) -> tuple[dict[str, list[Row]], Noise]:
-    """Time one forward without the head per length, all models with and without softmax in the same turns.
-
-    Both variants have the same weights: an observer makes a converted model's layers compute softmax (SDPA).
-
-    Args:
-        models: converted models, by name.
-        lengths: tokens of each one's inputs, ascending.
-        repeats: forwards per variant; medians are returned.
-        memory: whether peak memory is measured too, in a separate process per variant that loads the model again.
-
-    Returns:
-        One row per length, by model; and how quiet the machine was.
-    """
-    suites = {name: PairSuite(model) for name, model in models.items()}
-    taken: dict[tuple[str, str], dict[int, int]] = {}
-    for name, suite in suites.items():
-        for variant in suite.variants if memory else ():
-            # A report does not fail because of its memory.
-            with contextlib.suppress(LinearizeError):
-                taken[name, variant] = peak_memory(suite, variant, lengths[name])
-    watch = NoiseWatch(next(iter(models.values())).device if models else "cpu")
-    rows: dict[str, list[Row]] = {name: [] for name in models}
-    for tokens in sorted({tokens for own in lengths.values() for tokens in own}):
-        timed = {name: suite for name, suite in suites.items() if tokens in lengths[name]}
-        known = {key: Variant(bytes=own.get(tokens)) for key, own in taken.items()}
-        for name, row in time_in_turns(timed, tokens, repeats, known).items():
-            rows[name].append(row)
-        watch.probe()
-    return rows, watch.stop()
-
-
-def time_in_turns(
-    suites: Mapping[str, Suite], tokens: int, repeats: int | None, known: Mapping[tuple[str, str], Variant]
-) -> dict[str, Row]:
-    """Time all variants of suites of one kind at one length, in the same turns.
-
-    Args:
-        suites: by name.
-        tokens: the length.
-        repeats: turns; None: chosen from how long they take.
-        known: their memory, by name and variant; variants that ran out of it are not timed.
-    """
-    variants = {(name, x): known.get((name, x), Variant()) for name, suite in suites.items() for x in suite.variants}
-    calls: dict[tuple[str, str], Call] = {}
+    variants = {name: memory_of(suite, name, tokens) if name in tried else Variant() for name in suite.variants}
+    calls: dict[str, Call] = {}
     warm_up = 0.0
-    for key in [key for key, variant in variants.items() if variant.problem is None]:
+    for name in [name for name, variant in variants.items() if variant.problem is None]:
         try:
-            calls[key] = suites[key[0]].prepare(key[1], tokens)
-            warm_up += seconds_of(calls[key])
+            calls[name] = suite.prepare(name, tokens)
+            warm_up += seconds_of(calls[name])
         except (RuntimeError, MemoryError) as error:
-            calls.pop(key, None)
-            variants[key] = out_of_memory(error)
-    in_a_row = max(suite.calls for suite in suites.values())
-    for key, timing in in_turns(calls, repeats, warm_up=warm_up, calls=in_a_row).items():
-        variants[key] = Variant(timing, variants[key].bytes)
+            calls.pop(name, None)
+            variants[name] = out_of_memory(error)
+    for name, timing in in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls).items():
+        variants[name] = Variant(timing, variants[name].bytes)
     calls.clear()
     gc.collect()
-    rows = {}
-    for name, suite in suites.items():
-        row = Row(suite.name, suite.what, tokens, suite.pair, {x: variants[name, x] for x in suite.variants})
-        rows[name] = replace(row, figures=suite.figures(row))
-    return rows
+    row = Row(suite.name, suite.what, tokens, suite.pair, variants)
+    return replace(row, figures=suite.figures(row))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +77,7 @@ def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
     """Measure the peak memory of one variant: here on a GPU, in a fresh process on the CPU; nothing elsewhere."""
     try:
         if suite.device == "cpu":
-            return Variant(bytes=peak_memory(suite, variant, (tokens,))[tokens])
+            return Variant(bytes=in_fresh_process(measure_memory, suite, variant, tokens, torch.get_num_threads()))
         if suite.device.startswith("cuda"):
             return Variant(bytes=_on_gpu(suite, variant, tokens))
     except (RuntimeError, MemoryError, OutOfMemoryError) as error:
@@ -85,23 +85,12 @@ def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
     return Variant()
 
 
-def peak_memory(suite: Prepares, variant: str, lengths: Sequence[int]) -> dict[int, int]:
-    """Return the bytes that a call of one variant adds to a fresh process's peak, by length.
-
-    Raises:
-        OutOfMemoryError: if memory runs out there.
-        LinearizeError: if the process fails in another way.
-    """
-    taken = in_fresh_process(measure_memory, suite, variant, list(lengths), torch.get_num_threads())
-    return {int(tokens): count for tokens, count in taken.items()}
-
-
-def measure_memory(suite: Prepares, variant: str, lengths: Sequence[int], threads: int) -> dict[int, int]:
-    """Return the bytes that a call per length adds to this process's peak; the body of the fresh process."""
+def measure_memory(suite: Prepares, variant: str, tokens: int, threads: int) -> int:
+    """Return the bytes that a call adds to this process's peak; the body of the fresh process."""
     torch.set_num_threads(threads)
     suite.prepare(variant, WARM_UP)()
     limit_memory()
-    return {tokens: _added(suite, variant, tokens, start_peak, peak) for tokens in lengths}
+    return _added(suite, variant, tokens, start_peak, peak)
 
 
 def _added(suite: Prepares, variant: str, tokens: int, start: Callable[[], int], highest: Callable[[], int]) -> int:

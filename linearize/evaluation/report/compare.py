@@ -15,7 +15,7 @@ from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.parsing import finite
-from linearize.evaluation.bench.job import measure_speed
+from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.report.inputs import FIGURES as PER_INPUT
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
@@ -136,18 +136,25 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
     noisy = False
     if timed:
         on_event(Started("timing all of them in turns"))
-        rows, noise = measure_speed(timed, {name: [model.longest] for name, model in timed.items()}, options.repeats)
+        calls: dict[tuple[str, str], Call] = {}
+        for name, model in timed.items():
+            # An observer that returns None leaves a layer to its softmax.
+            calls[name, "softmax"] = model.forward(model.longest, observer=lambda *_: None)
+            calls[name, "linear"] = model.forward(model.longest)
+        watch = NoiseWatch(device)
+        timings = in_turns(calls, options.repeats)
+        noise = watch.stop()
         noisy = noise.too_noisy
         if noisy:
             notes.append(f"No verdict on speed, the machine was {noise.text}.")
-        for name, (row,) in rows.items():
-            speed = row.side_by_side()
+        for name, model in timed.items():
+            linear = timings[name, "linear"]
             conversions[name] = replace(
                 conversions[name],
-                seconds=speed["linear_seconds"],
-                speedup=speed["speedup"],
-                tokens=speed["tokens"],
-                seconds_spread=speed["linear_spread"],
+                seconds=linear.seconds,
+                speedup=timings[name, "softmax"].seconds / linear.seconds,
+                tokens=model.longest,
+                seconds_spread=linear.spread,
             )
     measured = list(conversions.values())
     verdicts, differences = _verdicts(measured, noisy=noisy)

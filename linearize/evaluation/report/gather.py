@@ -6,7 +6,7 @@ The sentence that opens a report says how close, how fast and up to what length,
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -15,11 +15,12 @@ from linearize.checkpoint.inspect import CheckpointInfo, inspect_checkpoint
 from linearize.checkpoint.loading import Loaded, check_device, load_converted
 from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
 from linearize.conversion.positions import current_image_size, current_length, runs_beyond_limit
-from linearize.core.errors import DataError
+from linearize.core.errors import DataError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
-from linearize.evaluation.bench.job import measure_speed
+from linearize.evaluation.bench.job import run_tasks
 from linearize.evaluation.bench.meter import Noise
-from linearize.evaluation.bench.models import BenchModel
+from linearize.evaluation.bench.models import BenchModel, PairSuite
+from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.report.inputs import Measured, measure_checkpoint, token_labels
 from linearize.evaluation.report.options import ReportOptions, lengths_within
@@ -30,6 +31,8 @@ from linearize.fidelity.measure import Fidelity, OutputDifference
 
 MAP_TOKENS = 32
 """Tokens of a text whose maps are shown: as many as can be read on an axis."""
+TURNS = 7
+"""Forwards per length with softmax and with kernels."""
 SAME = 0.05
 """Two forwards are equally fast if their times differ by at most this share."""
 OTHER_SOFTMAX = (
@@ -190,8 +193,15 @@ def _speeds(
     if folder is None:
         left_out.append("Memory against length: measured for checkpoints in a folder, on the CPU, only.")
     model = BenchModel.of(loaded.model, folder, longest=lengths[-1], image_size=size)
-    rows, noise = measure_speed({loaded.name: model}, {loaded.name: lengths}, memory=folder is not None)
-    return rows[loaded.name], noise
+    tasks = [(PairSuite(model), tokens) for tokens in lengths]
+    how = BenchOptions(device=model.device, dtype=model.dtype, repeats=TURNS, memory=folder is not None)
+    try:
+        result = run_tasks(tasks, how, ignore)
+    except LinearizeError as error:
+        # A report does not fail because of its memory.
+        left_out.append(f"Memory against length: {error}.")
+        result = run_tasks(tasks, replace(how, memory=False), ignore)
+    return result.rows, result.noise
 
 
 def answer(found: Gathered) -> str:
