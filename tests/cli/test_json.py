@@ -86,7 +86,6 @@ def test_json(verb, place, capsys, monkeypatch):
     # graph down takes seconds (tests/export does).
     monkeypatch.setattr("linearize.jobs.export.export_checkpoint", lambda *_: ExportResult("i", {}, {}))
     monkeypatch.setattr("linearize.jobs.demo.minilm_folder", lambda: place / "bert")
-    monkeypatch.setattr("linearize.jobs.demo._seconds_per_batch", lambda folder: 0.1)
     monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", lambda *_: 1)
     monkeypatch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
     words, keys = CASES[verb]

@@ -23,25 +23,20 @@ def layer(index, kernel="flexformer_n", window=None, size=32):
                      hybrid=Hybrid(window=window))  # fmt: skip
 
 
-def worst(plan, *figures, negative=0.0):
+def worst(plan, *figures):
     names = [f"bert.encoder.layer.{i}.attention.self" for i in range(len(figures))]
-    return worst_layer(dict(zip(names, figures, strict=True)), "KL", plan, dict.fromkeys(names, negative))
+    return worst_layer(dict(zip(names, figures, strict=True)), "KL", plan)
 
 
-def test_the_worst_layer_and_what_helps_it():
+def test_the_worst_layer():
     plan = Plan("BertModel", "bert", tuple(layer(i) for i in range(4)))
     found = worst(plan, 0.1, 0.1, 0.9, 0.1)
     assert (found.index, found.figure, found.value, found.mean) == (2, "KL", 0.9, pytest.approx(0.3))
-    assert [help.partition(" (")[2] for help in found.helps] == [
-        "--keep-softmax 2)", "--kernel-arg; see `linearize kernels flexformer_n`)", "--window 64)",
-    ]  # fmt: skip
-    # Not far from the others: softmax need not stay.
-    assert not any("--keep-softmax" in help for help in worst(plan, 0.3, 0.3, 0.4, 0.3).helps)
-    assert worst(plan, 0.001, 0.002).helps == ()
-    assert "a kernel whose weights cannot be negative" in worst(plan, 0.1, 0.2, negative=0.1).helps
     assert worst(plan, 0.1) is None
-    fixed = Plan("BertModel", "bert", tuple(layer(i, "elu", window=8) for i in range(2)))
-    assert worst(fixed, 0.1, 0.2).helps[0] == "a kernel that learns (--kernel hedgehog)"
+    assert advice.Findings(found, None, "load", "next", "why").lines()[0] == (
+        "Worst layer: 2 (bert.encoder.layer.2.attention.self), KL 0.900, 0.300 on average; --keep-softmax 2 leaves it "
+        "softmax."
+    )
 
 
 def test_the_block_in_which_the_error_grows_most():
@@ -49,7 +44,6 @@ def test_the_block_in_which_the_error_grows_most():
     errors = {"bert.encoder.layer.0": 0.1, "bert.encoder.layer.1": 0.5, "bert.encoder.layer.2": 0.6, "output": 0.9}
     found = worst_layer(advice.growth(errors), "growth", plan)
     assert (found.index, found.value, found.mean) == (1, pytest.approx(0.4), pytest.approx(0.2))
-    assert found.helps[0] == "softmax stays in it (--keep-softmax 1)"
 
 
 def test_lengths_are_counted_without_padding():
