@@ -37,7 +37,7 @@ from linearize.jobs.convert import (
 )
 from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.jobs.finetune import check_output, open_tuning
-from linearize.jobs.longdoc import check_options, conversion_job, examine, tuning_job
+from linearize.jobs.longdoc import check_options, examine, steps
 from linearize.jobs.longdoc_quick import quick
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import LongdocJob, TuneJob
@@ -432,33 +432,28 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
         on_event(Noted(note))
     trial, sizes = _Trial(on_event, check_device(job.device)), [0]
 
-    def tuned(called: str, length: int, put: Callable[[PreTrainedModel], object] | None = None) -> list[StageBill]:
-        asked = tuning_job(job, job.model, folder / called, length)
-        opened = open_tuning(asked, ignore, put)
+    def tuned(
+        called: str, asked: TuneJob, change: Callable[[PreTrainedModel], object] | None = None
+    ) -> list[StageBill]:
+        opened = open_tuning(asked, ignore, change)
         sizes.append(size_of(opened.model))
-        return [replace(_stage_two(asked, opened), stage=f"tuning {called} at {length:,} tokens")]
+        return [replace(_stage_two(asked, opened), stage=f"tuning {called} at {asked.data.max_length:,} tokens")]
 
-    def stage_one() -> list[StageBill]:
-        asked = conversion_job(job, folder, lengths, job.distill_length or lengths.original)
-        return [_stage_one(open_conversion(asked, on_event)[0], asked.distill)]
+    with tempfile.TemporaryDirectory() as folder:
+        original, conversion, alignment, linear = (step for _, _, step in steps(job, Path(folder), lengths))
+        # The alignment reads longer rows than stage one.
+        longer = replace(conversion, distill_length=alignment.length, data=alignment.data, align=alignment.align)
 
-    def alignment() -> list[StageBill]:
-        asked = conversion_job(replace(job, distill_steps=1), folder, lengths, job.align_length or lengths.linear)
-        return _alignment(open_conversion(asked, ignore)[0], replace(asked.align, steps=job.align_steps), None)
+        def put(model: PreTrainedModel) -> None:
+            decided = plan_of(conversion, model, conversion.max_length)
+            convert_model(model, decided, max_length=conversion.max_length, positions=conversion.positions)
 
-    def put(model: PreTrainedModel) -> None:
-        asked = conversion_job(job, folder, lengths, lengths.linear)
-        decided = plan_of(asked, model, asked.max_length)
-        convert_model(model, decided, max_length=asked.max_length, positions=asked.positions)
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        trial.run("the original's tuning", lambda: tuned("the original", lengths.original))
+        trial.run("the original's tuning", lambda: tuned("the original", original))
         if job.distill_steps:
-            trial.run("stage one", stage_one)
+            trial.run("stage one", lambda: [_stage_one(open_conversion(conversion, on_event)[0], conversion.distill)])
         if job.align_steps:
-            trial.run("the alignment", alignment)
-        trial.run("the linear model's tuning", lambda: tuned("the linear model", lengths.linear, put))
+            trial.run("the alignment", lambda: _alignment(open_conversion(longer, ignore)[0], alignment.align, None))
+        trial.run("the linear model's tuning", lambda: tuned("the linear model", replace(linear, model=job.model), put))
     if not trial.problem:
         rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2
         seconds = (sides - 1) * trial.stages[0].evaluation + trial.stages[-1].evaluation

@@ -23,7 +23,7 @@ from linearize.checkpoint.ownership import remove_parts
 from linearize.conversion.positions import extend_positions
 from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
 from linearize.core.options import name_of, recorded
-from linearize.jobs.config import AlignJob, ConvertJob, Job
+from linearize.jobs.config import AlignJob, ConvertJob
 from linearize.jobs.convert import align_checkpoint, check_kernel, convert_checkpoint, make_plan
 from linearize.jobs.evaluate import (
     Side,
@@ -127,7 +127,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     return result
 
 
-def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Job]]:
+def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:
     """Return the jobs before the comparison in order, each with its folder and title."""
     short, long = lengths.original, lengths.linear
     conversion = conversion_job(job, work, lengths, job.distill_length or short)
@@ -148,7 +148,7 @@ def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str,
     ]
 
 
-RUN: dict[type[Job], Callable[[Any, Callback], object]] = {
+RUN: dict[type, Callable[[Any, Callback], object]] = {
     TuneJob: finetune_checkpoint,
     ConvertJob: convert_checkpoint,
     AlignJob: align_checkpoint,
