@@ -31,6 +31,8 @@ REMOVED = {
     "--no-memory": "the search measures time alone; linearize bench measures memory",
     "--no-search-memory": "the search measures time alone; linearize bench measures memory",
     "--plot": "--json has the figures",
+    "--train": "run python -m benchmarks.steps train in a checkout",
+    "--batch-tokens": "give --batch; python -m benchmarks.steps train has it",
     "--features-given": "run python -m benchmarks.attentions op in a checkout",
     "--time": "run python -m benchmarks.onnx in a checkout",
     "--goals": "run python -m benchmarks.goals in a checkout",

@@ -47,18 +47,16 @@ def _suite(given: Collection[str]) -> str:
     """Choose what is measured, and refuse options that have no meaning there."""
     of_attention = ("causal", "backward", "heads", "head_dim")
     if "decode" in given:
-        _refuse(given, ("train", *of_attention, "image_size"), "--decode measures one token of a whole model")
+        _refuse(given, (*of_attention, "image_size"), "--decode measures one token of a whole model")
         if "model" not in given:
             raise ConfigError(
                 "bench: --decode needs a MODEL such as gpt2; attentions alone decode under python -m "
                 "benchmarks.attentions decode in a checkout"
             )
         return "decode-model"
-    if "model" in given or "train" in given:
+    if "model" in given:
         _refuse(given, of_attention, "a whole model is measured as it is")
-        if "train" in given:
-            _refuse(given, ("image_size",), "--train measures a training step")
-        return "train" if "train" in given else "model"
+        return "model"
     _refuse(given, ("layers",), "one attention is measured")
     return "attention"
 

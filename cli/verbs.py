@@ -246,7 +246,6 @@ class Bench(Verb):
       linearize bench gpt2 --decode --lengths 1024,8192
       linearize bench google/vit-base-patch16-224 --image-size 224,384,512
       linearize bench bert-base --lengths 128,4096,16384
-      linearize bench bert-base --train --lengths 2048,4096 --batch-tokens 4096
       linearize bench ./roberta-base-hedgehog --json --plot speed.png
       linearize bench --config mine.yaml --device cpu
 
@@ -271,9 +270,7 @@ class Bench(Verb):
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the suites and the picture, in the groups of the options."""
         add = groups[WHAT].add_argument
-        what = "one token of MODEL after a context (--lengths)"
-        add("--decode", action="store_true", help=what)
-        add("--train", action="store_true", help="a training step of the whole MODEL: forward, backward and AdamW")
+        add("--decode", action="store_true", help="one token of MODEL after a context (--lengths)")
         add = groups[HOW].add_argument
         add("--plot", metavar="FILE.png", help="draw time and memory against length")
         add("--overwrite", action="store_true", help="replace the file of --plot if it exists")

@@ -17,6 +17,8 @@ from benchmarks.bound import operations, with_bound
 from benchmarks.goals import Goal, judge, run_goals, table_of_goals
 from benchmarks.public_op import PublicOpSuite
 from benchmarks.stage_one import StageOneSuite, naive_loss
+from benchmarks.train import TrainSuite
+from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
 from linearize.evaluation.bench import memory
 from linearize.evaluation.bench.job import measure
@@ -137,6 +139,35 @@ def test_stage_one(bert, kernel):
     assert row.figures["share_of_least"] == pytest.approx(row.seconds("least") / row.seconds("step"))
     # Both sides take as much, so nothing is left between them.
     assert row.figures["memory_ratio"] == row.figures["memory_ratio_above_weights"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def folders(bert, tmp_path_factory):
+    linear = tmp_path_factory.mktemp("models") / "linear"
+    converted("bert").save_pretrained(linear)
+    return {"bert": bert, "linear": str(linear)}
+
+
+@pytest.mark.parametrize("name", ["bert", "linear"])
+def test_a_training_step_is_one_of_softmax_or_of_kernels(folders, no_process, name):
+    suite = TrainSuite(BenchModel(folders[name], "hedgehog", longest=64, batch_tokens=100))
+    suite.check()
+    row = measure(suite, 40, repeats=2)
+    assert row.speedup == pytest.approx(row.seconds("softmax") / row.seconds("linear"))
+    assert row.figures["bound_speedup"] == pytest.approx(row.seconds("softmax") / row.seconds("no attention"))
+    assert [suite.model.inputs(tokens)["input_ids"].shape for tokens in (40, 101)] == [(2, 40), (1, 101)]
+    found = {}
+    for variant in suite.variants:
+        model = suite.model.original if (name, variant) == ("bert", "softmax") else suite.model.linear
+        step = suite.prepare(variant, 40)
+        weights = next(weight for key, weight in model.named_parameters() if key.endswith("query.weight"))
+        before = weights.detach().clone()
+        step()
+        found[variant] = weights.grad.clone()
+        # Without attention nothing depends on the queries.
+        assert torch.equal(weights, before) == (variant == "no attention")
+        assert not any(layer.observer for layer in linear_attentions(model).values())
+    assert not found["no attention"].any() and not torch.allclose(found["softmax"], found["linear"], rtol=0.1, atol=0)
 
 
 @pytest.mark.usefixtures("no_process")

@@ -25,7 +25,6 @@ from linearize.evaluation.bench.models import (
     BenchModel,
     DecodeModelSuite,
     ModelSuite,
-    TrainSuite,
     set_context,
     softmax_model,
 )
@@ -98,29 +97,6 @@ def test_models_that_have_no_length(folders):
         run_bench(BenchOptions("model", str(folders / "vit"), lengths=(8,)))
     with pytest.raises(CheckpointError):
         run_bench(BenchOptions("model", str(folders / "none"), lengths=(8,)))
-
-
-@pytest.mark.parametrize("name", ["bert", "linear"])
-def test_a_training_step_is_one_of_softmax_or_of_kernels(folders, monkeypatch, name):
-    monkeypatch.setattr(memory, "in_fresh_process", lambda *_: 1000)
-    suite = TrainSuite(BenchModel(str(folders / name), "hedgehog", longest=64, batch_tokens=100))
-    suite.check()
-    row = measure(suite, 40, repeats=2)
-    consistent(row)
-    assert row.figures["bound_speedup"] == pytest.approx(row.seconds("softmax") / row.seconds("no attention"))
-    assert [suite.model.inputs(tokens)["input_ids"].shape for tokens in (40, 101)] == [(2, 40), (1, 101)]
-    found = {}
-    for variant in suite.variants:
-        model = suite.model.original if (name, variant) == ("bert", "softmax") else suite.model.linear
-        step = suite.prepare(variant, 40)
-        weights = next(weight for key, weight in model.named_parameters() if key.endswith("query.weight"))
-        before = weights.detach().clone()
-        step()
-        found[variant] = weights.grad.clone()
-        # Without attention nothing depends on the queries.
-        assert torch.equal(weights, before) == (variant == "no attention")
-        assert not any(layer.observer for layer in linear_attentions(model).values())
-    assert not found["no attention"].any() and not torch.allclose(found["softmax"], found["linear"], rtol=0.1, atol=0)
 
 
 def test_memory_is_that_of_the_tensors():

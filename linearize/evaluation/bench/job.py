@@ -32,7 +32,6 @@ from linearize.evaluation.bench.models import (
     DecodeModelSuite,
     ModelSuite,
     OfModel,
-    TrainSuite,
 )
 from linearize.evaluation.bench.options import BenchOptions, check_lengths
 from linearize.evaluation.bench.rows import Crossover, Row, Variant, crossovers
@@ -42,12 +41,10 @@ LENGTHS = {
     "attention": (512, 4096, 16384),
     "decode-model": (8192, 32768),
     "model": (128, 512, 4096),
-    "train": (512, 2048, 4096),
 }
 """The suites, and their default lengths."""
 OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
     "model": ModelSuite,
-    "train": TrainSuite,
     "decode-model": DecodeModelSuite,
 }
 KERNEL = "hedgehog"
@@ -125,10 +122,6 @@ def checked(options: BenchOptions) -> BenchOptions:
     """
     if options.suite not in LENGTHS:
         raise unknown_name("suite", options.suite, LENGTHS)
-    if options.batch_tokens is not None and (options.suite not in ("model", "train") or options.batch != 1):
-        # Decoding is measured on as many sequences as it says.
-        other = "leave batch out" if options.suite in ("model", "train") else "measure a MODEL's forward, or --train"
-        raise ConfigError(f"batch-tokens: got {options.batch_tokens}, which says how many sequences; {other}")
     if options.layers is not None and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
     if options.image_sizes is not None:
@@ -160,7 +153,6 @@ def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | N
         model = BenchModel(
             options.model or BERT_BASE,
             **named,
-            batch_tokens=options.batch_tokens,
             layers=options.layers,
             # A token is decoded after its context.
             longest=longest + (options.suite == "decode-model"),

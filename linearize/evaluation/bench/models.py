@@ -1,13 +1,13 @@
 """Whole models to measure: a checkpoint, a converted one, or BERT's sizes with random weights.
 
-Their suites are a forward, a training step, and decoding. A forward without any attention is the bound of the gain."""
+Their suites are a forward and decoding. A forward without any attention is the bound of the gain."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from linearize.attention.cache import cache_argument, cache_nbytes
-from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.checkpoint.loading import load_converted, load_model, model_type, move
 from linearize.conversion.plan import convert
@@ -39,10 +39,6 @@ from linearize.modeling.config import base_config_class
 
 BERT_BASE = "bert-base"
 """The name of a model of BERT's sizes (12 layers, 12 heads of size 64) with random weights; needs no network."""
-LEARNING_RATE = 1e-6
-"""Small enough that minutes of training steps do not change a model."""
-FIRST = 8
-"""Tokens of the training step before the first one that counts."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +299,7 @@ class ModelSuite(OfModel):
         return f"{self.model.label}, forward, {self.model.dtype}"
 
     def prepare(self, variant: str, tokens: int) -> Call:
-        model, observer = _side(self.model, variant)
+        model, observer = side(self.model, variant)
         return self.model.forward(tokens, model=model, observer=observer)
 
     def figures(self, row: Row) -> dict[str, float | None]:
@@ -312,7 +308,7 @@ class ModelSuite(OfModel):
         return figures if self.model.image_size is None else figures | {"image_size": float(self.model.image_size)}
 
 
-def _side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
+def side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
     """Return the model that computes a variant, and the observer under which it does."""
     if variant == "no attention":
         return model.linear, values_only
@@ -327,38 +323,6 @@ class PairSuite(ModelSuite):
     """One forward of a converted model and of its own softmax, without the bound."""
 
     variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
-
-
-@dataclass(frozen=True)
-class TrainSuite(ModelSuite):
-    """One training step of a whole model: forward, backward and AdamW over all weights.
-
-    The loss is the mean square of every other feature of the last hidden states (that of all is constant after a
-    LayerNorm): a task's own loss would cost both sides the same. Dropout is off, because SDPA with dropout takes a
-    slower path on the CPU, which would flatter the kernels.
-    """
-
-    name: ClassVar[str] = "train"
-    may_run_out_of_memory: ClassVar[tuple[str, ...]] = ("softmax",)
-
-    @property
-    def what(self) -> str:
-        return f"{self.model.label}, training step, {self.model.dtype}"
-
-    def prepare(self, variant: str, tokens: int) -> Call:
-        model, observer = _side(self.model, variant)
-        weights = [parameter.requires_grad_(True) for parameter in model.parameters()]
-        optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE)
-
-        def step(batch: Mapping[str, Tensor]) -> None:
-            with observed(model, observer):
-                optimizer.zero_grad(set_to_none=False)
-                run_body(model, batch).last_hidden_state[..., ::2].float().square().mean().backward()
-                optimizer.step()
-
-        # Makes gradients and moments, as large as the weights on either side, before the first step that counts.
-        step(self.model.inputs(FIRST))
-        return partial(step, self.model.inputs(tokens))
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,6 @@ class BenchOptions:
     heads: int = option(12, "heads", group=SIZES, metavar="H", **SIZE)
     head_dim: int = option(64, "size of a head", group=SIZES, metavar="D", **SIZE)
     batch: int = option(1, "sequences", group=SIZES, metavar="B", **SIZE)
-    batch_tokens: int | None = option(
-        None,
-        "as many sequences as have so many tokens, at least one; of whole models",
-        group=SIZES,
-        metavar="N",
-        **SIZE,
-    )
     layers: int | None = option(None, "layers of bert-base (12)", group=SIZES, metavar="L", **SIZE)
     causal: bool = option(False, "a query sees only keys up to its own position", group=WHAT)
     backward: bool = option(False, "forward and backward", group=WHAT)
