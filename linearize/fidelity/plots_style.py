@@ -41,10 +41,10 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def axes_grid(figure: Figure, count: int, columns: int, heights: Sequence[float] | None = None) -> list[Axes]:
-    """Lay out `count` axes in rows of `columns` (of these relative heights); the other cells stay empty."""
+def axes_grid(figure: Figure, count: int, columns: int) -> list[Axes]:
+    """Lay out `count` axes in rows of `columns`; the other cells stay empty."""
     rows = -(-count // columns)
-    cells = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel().tolist()
+    cells = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for empty in cells[count:]:
         empty.set_axis_off()
     return cells[:count]

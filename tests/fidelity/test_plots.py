@@ -97,21 +97,16 @@ def test_curves():
             empty([])
 
 
-def test_conversions_are_compared_by_figure_and_by_layer():
-    layers = [{"kl": 0.5, "output_error": 0.1}, {"kl": 0.25, "output_error": 0.3}]
-    rows = [
-        {"kl": 0.4, "output_error": 0.2, "speedup": 2.0, "layers": layers},
-        {"kl": None, "output_error": 0.1, "speedup": None, "layers": [{"kl": None, "output_error": 0.1}]},
-    ]
+def test_conversions_are_compared_by_figure():
+    rows = [{"kl": 0.4, "output_error": 0.2, "speedup": 2.0}, {"kl": None, "output_error": 0.1, "speedup": None}]
     labels = {"kl": "KL", "output_error": "error", "speedup": "times faster"}
     figure = plots_compare.compare_conversions(["a", "b"], rows, labels)
-    kl, error, faster, kl_layers, error_layers, empty = figure.axes
+    kl, error, faster = figure.axes
     assert [axes.get_title(loc="left") for axes in (kl, error, faster)] == ["KL", "error", "times faster"]
     assert [bar.get_width() for bar in kl.patches] == [0.4, 0.0] and kl.texts[1].get_text() == "-"
-    assert [line.get_ydata().tolist() for line in kl_layers.lines] == [[0.5, 0.25]]
-    assert [line.get_ydata().tolist() for line in error_layers.lines] == [[0.1, 0.3], [0.1]]
     # A conversion has one colour everywhere.
-    assert error_layers.lines[1].get_color() == error.patches[1].get_facecolor() and not empty.axison
+    assert kl.patches[1].get_facecolor() == error.patches[1].get_facecolor()
+    assert figure.legends[0].get_patches()[1].get_facecolor() == error.patches[1].get_facecolor()
     with pytest.raises(DataError, match="no conversion"):
         plots_compare.compare_conversions([], [], labels)
 
@@ -119,7 +114,7 @@ def test_conversions_are_compared_by_figure_and_by_layer():
 def test_names_of_conversions_of_any_length_leave_room():
     """Names next to the bars took a third of the picture, and pressed all panels to slivers."""
     names = ["a-conversion-with-a-long-name-" * 6, "$x$ \x1b[31m"]
-    rows = [{"kl": 0.4, "error": 0.2, "speed": 2.0, "layers": [{"kl": 0.4}]}] * 2
+    rows = [{"kl": 0.4, "error": 0.2, "speed": 2.0}] * 2
     figure = plots_compare.compare_conversions(names, rows, {"kl": "KL", "error": "error", "speed": "x" * 60})
     to_png(figure, dpi=50)
     (legend,) = figure.legends

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,14 +113,14 @@ def write_report(
         sections = make_sections(found)
         kernels = ", ".join(dict.fromkeys(layer.kernel for layer in found.fidelity.layers))
         architecture = found.info.architecture or found.info.model_type
-        text = page(
-            f"{Path(options.checkpoint).name}: report",
-            answer(found),
-            f"{architecture}: linear attention ({kernels}) compared with its softmax.",
-            sections,
-            found.notes,
-            found.left_out,
-            f"Made by linearize {__version__}. The numbers are in report.json, the pictures in the folder images.",
+        text = template().render(
+            title=f"{Path(options.checkpoint).name}: report",
+            lead=answer(found),
+            what=f"{architecture}: linear attention ({kernels}) compared with its softmax.",
+            sections=sections,
+            notes=found.notes,
+            left_out=found.left_out,
+            foot=f"Made by linearize {__version__}. The numbers are in report.json, the pictures in the folder images.",
         )
         numbers = found.to_dict() | {"options": recorded(options)}
         with atomic_folder(target, overwrite=overwrite) as folder:
@@ -132,33 +132,9 @@ def write_report(
     return found
 
 
-def page(
-    title: str,
-    lead: str,
-    summary: str,
-    sections: Sequence[Section],
-    notes: Sequence[str],
-    left_out: Sequence[str],
-    foot: str,
-) -> str:
-    """Return the page as HTML; everything that is put into it is escaped.
-
-    Args:
-        title: heading.
-        lead: the sentence that opens the page.
-        summary: one line below it.
-        sections: words, pictures and tables.
-        notes: what the reader should know.
-        left_out: what the page does not show, and why.
-        foot: last line.
-    """
-    return _template().render(
-        title=title, lead=lead, what=summary, sections=sections, notes=notes, left_out=left_out, foot=foot
-    )
-
-
 @functools.cache
-def _template() -> Template:
+def template() -> Template:
+    """Return the page's template; everything that is put into it is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
