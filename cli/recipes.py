@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from rich.console import Group
@@ -18,9 +17,6 @@ from linearize.jobs.recipes import formats
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
 from linearize.jobs.recipes.results import Table, make_table, tables
 from linearize.jobs.recipes.schema import Recipe
-
-if TYPE_CHECKING:
-    from linearize.jobs.recipes.against import Against
 
 
 def recipes(args: argparse.Namespace) -> None:
@@ -132,17 +128,11 @@ def results(args: argparse.Namespace) -> None:
             for line in formats.notes(one):
                 out.print(line)
         if compared is not None:
-            _show_against(out, compared)
-
-
-def _show_against(out: Screen, found: Against) -> None:
-    from linearize.jobs.recipes.against import lines_of, notes
-
-    title = f"points above {found.row}, with 95 % intervals"
-    right = tuple(range(1, len(found.tasks) + 1))
-    out.print(table(title, ["", *found.tasks], lines_of(found), right=right))
-    for line in notes(found):
-        out.print(line)
+            title = f"points above {compared.row}, with 95 % intervals"
+            right = tuple(range(1, len(compared.tasks) + 1))
+            out.print(table(title, ["", *compared.tasks], compared.cells(), right=right))
+            for line in compared.notes():
+                out.print(line)
 
 
 def results_table(results: Table) -> Group:

@@ -269,7 +269,11 @@ def _without_folders(word: str) -> str:
 
 def line(verb: str, model: str, options: Mapping[str, object]) -> str:
     """Return a command line; values of None and False are left out."""
-    return shlex.join(["linearize", verb, model, *_words(options)])
+    words = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [_text(value)])]
+    return shlex.join(["linearize", verb, model, *words])
 
 
 def data_options(job: object) -> dict[str, object]:
@@ -281,18 +285,6 @@ def data_options(job: object) -> dict[str, object]:
         if (known[name].places[0][0] == "data" or name in ("device", "seed"))
         and value not in (known[name].default, None, [])
     }
-
-
-def _words(options: Mapping[str, object]) -> list[str]:
-    words = []
-    for name, value in options.items():
-        if value is not None and value is not False:
-            words += [_flag(name), *([] if value is True else [_text(value)])]
-    return words
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _text(value: object) -> str:

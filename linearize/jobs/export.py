@@ -15,8 +15,6 @@ from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from linearize.export.graphs import Graph
     from linearize.export.onnx import Checked
 
@@ -63,7 +61,13 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         model = loaded.model.float().eval()
         # None if the inputs are no tokens, or not limited.
         longest = current_length(model) if model.main_input_name == "input_ids" else None
-        _check(model)
+        for name in ("exact_keys", "softmax_heads"):
+            # A graph cannot choose keys by size, nor keep a cache.
+            if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
+                raise UnsupportedModelError(
+                    f"export: got a model with {name.replace('_', ' ')}, expected a window, sinks and scales at most; "
+                    "convert again without them"
+                )
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}
         for graph in graphs:
@@ -81,16 +85,6 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
             if loaded.processor is not None:
                 loaded.processor.save_pretrained(folder)
         return ExportResult(job.output, described, checked)
-
-
-def _check(model: PreTrainedModel) -> None:
-    """Refuse what a graph cannot do: choose keys by size, keep a cache."""
-    for name in ("exact_keys", "softmax_heads"):
-        if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
-            raise UnsupportedModelError(
-                f"export: got a model with {name.replace('_', ' ')}, expected a window, sinks and scales at most; "
-                "convert again without them"
-            )
 
 
 def _described(graph: Graph) -> dict[str, object]:

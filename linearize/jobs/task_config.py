@@ -50,15 +50,6 @@ def _dataset() -> Any:
     return option(None, "Hub data set, file, folder, or folder with one folder per task", metavar="NAME_OR_PATH")
 
 
-def _usual_length(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rows' default length: what the model takes, if that is little."""
-    if "max_length" in values:
-        return {}
-    from linearize.training.stage_two.load import usual_length
-
-    return {"data": {"max_length": usual_length(values["model"])}}
-
-
 @dataclass(frozen=True)
 class TuneJob(Job):
     """Options of `finetune`; `task` is a `linearize.training.stage_two.tasks.Task`."""
@@ -104,12 +95,15 @@ class TuneJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that follow from other options: the rows' length, and the passes of a step of 32 rows."""
-        found = _usual_length(values)
+        from linearize.training.stage_two.load import usual_length
+
+        # What the model takes, if that is little.
+        length = values["max_length"] if "max_length" in values else usual_length(values["model"])
+        derived: dict[str, dict[str, Any]] = {"data": {"max_length": length}}
         if "batch_size" not in values:
-            length = values["max_length"] if "max_length" in values else found["data"]["max_length"]
             rows = rows_of(length, STAGE_TWO_TOKENS)
-            found["tune"] = {"batch_size": rows, "gradient_accumulation": STEP_ROWS // rows}
-        return found
+            derived["tune"] = {"batch_size": rows, "gradient_accumulation": STEP_ROWS // rows}
+        return derived
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,15 @@ class _Search(Run):
     def run(self, held_out: list[dict[str, Tensor]]) -> SearchResult:
         """Search; after a Ctrl-C the error carries the best plan so far."""
         saved = self.load(self.candidates.weights())
-        # A resumed search keeps the costs that it began with.
-        self.costs = self._measure_costs() if saved is None else _saved_costs(saved)
+        if saved is not None:
+            # A resumed search keeps the costs that it began with.
+            self.costs = _saved_costs(saved)
+        else:
+            # The main process measures, and the others get its figures.
+            device, dtype, costs = self.accelerator.device, next(self.carrier.parameters()).dtype, {}
+            if self.accelerator.is_main_process:
+                costs = costs_of_layers(self.layout, self.config.length, str(device), dtype, self.on_event)
+            self.costs = self._agreed(costs)
         self.table = Table.of(self.layout, self.costs)
         self.limit = self.table.limit(self.config)
         self.whole = WholeModel(self.carrier, self.candidates, held_out, self.accelerator, self.config.precision)
@@ -181,14 +188,6 @@ class _Search(Run):
                 raise
             why = reasons(self.best, self.table)
             raise SearchInterruptedError(self.layout.plan(self.best, why), why) from interrupt
-
-    def _measure_costs(self) -> Costs:
-        """Measure in the main process; the others get its figures."""
-        costs: Costs = {}
-        if self.accelerator.is_main_process:
-            device, dtype = str(self.accelerator.device), next(self.carrier.parameters()).dtype
-            costs = costs_of_layers(self.layout, self.config.length, device, dtype, self.on_event)
-        return dict(self._agreed(costs))
 
     def _agreed(self, value: Any) -> Any:
         """Return the main process's value in all processes."""

@@ -129,10 +129,8 @@ class Table:
     def uniform(self, limit: float) -> list[Choice]:
         """Return the choices of one candidate for all layers that learned to the end and meet a limit of cost."""
         choices = [(label,) * len(self.rows) for label in self.everywhere() if label in self.allowed]
-        return [one for one in choices if not self._diverged(one) and self.cost(one) <= limit * TOLERANCE]
-
-    def _diverged(self, choice: Choice) -> bool:
-        return any(row[label].diverged for row, label in zip(self.rows.values(), choice, strict=True))
+        learned = [one for one in choices if not any(row[one[0]].diverged for row in self.rows.values())]
+        return [one for one in learned if self.cost(one) <= limit * TOLERANCE]
 
     def options(self, *, softmax: bool) -> list[list[Option]]:
         """Return what every layer can become: costs as shares of all layers' time, squared errors by their weight."""

@@ -10,7 +10,7 @@ from support.tasks import write
 
 from linearize.cli import main
 from linearize.jobs.recipes import against as module
-from linearize.jobs.recipes.against import against, as_good, half, lines_of, notes
+from linearize.jobs.recipes.against import against, as_good, half
 from linearize.jobs.recipes.recipe import check, load_recipe, plain
 from linearize.jobs.recipes.run import run_recipe
 from linearize.training.stage_two.metrics import METRICS
@@ -69,7 +69,7 @@ def test_rows_compared_with_a_control(proof, tmp_path, capsys, monkeypatch):
             assert gap.metrics[score][0] == pytest.approx(expected, abs=1e-3)
     same = [gap.value >= 0 for gap in found.gaps["elu from stsb"].values()]
     assert found.as_good["elu from stsb"][0] == sum(same) / 2
-    assert len(lines_of(found)) == 2 and "of 2 tasks; on half of them within" in notes(found)[0]
+    assert len(found.cells()) == 2 and "of 2 tasks; on half of them within" in found.notes()[0]
     assert main(["results", str(folder), "--against", "softmax"]) == 0
     assert "points above softmax" in capsys.readouterr().out
     assert main(["results", str(folder), "--against", "softmax", "--format", "json"]) == 0

@@ -33,7 +33,6 @@ from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from linearize.fidelity.maps import LayerMaps
 
 PAGE, TEMPLATE = "index.html", "page.html"
 SCALES = {
@@ -258,16 +257,12 @@ def _maps(found: Gathered) -> Iterator[Section]:
     yield Section("maps", "Attention maps", text, tuple(pictures))
 
 
-def _ranked(found: Gathered) -> list[tuple[float, LayerMaps, int]]:
-    """List all heads by the total variation of their maps, the closest first."""
-    all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
-    return sorted(all_heads, key=lambda entry: entry[0])
-
-
 def _heads(found: Gathered) -> Iterator[Section]:
-    ranked = _ranked(found)
-    if not ranked:
+    all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
+    if not all_heads:
         return
+    # By the total variation of their maps, the closest first.
+    ranked = sorted(all_heads, key=lambda entry: entry[0])
     count = min(LARGE, max(1, len(ranked) // 2))
     chosen = [("best", *entry) for entry in ranked[:count]]
     chosen += [("worst", *entry) for entry in reversed(ranked[len(ranked) - count :]) if len(ranked) > count]

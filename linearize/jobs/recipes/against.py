@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from linearize.core.errors import DataError, unknown_name
-from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text
-from linearize.jobs.recipes.recipe import Cell, cells, check
-from linearize.jobs.recipes.results import RECIPE, ResultRow, read_rows
+from linearize.core.parsing import MOST_TEXT, read_json
+from linearize.jobs.recipes.recipe import Cell, cells
+from linearize.jobs.recipes.results import RECIPE, ResultRow, read_run
 from linearize.jobs.recipes.schema import SOFTMAX, Recipe
 from linearize.jobs.recipes.stages import RECORD, stages_of
 from linearize.training.stage_two.metrics import draws, percentiles
+from linearize.training.stage_two.tasks import Task
 
 TOLERANCES = (0.0, 0.5, 1.0, 2.0)
 """Percent of the other row's score that a row may be below it and still count as as good."""
@@ -59,6 +60,26 @@ class Against:
     as_good: dict[str, tuple[float, ...]]
     half: dict[str, float]
 
+    def cells(self) -> list[list[str]]:
+        """Return the rows of a table as texts: the row's name, and its differences with their intervals."""
+
+        def shown(gap: Gap | None) -> str:
+            if gap is None:
+                return "-"
+            ends = "" if gap.interval is None else f" ({gap.interval[0]:+.2f} to {gap.interval[1]:+.2f})"
+            return f"{gap.value:+.2f}{ends}"
+
+        return [[name, *(shown(row.get(task)) for task in self.tasks)] for name, row in self.gaps.items()]
+
+    def notes(self) -> list[str]:
+        """Return one line for each row: on how many tasks it is as good."""
+        within = ", ".join(f"{tolerance:g}" for tolerance in TOLERANCES)
+        return [
+            f"{name}: as good as {self.row} within {within} % on {', '.join(f'{share:.0%}' for share in shares)} of "
+            f"{len(self.gaps[name])} tasks; on half of them within {self.half[name]:.2f} %"
+            for name, shares in self.as_good.items()
+        ]
+
 
 def against(folder: str | Path, row: str) -> Against:
     """Compare the rows of a run with one of them.
@@ -70,39 +91,33 @@ def against(folder: str | Path, row: str) -> Against:
     root = Path(folder).expanduser()
     if not (root / RECIPE).is_file():
         raise DataError(f"--against: {str(folder)!r} holds no run (no {RECIPE}); name the folder of one run")
-    values = parse_yaml(read_text(root / RECIPE))
-    recipe = check(values if isinstance(values, dict) else {}, str(root / RECIPE))
-    table, measured = cells(recipe), {line["cell"]: line for line in read_rows(root)[0]}
+    recipe, rows, _ = read_run(root)
+    table, measured = cells(recipe), {line["cell"]: line for line in rows}
     names = list(dict.fromkeys(cell.row for cell in table))
     if row not in names:
         raise unknown_name("row", row, names)
-    units = {cell.key: _units(recipe, root, cell) for cell in table if cell.key in measured}
+    done = [cell for cell in table if cell.key in measured]
+    units = {cell.key: _units(recipe, root, cell) for cell in done}
     tasks = tuple(dict.fromkeys(cell.job.name for cell in table))
     gaps: dict[str, dict[str, Gap]] = {name: {} for name in names if name != row}
-    needed: dict[str, list[float]] = {name: [] for name in gaps}
+    needed: dict[str, list[float]] = {}
     for task in tasks:
-        theirs = {
-            cell.seed: cell for cell in table if (cell.row, cell.job.name) == (row, task) and cell.key in measured
-        }
-        for name in gaps if theirs else ():
-            pairs = [
-                (cell, theirs.get(cell.seed) or next(iter(theirs.values())))
-                for cell in table
-                if (cell.row, cell.job.name) == (name, task)
-                and cell.key in measured
-                and (cell.seed in theirs or _same_for_all_seeds(recipe, next(iter(theirs.values()))))
-            ]
+        theirs = {cell.seed: cell for cell in done if (cell.row, cell.job.name) == (row, task)}
+        # An untuned softmax model is the same for all seeds.
+        fixed = next((x for x in theirs.values() if recipe.flow == "untuned" and x.kernel.name == SOFTMAX), None)
+        for name in gaps:
+            ours = [cell for cell in done if (cell.row, cell.job.name) == (name, task)]
+            pairs = [(cell, other) for cell in ours if (other := theirs.get(cell.seed, fixed)) is not None]
             if pairs:
-                gaps[name][task] = _gap(pairs, measured, units)
-                before = np.mean([measured[other.key]["score"] for _, other in pairs])
-                sign = -1.0 if pairs[0][0].job.task.lower_is_better else 1.0
-                points = before * _scale(pairs[0][0])
-                needed[name].append(max(0.0, -sign * 100 * gaps[name][task].value / max(abs(float(points)), 1e-12)))
-    if not any(gaps.values()):
+                gap = gaps[name][task] = _gap(pairs, measured, units)
+                asked = pairs[0][0].job.task
+                points = _scale(asked) * float(np.mean([measured[other.key]["score"] for _, other in pairs]))
+                below = gap.value if asked.lower_is_better else -gap.value
+                needed.setdefault(name, []).append(max(0.0, 100 * below / max(abs(points), 1e-12)))
+    if not needed:
         raise DataError(f"--against: row {row!r} and another one were not measured on the same task; run more cells")
-    known = {name: found for name, found in needed.items() if found}
-    shares = {name: as_good(found) for name, found in known.items()}
-    return Against(row, tasks, gaps, shares, {name: half(found) for name, found in known.items()})
+    shares = {name: as_good(found) for name, found in needed.items()}
+    return Against(row, tasks, gaps, shares, {name: half(found) for name, found in needed.items()})
 
 
 def as_good(needed: Sequence[float], tolerances: Sequence[float] = TOLERANCES) -> tuple[float, ...]:
@@ -115,66 +130,38 @@ def half(needed: Sequence[float]) -> float:
     return sorted(needed)[math.ceil(len(needed) / 2) - 1]
 
 
-def _same_for_all_seeds(recipe: Recipe, cell: Cell) -> bool:
-    return recipe.flow == "untuned" and cell.kernel.name == SOFTMAX
+def _scale(task: Task) -> float:
+    return 100.0 if task.percent else 1.0
 
 
-def _scale(cell: Cell) -> float:
-    return 100.0 if cell.job.task.percent else 1.0
-
-
-def _units(recipe: Recipe, root: Path, cell: Cell) -> tuple[np.ndarray, ...] | None:
+def _units(recipe: Recipe, root: Path, cell: Cell) -> tuple[np.ndarray, ...]:
+    """Return what was scored in a cell; nothing if that is not recorded."""
     record: dict[str, Any] = read_json(root / stages_of(recipe, cell)["done"].folder / RECORD, MOST_TEXT)
-    return tuple(map(np.asarray, record["units"])) if record.get("units") else None
+    return tuple(map(np.asarray, record.get("units") or ()))
 
 
 def _gap(
     pairs: Sequence[tuple[Cell, Cell]],
     measured: Mapping[str, ResultRow],
-    units: Mapping[str, tuple[np.ndarray, ...] | None],
+    units: Mapping[str, tuple[np.ndarray, ...]],
 ) -> Gap:
-    task, scale = pairs[0][0].job.task, _scale(pairs[0][0])
+    task = pairs[0][0].job.task
+    scale, scorer = _scale(task), task.type(task)
     value = scale * float(np.mean([measured[one.key]["score"] - measured[other.key]["score"] for one, other in pairs]))
-    sides = [(units[one.key], units[other.key]) for one, other in pairs]
-    count = {len(unit) for pair in sides for side in pair for unit in side or ()}
-    if len(count) != 1 or any(side is None for pair in sides for side in pair):
+    sides = {cell.key: units[cell.key] for pair in pairs for cell in pair}
+    count = {len(unit) for side in sides.values() for unit in side}
+    if len(count) != 1 or not all(sides.values()):
         return Gap(value, None, {}, len(pairs))
-    scorer = task.type(task)
 
     def differences(drawn: np.ndarray | slice) -> dict[str, float]:
-        found: list[tuple[dict[str, float], dict[str, float]]] = []
-        cache: dict[str, dict[str, float]] = {}
-        for pair, keys in zip(sides, pairs, strict=True):
-            for side, cell in zip(pair, keys, strict=True):
-                if cell.key not in cache:
-                    cache[cell.key] = scorer.metrics(*(unit[drawn] for unit in side or ()))
-            found.append((cache[keys[0].key], cache[keys[1].key]))
-        return {name: scale * float(np.mean([one[name] - other[name] for one, other in found])) for name in found[0][0]}
+        scored = {key: scorer.metrics(*(unit[drawn] for unit in side)) for key, side in sides.items()}
+        return {
+            name: scale * float(np.mean([scored[one.key][name] - scored[other.key][name] for one, other in pairs]))
+            for name in scored[pairs[0][0].key]
+        }
 
     whole = differences(slice(None))
     drawn = [differences(units_drawn) for units_drawn in draws(count.pop(), RESAMPLES)]
     ends = {name: percentiles(np.array([one[name] for one in drawn])) for name in whole}
     score = percentiles(np.array([task.mean_of(one) for one in drawn]))
     return Gap(value, score, {name: (whole[name], *ends[name]) for name in whole}, len(pairs))
-
-
-def lines_of(found: Against) -> list[list[str]]:
-    """Return the rows of a table as texts: the row's name, and its differences with their intervals."""
-
-    def shown(gap: Gap | None) -> str:
-        if gap is None:
-            return "-"
-        ends = "" if gap.interval is None else f" ({gap.interval[0]:+.2f} to {gap.interval[1]:+.2f})"
-        return f"{gap.value:+.2f}{ends}"
-
-    return [[name, *(shown(row.get(task)) for task in found.tasks)] for name, row in found.gaps.items()]
-
-
-def notes(found: Against) -> list[str]:
-    """Return one line for each row: on how many tasks it is as good."""
-    within = ", ".join(f"{tolerance:g}" for tolerance in TOLERANCES)
-    return [
-        f"{name}: as good as {found.row} within {within} % on {', '.join(f'{share:.0%}' for share in shares)} of "
-        f"{len(found.gaps[name])} tasks; on half of them within {found.half[name]:.2f} %"
-        for name, shares in found.as_good.items()
-    ]

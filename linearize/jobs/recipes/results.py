@@ -146,16 +146,24 @@ def tables(folder: str | Path) -> list[Table]:
         raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")
     made = []
     for run in runs:
-        path = run / RECIPE
-        try:
-            values = parse_yaml(read_text(path))
-        except (OSError, ValueError) as error:
-            text = f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again"
-            raise ConfigError(text) from error
-        recipe = check(values if isinstance(values, dict) else {}, str(path))
-        rows, damaged = read_rows(run)
+        recipe, rows, damaged = read_run(run)
         made.append(make_table(recipe, rows, run.name, damaged))
     return made
+
+
+def read_run(run: Path) -> tuple[Recipe, list[ResultRow], int]:
+    """Read a run's recipe, its results, and how many lines of them are damaged.
+
+    Raises:
+        ConfigError: if the recipe is damaged.
+    """
+    path = run / RECIPE
+    try:
+        values = parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        text = f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again"
+        raise ConfigError(text) from error
+    return check(values if isinstance(values, dict) else {}, str(path)), *read_rows(run)
 
 
 def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: int = 0) -> Table:
