@@ -110,8 +110,15 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             # Stage one starts from what the search has taught the kernels.
             result.load_kernels(context.loaded.model)
         run_stage_one(context, job.distill)
-        if context.source is not None and job.align.steps:
-            _align(context, job)
+        if context.source is not None and job.align.steps and under_fsdp():
+            text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
+            on_event(Noted(text))
+        elif context.source is not None and job.align.steps:
+            try:
+                run_alignment(context, job.align)
+            except TrainingError as error:
+                # What stage one learned is saved all the same.
+                context.failure = error
         return save_result(context, decided)
 
 
@@ -299,18 +306,6 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
             # A search has read rows of the old length.
             open_data(context, job.distill_length, SKIP)
     loaded.embedder = with_length(loaded.embedder, job.max_length)
-
-
-def _align(context: Context, job: ConvertJob) -> None:
-    """Align the model after stage one; a failure is kept for later, as what stage one learned is saved all the same."""
-    if under_fsdp():
-        text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
-        context.on_event(Noted(text))
-        return
-    try:
-        run_alignment(context, job.align)
-    except TrainingError as error:
-        context.failure = error
 
 
 def save_result(context: Context, decided: Plan) -> ConvertResult:

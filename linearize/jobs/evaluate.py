@@ -5,10 +5,9 @@ Their differences are paired, and they are timed in turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +38,6 @@ from linearize.training.stage_two.tasks import Task, above_chance, recovery
 from linearize.training.stage_two.trainer import measure_with_interval
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
 OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks averaged"
@@ -251,7 +249,14 @@ class Sides:
         rows = [read.data.validation[number] for number in numbers]
         batches = [read.data.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
         moved = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
-        return partial(_forward, read.data.type.wrap(read.model), moved)
+        model = read.data.type.wrap(read.model)
+
+        @torch.no_grad()
+        def forward() -> None:
+            for batch in moved:
+                model(**batch)
+
+        return forward
 
     def _peak(self, read: Read) -> int | None:
         """Measure the peak memory of reading the longest row; None if that was not asked for."""
@@ -263,12 +268,6 @@ class Sides:
         tokens = min(longest, most)
         head = self.task.head.auto_class
         return peak_of_reading(read.side.model, head, min(pieces, max(1, TOKENS // tokens)), tokens, self.device)
-
-
-@torch.no_grad()
-def _forward(model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> None:
-    for batch in batches:
-        model(**batch)
 
 
 def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
@@ -385,7 +384,12 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
     """
     if under_fsdp():
         check_alone("evaluate")
-    others = _others(job)
+    others = []
+    if job.compare is not None:
+        options = original_options(job.compare, job.data, job.task)
+        others.append(Side(ORIGINAL, job.compare, options))
+        if job.chunks:
+            others.append(Side(CHUNKS, job.compare, chunk_options(job.compare, options, job.chunk_length)))
     sides = Sides(job.task, job.dataset, check_device(job.device), on_event, job.batch_size, job.memory)
     # First, so that a part that the model lacks is refused before slow work.
     for part in job.ablate:
@@ -429,14 +433,3 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         original_interval=interval,
         recovered=recovery(ours.data.task, found.score, score, chance=found.chance, interval=interval),
     )
-
-
-def _others(job: EvaluateJob) -> list[Side]:
-    """Return the sides to compare with; refuse wrong options before anything is measured."""
-    if job.compare is None:
-        return []
-    options = original_options(job.compare, job.data, job.task)
-    sides = [Side(ORIGINAL, job.compare, options)]
-    if job.chunks:
-        sides.append(Side(CHUNKS, job.compare, chunk_options(job.compare, options, job.chunk_length)))
-    return sides

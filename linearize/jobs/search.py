@@ -92,23 +92,19 @@ def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: 
     except SearchInterruptedError as interrupt:
         if not is_main():
             raise
-        raise KeyboardInterrupt(_keep(context.target, job, interrupt)) from None
+        file = job.plan_out
+        if file is None:
+            target = context.target
+            names = itertools.chain([f"{target}.plan.yaml"], (f"{target}.plan-{n}.yaml" for n in itertools.count(2)))
+            file = next(name for name in names if not os.path.lexists(name))
+        write_plan(file, interrupt.plan, interrupt.why)
+        text = f"the best plan so far is in {file}: linearize convert {job.model} --plan {file}"
+        for states in states_of(job):
+            if steps := states.steps():
+                text += f"; the state of step {steps[-1]} is in {states.folder}; resume with the same line and --resume"
+        raise KeyboardInterrupt(text) from None
     context.searched = result
     if is_main() and job.plan_out is not None:
         write_plan(job.plan_out, result.plan, result.why)
     context.on_event(Searched(result))
     return result
-
-
-def _keep(target: str, job: SearchJob | ConvertJob, interrupt: SearchInterruptedError) -> str:
-    """Write the best plan so far, and say where it is and how to continue."""
-    file = job.plan_out
-    if file is None:
-        names = itertools.chain([f"{target}.plan.yaml"], (f"{target}.plan-{n}.yaml" for n in itertools.count(2)))
-        file = next(name for name in names if not os.path.lexists(name))
-    write_plan(file, interrupt.plan, interrupt.why)
-    text = f"the best plan so far is in {file}: linearize convert {job.model} --plan {file}"
-    for states in states_of(job):
-        if steps := states.steps():
-            text += f"; the state of step {steps[-1]} is in {states.folder}; resume with the same line and --resume"
-    return text

@@ -22,7 +22,7 @@ from linearize.evaluation.bench.meter import Noise
 from linearize.evaluation.bench.models import BenchModel, PairSuite
 from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row
-from linearize.evaluation.report.inputs import Measured, measure_checkpoint, token_labels
+from linearize.evaluation.report.inputs import measure_checkpoint, token_labels
 from linearize.evaluation.report.options import ReportOptions, lengths_within
 from linearize.evaluation.report.predictions import SEVERAL, Changes, compare_predictions, has_predictions, why_not
 from linearize.fidelity.ablate import kernel_merit
@@ -131,7 +131,13 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     except DataError as error:
         left_out.append(f"Attention maps: {error}.")
     is_text = loaded.modality == "text"
-    changes = _changes(loaded, measured, left_out)
+    changes, original = None, measured.original
+    if has_predictions(loaded):
+        reason = why_not(original, loaded, inputs.texts)
+        if reason or original is None:
+            left_out.append(f"The texts whose prediction changed most: {reason}.")
+        else:
+            changes = compare_predictions(original, loaded, inputs.texts, inputs.length)
     log = read_log(options.checkpoint)
     for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
         if not any(line["stage"] == stage for line in log):
@@ -151,17 +157,6 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         notes=notes,
         left_out=left_out,
     )
-
-
-def _changes(loaded: Loaded, measured: Measured, left_out: list[str]) -> Changes | None:
-    if not has_predictions(loaded):
-        return None
-    inputs, original = measured.inputs, measured.original
-    reason = why_not(original, loaded, inputs.texts)
-    if reason or original is None:
-        left_out.append(f"The texts whose prediction changed most: {reason}.")
-        return None
-    return compare_predictions(original, loaded, inputs.texts, inputs.length)
 
 
 def _speeds(
