@@ -18,7 +18,7 @@ from linearize.evaluation.bench.job import LENGTHS, BenchResult, checked, make_s
 from linearize.evaluation.bench.meter import DTYPES
 from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.options import BenchOptions, check_lengths
-from linearize.evaluation.bench.rows import Row, Variant, write_plot
+from linearize.evaluation.bench.rows import Row, Variant, faster_from, write_plot
 from linearize.evaluation.bench.suites import AttentionSuite
 
 
@@ -95,8 +95,11 @@ def show(out: Screen, result: BenchResult) -> None:
         by_what.setdefault(row.what, []).append(row)
     for what, rows in by_what.items():
         out.print(_table(what, sorted(rows, key=lambda row: row.tokens)))
-    for crossover in result.crossovers:
-        out.print(f"Faster than {crossover.reference} from: {crossover.text} ({crossover.what})")
+    for what, rows in by_what.items():
+        if len(rows) > 1:
+            tokens = faster_from(rows)
+            where = "at none of these lengths" if tokens is None else f"from {tokens:,} tokens on"
+            out.print(f"Faster than {rows[0].pair[0]} {where} ({what})")
     for note in result.notes:
         out.print(note)
     machine = result.machine

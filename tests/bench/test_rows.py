@@ -2,10 +2,8 @@
 
 import math
 
-import pytest
-
 from linearize.evaluation.bench.meter import Timing, in_turns, spread
-from linearize.evaluation.bench.rows import Row, Variant, crossover, crossovers, ratio
+from linearize.evaluation.bench.rows import Row, Variant, faster_from, ratio
 
 
 def row(tokens, softmax, linear, what="x"):
@@ -18,27 +16,14 @@ def row(tokens, softmax, linear, what="x"):
     return Row("attention", what, tokens, ("softmax", "linear"), variants)
 
 
-def test_crossover_is_interpolated_on_logarithms():
-    # Speedup grows as the length: 0.5 at 512 and 2 at 2,048 pass 1 at 1,024.
-    found = crossover("x", "softmax", {512: 0.5, 2048: 2.0, 8192: 8.0})
-    assert found.tokens == pytest.approx(1024)
-    assert found.text == "about 1,024 tokens"
-
-
-def test_crossover_outside_the_lengths():
-    assert crossover("x", "softmax", {512: 1.4, 4096: 10.0}).text == "below 512"
-    assert crossover("x", "softmax", {512: 0.2, 16384: 0.9}).text == "above 16,384"
-    assert crossover("x", "softmax", {512: None}).text == "not measured"
-
-
-def test_crossover_is_the_last_one_and_leaves_out_what_did_not_run():
-    found = crossover("x", "softmax", {128: 1.2, 512: 0.5, 1024: None, 2048: 2.0})
-    assert 512 < found.tokens < 2048
-
-
-def test_crossovers_need_two_lengths():
-    rows = [row(8, 1.0, 2.0), row(16, 3.0, 1.5), row(8, 1.0, 1.0, what="alone")]
-    assert [found.what for found in crossovers(rows)] == ["x"]
+def test_from_which_length_ours_is_faster():
+    assert faster_from([row(512, 1.0, 2.0), row(2048, 2.0, 1.0), row(8192, 8.0, 1.0)]) == 2048
+    assert faster_from([row(512, 1.4, 1.0), row(4096, 10.0, 1.0)]) == 512
+    assert faster_from([row(512, 0.2, 1.0), row(16384, 0.9, 1.0)]) is None
+    # The last change counts, and what did not run does not.
+    lengths = {128: (1.2, 1.0), 512: (0.5, 1.0), 1024: (None, 1.0), 2048: (2.0, 1.0)}
+    assert faster_from([row(tokens, *times) for tokens, times in lengths.items()]) == 2048
+    assert faster_from([row(512, None, 1.0)]) is None
 
 
 def test_a_row_divides_what_ran():

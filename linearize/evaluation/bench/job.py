@@ -34,7 +34,7 @@ from linearize.evaluation.bench.models import (
     OfModel,
 )
 from linearize.evaluation.bench.options import BenchOptions, check_lengths
-from linearize.evaluation.bench.rows import Crossover, Row, Variant, crossovers
+from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
 
 LENGTHS = {
@@ -65,14 +65,12 @@ class BenchResult:
         machine: the machine.
         noise: how quiet it was.
         rows: one per kernel and length.
-        crossovers: from which length on the kernel is faster.
         notes: what a reader must know.
     """
 
     machine: Machine
     noise: Noise
     rows: list[Row]
-    crossovers: list[Crossover] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
@@ -81,7 +79,6 @@ class BenchResult:
             "machine": asdict(self.machine),
             "noise": self.noise.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
-            "crossovers": [asdict(crossover) for crossover in self.crossovers],
             "notes": self.notes,
         }
 
@@ -111,7 +108,7 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
             suites = make_suites(options, lengths[-1])
         tasks = ((suite, tokens) for suite in suites for tokens in suite.lengths(lengths))
         result = run_tasks(tasks, options, on_event)
-    return replace(result, crossovers=crossovers(result.rows), notes=list(dict.fromkeys(notes)))
+    return replace(result, notes=list(dict.fromkeys(notes)))
 
 
 def checked(options: BenchOptions) -> BenchOptions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -125,50 +124,15 @@ def ratio(one: float | None, other: float | None) -> float | None:
     return None if one is None or not other else one / other
 
 
-@dataclass(frozen=True)
-class Crossover:
-    """The length from which on ours is faster.
-
-    Attributes:
-        what: of which measurement.
-        reference: what it is faster than.
-        tokens: the length, interpolated; None if it is outside the measured ones.
-        text: for people: "about 1,234 tokens", "below 512", "above 16,384", "not measured".
-    """
-
-    what: str
-    reference: str
-    tokens: float | None
-    text: str
-
-
-def crossover(what: str, reference: str, speedups: Mapping[int, float | None]) -> Crossover:
-    """Return the length at which the speedup passes 1 for the last time, interpolating its log over the log of length.
+def faster_from(rows: Sequence[Row]) -> int | None:
+    """Return the smallest length from which on ours is faster at all lengths that were measured; None if there is none.
 
     Args:
-        what: of which measurement.
-        reference: what the speedups are over.
-        speedups: by length; None if a variant did not run.
+        rows: of one kind of measurement.
     """
-    points = sorted((tokens, speedup) for tokens, speedup in speedups.items() if speedup is not None and speedup > 0)
-    if not points:
-        return Crossover(what, reference, None, "not measured")
-    if points[-1][1] < 1:
-        return Crossover(what, reference, None, f"above {points[-1][0]:,}")
-    for (short, before), (long, after) in zip(reversed(points[:-1]), reversed(points[1:]), strict=True):
-        if before < 1 <= after:
-            share = -math.log(before) / (math.log(after) - math.log(before))
-            tokens = short * (long / short) ** share
-            return Crossover(what, reference, tokens, f"about {tokens:,.0f} tokens")
-    return Crossover(what, reference, None, f"below {points[0][0]:,}")
-
-
-def crossovers(rows: Sequence[Row]) -> list[Crossover]:
-    """Return them for every kind of measurement that has rows of more than one length."""
-    speedups: dict[tuple[str, str], dict[int, float | None]] = {}
-    for row in rows:
-        speedups.setdefault((row.what, row.pair[0]), {})[row.tokens] = row.speedup
-    return [crossover(*names, by_length) for names, by_length in speedups.items() if len(by_length) > 1]
+    speedups = {row.tokens: row.speedup for row in rows if row.speedup is not None}
+    slower = max((tokens for tokens, speedup in speedups.items() if speedup < 1), default=0)
+    return min((tokens for tokens in speedups if tokens > slower), default=None)
 
 
 def write_plot(rows: Sequence[Row], path: str) -> None:
