@@ -317,7 +317,7 @@ class _Search(Run):
 
     def _result(self, choice: Choice) -> SearchResult:
         """Measure the points of other plans, save a last state, and return the result."""
-        names = named_choices(choice, self.table, [] if self._late() else self.table.sweep())
+        names = named_choices(choice, self.table)
         self.on_event(Started(f"trying {len(names)} plans for the table"))
         self.whole.errors(list(names))
         if self.identity:

@@ -68,7 +68,7 @@ class Point:
     """One choice for all layers: how far the whole model's output is, and what its attentions cost.
 
     Attributes:
-        name: "the plan", "luna everywhere" or "closest at cost 0.1".
+        name: "the plan" or "luna everywhere".
         kernels: labels and how many layers have each.
         error: whole model compared with its original: divergence of the logits in nats, or of a model without a head
             the relative error of its last hidden state.
@@ -230,14 +230,12 @@ def make_points(
     return [replace(point, efficient=not any(other.beats(point) for other in points)) for point in points]
 
 
-def named_choices(chosen: Choice, table: Table, sweep: Sequence[Choice]) -> dict[Choice, str]:
-    """Name the choices that are shown: the plan, one kernel everywhere, softmax, and the best at other costs."""
+def named_choices(chosen: Choice, table: Table) -> dict[Choice, str]:
+    """Name the choices that are shown: the plan, one kernel everywhere, and softmax."""
     names = {chosen: PLAN}
     for label in dict.fromkeys([table.reference, SOFTMAX, *table.everywhere()]):
         choice, name = (label,) * len(table.rows), f"{label}{EVERYWHERE}"
         names[choice] = f"{PLAN}, {name}" if choice == chosen else name
-    for choice in sweep:
-        names.setdefault(choice, f"closest at cost {table.cost(choice):.3g}")
     return names
 
 

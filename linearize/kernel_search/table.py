@@ -20,8 +20,6 @@ Choice = tuple[str, ...]
 """One label per layer, or "softmax"."""
 BINS = 2000
 """If there are more partial choices than this, only the best in each of so many steps of cost is kept."""
-SWEEP = 5
-"""Number of limits of cost for which the table of points shows the best choice."""
 TOLERANCE = 1 + 1e-9
 """Of sums of costs, which are rounded."""
 
@@ -148,15 +146,6 @@ class Table:
     def best(self, limit: float, softmax: int) -> Choice | None:
         """Return the best choice under a limit of cost and of softmax layers, if errors of layers added up."""
         return choose(self.options(softmax=softmax > 0), limit, softmax)
-
-    def sweep(self) -> list[Choice]:
-        """Return the best choices without softmax at limits of cost from the cheapest plan's to the dearest one's."""
-        options = self.options(softmax=False)
-        if not all(options):
-            return []
-        low, high = (sum(extreme(one.cost for one in layer) for layer in options) for extreme in (min, max))
-        choices = [choose(options, low + (high - low) * i / (SWEEP - 1)) for i in range(SWEEP)]
-        return list(dict.fromkeys(choice for choice in choices if choice is not None))
 
     def limit(self, config: SearchConfig) -> float:
         """Return the most that a plan may take, as a share of the time of all layers under softmax.
