@@ -138,47 +138,33 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
     Raises:
         DataError: if the tokens do not form a grid.
     """
-    count = 2 * len(maps) + 1
-    figure = style.new_figure(9.0, 0.2 + 1.75 * -(-count // 6))
-    names = style.layer_names([layer.module for layer in maps])
-    titles = [f"{name}, {side}" for name in names for side in ("softmax", "linear")]
-    weights = [side.mean(dim=0) for layer in maps for side in (layer.softmax, layer.linear)]
-    _overlay(figure, style.axes_grid(figure, count, min(count, 6)), picture, weights, titles)
-    return figure
-
-
-def picture_head(layer: LayerMaps, head: int, picture: Tensor, title: str = "") -> Figure:
-    """Lay one head's attention over the picture, softmax next to linear."""
-    figure = style.new_figure(8.3, 3.1)
-    weights = (layer.softmax[head], layer.linear[head])
-    _overlay(figure, style.axes_grid(figure, 3, 3), picture, weights, ("softmax", layer.kernel))
-    style.headline(figure, title or f"{layer.module}, head {head}")
-    return figure
-
-
-def _overlay(
-    figure: Figure, places: Sequence[Axes], pixels: Tensor, weights: Sequence[Tensor], titles: Sequence[str]
-) -> None:
-    """Show a picture [C, height, width] alone, then under each of the maps [T, T], all on the scale of weights."""
     from matplotlib import colormaps
 
-    picture = to_picture(pixels)
-    height, width = picture.shape[:2]
-    before, rows, columns = patch_grid(weights[0].shape[-1], height, width)
-    places[0].imshow(picture)
+    pixels = to_picture(picture)
+    height, width = pixels.shape[:2]
+    before, rows, columns = patch_grid(maps[0].softmax.shape[-1], height, width)
+    count = 2 * len(maps) + 1
+    figure = style.new_figure(9.0, 0.2 + 1.75 * -(-count // 6))
+    places = style.axes_grid(figure, count, min(count, 6))
+    titles = ["the picture"]
+    places[0].imshow(pixels)
     image: AxesImage | None = None
-    for axes, weight in zip(places[1:], weights, strict=True):
-        heat = style.shade((weight[0] if before else weight.mean(dim=0))[before:].reshape(rows, columns))
-        # The picture is pale and grey, so that colour and brightness show attention alone.
-        axes.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
-        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-        colours = colormaps[style.FIGURES].with_extremes(under=style.NEGATIVE)
-        image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
-    for axes, title in zip(places, ("the picture", *titles), strict=True):
+    colours = colormaps[style.FIGURES].with_extremes(under=style.NEGATIVE)
+    for number, (layer, name) in enumerate(zip(maps, style.layer_names([one.module for one in maps]), strict=True)):
+        for side, weights in enumerate((layer.softmax.mean(dim=0), layer.linear.mean(dim=0))):
+            heat = style.shade((weights[0] if before else weights.mean(dim=0))[before:].reshape(rows, columns))
+            axes = places[1 + 2 * number + side]
+            # The picture is pale and grey, so that colour and brightness show attention alone.
+            axes.imshow(pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
+            extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+            image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
+            titles.append(f"{name}, {('softmax', 'linear')[side]}")
+    for axes, title in zip(places, titles, strict=True):
         style.tidy(axes, title)
         axes.set_xticks([])
         axes.set_yticks([])
     style.weight_bar(figure, image, places)
+    return figure
 
 
 def to_picture(pixels: Tensor) -> np.ndarray:

@@ -79,7 +79,6 @@ def test_texts_over_a_picture(style):
         model = converted("vit", config={"num_hidden_layers": layers})
         maps = named(attention_maps(model, {"pixel_values": pixels}), style)
         check(plots_maps.picture_maps(maps, pixels[0]))
-        check(plots_maps.picture_head(maps[0], 1, pixels[0]))
 
 
 def test_texts_of_curves_and_comparisons():

@@ -77,11 +77,10 @@ def test_picture_maps_and_their_grid():
     model = converted("vit")
     batch = {"pixel_values": torch.rand(1, 3, 30, 30)}
     maps = attention_maps(model, batch)
-    for figure in (
-        plots_maps.picture_maps(maps, batch["pixel_values"][0]),
-        plots_maps.picture_head(maps[0], 1, batch["pixel_values"][0]),
-    ):
-        assert to_png(figure, dpi=40)[0].startswith(b"\x89PNG")
+    figure = plots_maps.picture_maps(maps, batch["pixel_values"][0])
+    assert to_png(figure, dpi=40)[0].startswith(b"\x89PNG")
+    titles = [axes.get_title(loc="left") for axes in figure.axes][: 1 + 2 * len(maps)]
+    assert titles[:3] == ["the picture", "layer 0, softmax", "layer 0, linear"]
 
 
 def test_curves():
@@ -141,7 +140,6 @@ def test_all_maps_of_a_kind_have_one_scale():
         plots_maps.attention_grid(maps),
         plots_maps.head_map(maps[0], 1, list("abcdefghi")),
         plots_maps.picture_maps(pictures, pixels["pixel_values"][0]),
-        plots_maps.picture_head(pictures[0], 1, pixels["pixel_values"][0]),
     ]
     for figures, scale in ((of_weights, WEIGHT_SCALE), ([plots.fidelity_heatmaps(fidelity)], DISTANCE_SCALE)):
         for figure in figures:

@@ -259,7 +259,8 @@ def _maps(found: Gathered) -> Iterator[Section]:
 
 def _heads(found: Gathered) -> Iterator[Section]:
     all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
-    if not all_heads:
+    # A picture's maps are laid over it instead, without tokens to name.
+    if not all_heads or found.picture is not None:
         return
     # By the total variation of their maps, the closest first.
     ranked = sorted(all_heads, key=lambda entry: entry[0])
@@ -272,13 +273,7 @@ def _heads(found: Gathered) -> Iterator[Section]:
         title = f"{names[layer.module]}, head {head}: total variation {distance:.3f} ({which})"
         alt = f"One of the {which} heads, {title}; softmax left, {layer.kernel} right."
         name = f"head-{which}-{number % count + 1}"
-        if found.picture is None:
-            pictures.append(draw(name, plots_maps.head_map(layer, head, found.tokens, title), alt))
-            continue
-        try:
-            pictures.append(draw(name, plots_maps.picture_head(layer, head, found.picture, title), alt))
-        except DataError:
-            return
+        pictures.append(draw(name, plots_maps.head_map(layer, head, found.tokens, title), alt))
     text = "The heads whose maps are closest to softmax's, and those that are furthest away, on the same input."
     yield Section("heads", "Best and worst heads", text, tuple(pictures))
 
