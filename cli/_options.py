@@ -245,7 +245,7 @@ class Verb:
     Attributes:
         summary: its line in the overview.
         module: the module of `linearize.cli` whose function of the verb's name runs it, with the job (if there is one)
-            and the parsed arguments.
+            and the parsed arguments. It returns an exit code, or what --json prints.
         job: the config whose fields are its options.
         flags: those of `FLAGS` that it has.
         output: default of `--output`, for verbs whose config does not have it.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Group
 
 from linearize.attention.interface import linear_attentions
-from linearize.cli._output import Screen, as_lines, console, print_json, table
+from linearize.cli._output import Screen, as_lines, console, table
 from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.errors import ConfigError
 from linearize.core.options import options_of
@@ -22,7 +22,7 @@ from linearize.evaluation.bench.rows import Row, Variant, faster_from, write_plo
 from linearize.evaluation.bench.suites import AttentionSuite
 
 
-def bench(job: BenchOptions, args: argparse.Namespace) -> None:
+def bench(job: BenchOptions, args: argparse.Namespace) -> object:
     """Measure and print."""
     # Flags of this verb alone are always set, options only if they were given.
     known = options_of(BenchOptions)
@@ -39,8 +39,7 @@ def bench(job: BenchOptions, args: argparse.Namespace) -> None:
     if args.plot:
         write_plot(result.rows, args.plot)
         out.print(f"Picture: {args.plot}")
-    if args.json:
-        print_json(result.to_dict())
+    return result.to_dict()
 
 
 def _suite(given: Collection[str]) -> str:

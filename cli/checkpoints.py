@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from linearize.checkpoint import push as hub
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.cli._output import at_work, console, on_interrupt, plan_table, print_json
+from linearize.cli._output import at_work, console, on_interrupt, plan_table
 from linearize.core.errors import UnsupportedModelError
 from linearize.jobs import events
 from linearize.jobs.config import ExportJob, InitJob
@@ -16,7 +16,7 @@ from linearize.jobs.events import Event
 from linearize.modeling.plan import Plan
 
 
-def init(job: InitJob, args: argparse.Namespace) -> None:
+def init(job: InitJob, args: argparse.Namespace) -> object:
     """Make the model and show what it is."""
     from linearize.jobs.init import init_checkpoint
 
@@ -27,23 +27,22 @@ def init(job: InitJob, args: argparse.Namespace) -> None:
     assert plan is not None
     out.print(plan_table(plan))
     out.print(f"Saved {job.output}, untrained.")
-    if args.json:
-        print_json({"output": job.output, "plan": plan.to_dict()})
+    return {"output": job.output, "plan": plan.to_dict()}
 
 
-def inspect(args: argparse.Namespace) -> None:
+def inspect(args: argparse.Namespace) -> object:
     """Print the facts."""
     info = inspect_checkpoint(args.model)
     plan = info.plan if info.converted else _plan_of_original(args.model)
     if args.json:
         named = {"plan": None if plan is None else plan.to_dict(), "provenance": dict(info.provenance.values)}
-        print_json(asdict(info) | named)
-        return
+        return asdict(info) | named
     out = console()
     for label, value in info.rows():
         out.print(f"{label:<20}{value}")
     if plan is not None:
         out.print(plan_table(plan))
+    return None
 
 
 def _plan_of_original(name: str) -> Plan | None:
@@ -57,7 +56,7 @@ def _plan_of_original(name: str) -> Plan | None:
         return None
 
 
-def export(job: ExportJob, args: argparse.Namespace) -> None:
+def export(job: ExportJob, args: argparse.Namespace) -> object:
     """Export and say how close it is."""
     from linearize.jobs.export import export_checkpoint
 
@@ -71,23 +70,20 @@ def export(job: ExportJob, args: argparse.Namespace) -> None:
     with at_work(out, "exporting") as work:
         result = export_checkpoint(job, on_event)
     out.print(f"Saved {result.output}.")
-    if args.json:
-        print_json(result.to_dict())
+    return result.to_dict()
 
 
-def push(args: argparse.Namespace) -> None:
+def push(args: argparse.Namespace) -> object:
     """Upload, or show what would be sent."""
     if not args.dry_run:
         url = upload(args.folder, args.repo, private=args.private, include=args.include, to_stderr=args.json)
-        if args.json:
-            print_json({"url": url})
-        return
+        return {"url": url}
     hub.check_repo(args.repo)
     if args.json:
         sent, left = hub.files_to_push(args.folder, args.include)
-        print_json({"url": None, "files": sent, "left_out": left})
-    else:
-        _print_files(args.folder, args.repo, args.include, to_stderr=False)
+        return {"url": None, "files": sent, "left_out": left}
+    _print_files(args.folder, args.repo, args.include, to_stderr=False)
+    return None
 
 
 def upload(folder: str, repo: str, *, private: bool, include: Sequence[str] = (), to_stderr: bool) -> str:

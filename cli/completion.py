@@ -6,7 +6,6 @@ import argparse
 
 import shtab
 
-from linearize.cli._output import print_json
 from linearize.cli.verbs import VERBS, build_parser
 from linearize.core.registry import kernel_infos
 from linearize.jobs.config import AUTO, PRESETS
@@ -14,13 +13,12 @@ from linearize.jobs.recipes.recipe import recipe_names
 from linearize.training.stage_two.tasks import TASKS
 
 
-def completion(args: argparse.Namespace) -> None:
+def completion(args: argparse.Namespace) -> object:
     """Print the script."""
     script = shtab.complete(whole_parser(), shell=args.shell)
-    if args.json:
-        print_json({"shell": args.shell, "script": script})
-    else:
+    if not args.json:
         print(script)
+    return {"shell": args.shell, "script": script}
 
 
 def whole_parser() -> argparse.ArgumentParser:

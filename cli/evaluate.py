@@ -16,7 +16,6 @@ from linearize.cli._output import (
     console,
     fidelity_table,
     number,
-    print_json,
     summary_of,
     table,
 )
@@ -31,22 +30,22 @@ from linearize.jobs.task_config import EvaluateJob, LongdocJob
 from linearize.training.stage_two.tasks import Task
 
 
-def evaluate(job: EvaluateJob, args: argparse.Namespace) -> None:
+def evaluate(job: EvaluateJob, args: argparse.Namespace) -> object:
     """Measure and print."""
     out = console(to_stderr=args.json)
     with at_work(out, "reading the data") as work:
         result = evaluate_checkpoint(job, work)
     if args.json:
-        print_json(asdict(result))
-        return
+        return asdict(result)
     out.print(f"Data: {result.data}")
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.facts.items())
     title = f"{job.model} on {job.task.name}{f' ({facts})' if facts else ''}"
     show = print_alone if len(result.sides) == 1 else print_compared
     show(out, title, result, job.task)
+    return None
 
 
-def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
+def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
     """Run all steps and print the comparison."""
     from linearize.jobs.longdoc import run_longdoc, work_folder
 
@@ -78,8 +77,7 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
     with at_work(out, "looking at model and data", kept) as work:
         result = run_longdoc(job, on_event)
     if args.json:
-        print_json(asdict(result))
-        return 0
+        return asdict(result)
     title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
     out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
     for line in [*(one.sentence for one in result.differences), *result.notes, result.times.text]:
@@ -87,7 +85,7 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> int:
     out.print(result.verdict, style="bold")
     files = "original/, linear/, results.json and times.json"
     out.print(f"Saved {result.output} ({result.seconds:.0f} s): {files}.")
-    return 0
+    return None
 
 
 def print_alone(out: Screen, title: str, result: Evaluation, task: Task) -> None:
@@ -168,7 +166,7 @@ def percent(score: float, task: Task) -> str:
     return f"{100 * score:.2f}" if task.percent else f"{score:.3f}"
 
 
-def report(options: ReportOptions, args: argparse.Namespace) -> None:
+def report(options: ReportOptions, args: argparse.Namespace) -> object:
     """Make the report and print the table of fidelity."""
     out = console(to_stderr=args.json)
     found = write_report(options, args.output, overwrite=args.overwrite, on_event=as_lines(out))
@@ -177,11 +175,10 @@ def report(options: ReportOptions, args: argparse.Namespace) -> None:
     for line in (*found.notes, *(f"Left out: {what}" for what in found.left_out)):
         out.print(line)
     out.print(f"Open {args.output.rstrip('/')}/{PAGE}")
-    if args.json:
-        print_json(found.to_dict() | {"output": args.output})
+    return found.to_dict() | {"output": args.output}
 
 
-def compare(options: CompareOptions, args: argparse.Namespace) -> None:
+def compare(options: CompareOptions, args: argparse.Namespace) -> object:
     """Compare, print the table, write the picture."""
     out = console(to_stderr=args.json)
     sources = [*options.checkpoints, options.original, options.inputs.dataset]
@@ -201,5 +198,4 @@ def compare(options: CompareOptions, args: argparse.Namespace) -> None:
     for line in (*compared.verdicts, *compared.notes):
         out.print(line)
     out.print(f"Picture: {args.output.rstrip('/')}/{PICTURE}")
-    if args.json:
-        print_json(asdict(compared) | {"output": args.output})
+    return asdict(compared) | {"output": args.output}

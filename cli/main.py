@@ -149,8 +149,13 @@ def _dispatch(arguments: list[str]) -> int:
     # Options are checked before the verb's module and all that it needs are imported.
     verb = VERBS[name]
     given = (parsed,) if verb.job is None else (take_options(parsed, verb.job), parsed)
-    run = getattr(importlib.import_module(f"linearize.cli.{verb.module}"), name)
-    return int(run(*given) or 0)
+    # What a verb returns is its exit code, or what --json prints.
+    result = getattr(importlib.import_module(f"linearize.cli.{verb.module}"), name)(*given)
+    if result is not None and not isinstance(result, int) and parsed.json:
+        from linearize.cli._output import print_json
+
+        print_json(result)
+    return result if isinstance(result, int) else 0
 
 
 __all__ = ["VERBS", "build_parser", "main"]

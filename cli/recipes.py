@@ -19,21 +19,20 @@ from linearize.jobs.recipes.results import Table, make_table, tables
 from linearize.jobs.recipes.schema import Recipe
 
 
-def recipes(args: argparse.Namespace) -> None:
+def recipes(args: argparse.Namespace) -> object:
     """Print the list or one recipe, or write a new one."""
     if args.new:
         if args.name:
             raise ConfigError(f"recipes: got {args.name!r} and --new, expected one of them; drop one")
         path = new_recipe(args.new)
-        if args.json:
-            print_json({"file": str(path)})
-        else:
+        if not args.json:
             console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", soft_wrap=True)
-        return
+        return {"file": str(path)}
     if args.name:
         recipe = load_recipe(args.name)
-        print_json(plain(recipe)) if args.json else print(printable(recipe_text(args.name)), end="")
-        return
+        if not args.json:
+            print(printable(recipe_text(args.name)), end="")
+        return plain(recipe)
     facts = []
     for name in recipe_names():
         recipe = load_recipe(name)
@@ -41,14 +40,14 @@ def recipes(args: argparse.Namespace) -> None:
         sizes = {"cells": len(cells(recipe)), "needs": recipe.needs}
         facts.append({"name": name, "summary": recipe.summary, "paper": paper, **sizes})
     if args.json:
-        print_json(facts)
-        return
+        return facts
     columns = ["recipe", "what", "paper", "cells", "needs"]
     rows = [list(fact.values()) for fact in facts]
     console().print(table(f"{len(rows)} recipes (linearize run NAME)", columns, rows, right=(3,)))
+    return None
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> object:
     """Run the recipe, or show what would be run."""
     from linearize.jobs.recipes.run import check_data, run_recipe
 
@@ -56,8 +55,9 @@ def run(args: argparse.Namespace) -> None:
     name = Path(args.recipe).stem
     if args.dry_run:
         check_data(recipe)
-        print_json(plain(recipe)) if args.json else _show(recipe, name)
-        return
+        if not args.json:
+            _show(recipe, name)
+        return plain(recipe)
     out = console(to_stderr=args.json)
     folder = args.output or f"runs/{name}"
     try:
@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> None:
         raise KeyboardInterrupt(f"finished stages are in {folder}; continue with --resume") from None
     out.print(results_table(make_table(recipe, rows, name)))
     out.print(f"Results: {folder}/results.jsonl")
-    if args.json:
-        print_json(rows)
+    return rows
 
 
 def _show(recipe: Recipe, name: str) -> None:

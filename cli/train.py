@@ -33,7 +33,7 @@ Job = TypeVar("Job", ConvertJob, DistillJob, AlignJob)
 Planned = Callable[[Screen, Plan], None]
 
 
-def convert(job: ConvertJob, args: argparse.Namespace) -> int:
+def convert(job: ConvertJob, args: argparse.Namespace) -> object:
     """Convert, or show the plan and the bill; then upload the result, if that was asked for."""
     if args.push_to_hub:
         # A wrong name is refused before the first slow step.
@@ -46,18 +46,18 @@ def convert(job: ConvertJob, args: argparse.Namespace) -> int:
 
     if args.dry_run:
         prepare_native(args, job.device, None)
-    code = _train(job, args, convert_checkpoint, planned=planned)
+    result = _train(job, args, convert_checkpoint, planned=planned)
     if args.push_to_hub and not args.dry_run and is_main():
         upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
-    return code
+    return result
 
 
-def distill(job: DistillJob, args: argparse.Namespace) -> int:
+def distill(job: DistillJob, args: argparse.Namespace) -> object:
     """Continue stage one."""
     return _train(job, args, distill_checkpoint)
 
 
-def align(job: AlignJob, args: argparse.Namespace) -> int:
+def align(job: AlignJob, args: argparse.Namespace) -> object:
     """Align with the original."""
     return _train(job, args, align_checkpoint, learns="The alignment learns from")
 
@@ -69,7 +69,7 @@ def _train(
     *,
     planned: Planned | None = None,
     learns: str = LEARNS,
-) -> int:
+) -> object:
     """Run a job and show what it does and makes, or its bill; `planned` is called with the console and the plan."""
     if args.dry_run:
         return show_bill(job, as_json=args.json, planned=planned)
@@ -86,12 +86,10 @@ def _train(
     out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
     if result.findings is not None:
         show_findings(out, result.findings)
-    if args.json:
-        print_json(result.to_dict())
-    return 0
+    return result.to_dict()
 
 
-def finetune(job: TuneJob, args: argparse.Namespace) -> int:
+def finetune(job: TuneJob, args: argparse.Namespace) -> object:
     """Tune, and print what happens and the metrics."""
     if args.dry_run:
         return show_bill(job, as_json=args.json)
@@ -109,11 +107,9 @@ def finetune(job: TuneJob, args: argparse.Namespace) -> int:
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
     if work.findings is not None:
         show_findings(out, work.findings)
-    if args.json:
-        figures = {name: getattr(result, name) for name in ("metrics", "score", "steps", "selection")}
-        findings = {} if work.findings is None else work.findings.to_dict()
-        print_json({"output": str(target), **figures, "findings": findings})
-    return 0
+    figures = {name: getattr(result, name) for name in ("metrics", "score", "steps", "selection")}
+    findings = {} if work.findings is None else work.findings.to_dict()
+    return {"output": str(target), **figures, "findings": findings}
 
 
 def kept_checkpoint(job: TuneJob) -> str:
@@ -124,7 +120,7 @@ def kept_checkpoint(job: TuneJob) -> str:
     return f"{kept}; resume with the same line and --resume"
 
 
-def search(job: SearchJob, args: argparse.Namespace) -> None:
+def search(job: SearchJob, args: argparse.Namespace) -> object:
     """Choose kernels."""
     out = console(to_stderr=args.json)
     prepare_native(args, job.device, out)
@@ -133,11 +129,10 @@ def search(job: SearchJob, args: argparse.Namespace) -> None:
         result = search_checkpoint(job, work)
     if job.plan_out:
         out.print(f"Plan: {job.plan_out}; carry it out: linearize convert {job.model} --plan {job.plan_out}")
-    if args.json:
-        print_json({"plan": result.plan.to_dict(), **result.to_dict()})
+    return {"plan": result.plan.to_dict(), **result.to_dict()}
 
 
-def demo(job: DemoJob, args: argparse.Namespace) -> None:
+def demo(job: DemoJob, args: argparse.Namespace) -> object:
     """Convert a small model, and show the gain."""
     out = console(to_stderr=args.json)
     saved = []
@@ -161,8 +156,7 @@ def demo(job: DemoJob, args: argparse.Namespace) -> None:
     title = f"One document of {row.tokens:,} tokens, whole model: {row.speedup:.1f} times faster"
     out.print(table(title, ["attention", "seconds", "peak memory, MiB"], rows, right=(1, 2)))
     out.print(f"The converted model is in {job.output}.")
-    if args.json:
-        print_json(result.to_dict())
+    return result.to_dict()
 
 
 def kept_states(target: str, *endings: str) -> str:
