@@ -17,7 +17,7 @@ LOOK = "--dataset texts.jsonl --text-column text --inputs 2 --max-length 16 --le
 CASES = {
     "convert": (f"bert {STAGE_ONE} --output a", {"plan", "distillation", "parameters_added", "findings"}),
     "search": (
-        "bert --dataset texts.jsonl --text-column text --steps 1 --candidates hedgehog,elu --length 16 --no-memory "
+        "bert --dataset texts.jsonl --text-column text --steps 1 --candidates hedgehog,elu --length 16 "
         "--holdout 4 --batch-size 4 --device cpu",
         {"plan", "layers", "points", "limit"},
     ),
