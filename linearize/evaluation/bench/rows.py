@@ -125,7 +125,7 @@ def ratio(one: float | None, other: float | None) -> float | None:
 
 
 def faster_from(rows: Sequence[Row]) -> int | None:
-    """Return the smallest length from which on ours is faster at all lengths that were measured; None if there is none.
+    """Return the smallest length from which on ours is faster at all measured lengths; None if there is no such length.
 
     Args:
         rows: of one kind of measurement.
