@@ -92,5 +92,5 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
         # Without a denominator their sum may be negative; the sum of magnitudes is not.
         linear = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
         linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    weights = (x.flatten(1, 2)[0].float().cpu() for x in (softmax, linear))
-    return LayerMaps(name, layer, *weights, q[0].float().cpu(), k[0].float().cpu(), scaling)
+    softmax, linear = (x.flatten(1, 2)[0].float().cpu() for x in (softmax, linear))
+    return LayerMaps(name, layer, softmax, linear, q[0].float().cpu(), k[0].float().cpu(), scaling)

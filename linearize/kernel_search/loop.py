@@ -174,7 +174,8 @@ class _Search(Run):
             self.costs = _saved_costs(saved)
         else:
             # The main process measures, and the others get its figures.
-            device, dtype, costs = self.accelerator.device, next(self.carrier.parameters()).dtype, {}
+            device, dtype = self.accelerator.device, next(self.carrier.parameters()).dtype
+            costs: Costs = {}
             if self.accelerator.is_main_process:
                 costs = costs_of_layers(self.layout, self.config.length, str(device), dtype, self.on_event)
             self.costs = self._agreed(costs)
