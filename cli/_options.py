@@ -30,7 +30,6 @@ REMOVED = {
     "--search-remeasure": "costs that were measured on a noisy machine are not remembered",
     "--no-memory": "the search measures time alone; linearize bench measures memory",
     "--no-search-memory": "the search measures time alone; linearize bench measures memory",
-    "--plot": "--json has the figures",
     "--train": "run python -m benchmarks.steps train in a checkout",
     "--batch-tokens": "give --batch; python -m benchmarks.steps train has it",
     "--features-given": "run python -m benchmarks.attentions op in a checkout",

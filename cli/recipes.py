@@ -12,6 +12,7 @@ from rich.console import Group
 from linearize.cli._output import Screen, StepProgress, console, log_line, print_json, table
 from linearize.core.errors import ConfigError, printable
 from linearize.core.events import Callback, Event
+from linearize.core.parsing import check_file
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.recipes import formats
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
@@ -107,6 +108,8 @@ def _show_events(out: Screen) -> Callback:
 
 def results(args: argparse.Namespace) -> None:
     """Print the tables."""
+    if args.plot:
+        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     made = tables(args.folder)
     kind = "json" if args.json else args.format
     compared = None
@@ -116,12 +119,12 @@ def results(args: argparse.Namespace) -> None:
         from linearize.jobs.recipes.against import against
 
         compared = against(args.folder, args.against)
+    out = console(to_stderr=kind != "table")
     if kind == "json":
         print_json([asdict(table) for table in made] if compared is None else asdict(compared))
-    elif kind == "md":
-        print(formats.to_markdown(made), end="")
+    elif kind != "table":
+        print(formats.FORMATS[kind](made), end="")
     else:
-        out = console()
         for one in made:
             out.print(results_table(one))
             for line in formats.notes(one):
@@ -132,6 +135,9 @@ def results(args: argparse.Namespace) -> None:
             out.print(table(title, ["", *compared.tasks], compared.cells(), right=right))
             for line in compared.notes():
                 out.print(line)
+    if args.plot:
+        formats.write_results_plot(made, args.plot)
+        out.print(f"Picture: {args.plot}")
 
 
 def results_table(results: Table) -> Group:

@@ -172,7 +172,7 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
         ("search bert --budget price=1", "unknown budget 'price'"),
         ("search bert --plan-out plan.txt", "expected the name of a .yaml file"),
         ("search bert --plan-out nowhere/plan.yaml", "make the folder first"),
-        ("search bert --plot points.png", "option --plot was removed; leave it out: --json has the figures"),
+        ("search bert --plot points.png", "option --plot was removed; leave it out: linearize search --json"),
         ("search bert --no-memory", "option --no-memory was removed; leave it out: the search measures time alone"),
         ("search bert --remeasure", "option --remeasure was removed"),
         ("search nowhere", "nowhere"),
