@@ -129,6 +129,8 @@ def search(job: SearchJob, args: argparse.Namespace) -> object:
         result = search_checkpoint(job, work)
     if job.plan_out:
         out.print(f"Plan: {job.plan_out}; carry it out: linearize convert {job.model} --plan {job.plan_out}")
+    if job.plot:
+        out.print(f"Picture: {job.plot}")
     return {"plan": result.plan.to_dict(), **result.to_dict()}
 
 

@@ -437,7 +437,12 @@ class SearchJob(TrainingJob):
     )
     distill_length: int | None = option(None, LENGTH, group=DATA, low=1)
     plan_out: str | None = option(None, PLAN_OUT, group=OUTPUT, metavar="FILE.yaml")
-    overwrite: bool = option(False, "replace the plan file and the states of an interrupted search", group=OUTPUT)
+    plot: str | None = option(
+        None, "draw error against time of the plan and of others", group=OUTPUT, metavar="FILE.png"
+    )
+    overwrite: bool = option(
+        False, "replace the plan file, the picture and the states of an interrupted search", group=OUTPUT
+    )
 
 
 @dataclass(frozen=True)

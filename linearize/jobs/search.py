@@ -10,13 +10,14 @@ from linearize.conversion.inputs import read_inputs
 from linearize.conversion.plan import plan
 from linearize.conversion.plan_file import check_plan_target, write_plan
 from linearize.core.errors import ConfigError
+from linearize.core.parsing import check_file
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
 from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
-from linearize.kernel_search.result import SearchResult
+from linearize.kernel_search.result import SearchResult, write_plot
 from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main, under_fsdp
 
@@ -33,6 +34,8 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
         KeyboardInterrupt: says which file holds the best plan so far.
     """
     check_search(job)
+    if job.plot is not None:
+        check_file(job.plot, "--plot", (".png",), overwrite=job.overwrite)
     if is_main():
         check_states(job)
     loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
@@ -51,6 +54,8 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
         clear_states(job)
     result = choose_plan(context, job.search, base, job.max_length)
     if is_main():
+        if job.plot is not None:
+            write_plot(result, job.plot)
         drop_states(job)
     return result
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from linearize.core.parsing import write_file
+from linearize.fidelity import plots_style as style
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.costs import Costs
 from linearize.kernel_search.table import TOLERANCE, Choice, Table
@@ -15,6 +17,7 @@ from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.training.stage_one.run import Report
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -280,3 +283,40 @@ def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
             f"{row[best].share:.3g}, more than the budget has for this layer"
         )
     return f"error {entry.error:.3g}, {best} {least:.3g}"
+
+
+def write_plot(result: SearchResult, path: str) -> None:
+    """Draw error against time of all points and write the PNG."""
+    write_file(path, "--plot", style.to_png(error_against_time(result))[0])
+
+
+def error_against_time(result: SearchResult) -> Figure:
+    """Draw all points by name; a line joins those that no other one beats."""
+    figure = style.new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
+    label = "no other one is both faster and closer"
+    axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1, label=label)
+    kinds: dict[str, dict[str, Any]] = {
+        "the plan": {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3},
+        "softmax": {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2},
+        "another plan": {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2},
+    }
+    kind_of = [
+        "the plan" if point.name.startswith(PLAN) else "softmax" if point.name.startswith(SOFTMAX) else "another plan"
+        for point in result.points
+    ]
+    for kind, look in kinds.items():
+        points = [(one.seconds, one.error) for one, its in zip(result.points, kind_of, strict=True) if its == kind]
+        if points:
+            axes.scatter(*zip(*points, strict=True), label=kind, **look)
+    for point, kind in zip(result.points, kind_of, strict=True):
+        if kind == "another plan":
+            where = (point.seconds, point.error)
+            axes.annotate(point.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
+    axes.set_xscale("log")
+    axes.margins(0.18)
+    axes.legend(fontsize=7, frameon=False)
+    title = f"Whole model compared with its original ({result.figure})"
+    style.tidy(axes, title, f"seconds of all attentions, {result.length:,} tokens", f"error, {result.figure}")
+    return figure

@@ -34,7 +34,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("given_costs")
 def test_the_table_the_plan_and_the_picture(place, capsys):
-    code, out, err = run(capsys, "search", "bert", *SEARCH, "--plan-out", "plan.yaml")
+    code, out, err = run(capsys, "search", "bert", *SEARCH, "--plan-out", "plan.yaml", "--plot", "points.png")
     assert code == 0, err
     assert "within 0.2 of softmax's time at 4,096 tokens" in out, out
     # Cells of tables are folded between words.
@@ -42,7 +42,8 @@ def test_the_table_the_plan_and_the_picture(place, capsys):
     assert re.search(
         r"(\d+\.\d% below|as large as) that of hedgehog everywhere, at 0\.\d+ of softmax's time|is as good: error", out
     )
-    assert sorted(path.name for path in place.iterdir()) == ["bert", "plan.yaml", "texts.jsonl"]
+    assert (place / "points.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in place.iterdir()) == ["bert", "plan.yaml", "points.png", "texts.jsonl"]
     plan = yaml.safe_load((place / "plan.yaml").read_text())
     assert [layer["layer"] for layer in plan["layers"]] == [0, 1] and all(layer["why"] for layer in plan["layers"])
     # Edited, and given back.
@@ -172,7 +173,7 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
         ("search bert --budget price=1", "unknown budget 'price'"),
         ("search bert --plan-out plan.txt", "expected the name of a .yaml file"),
         ("search bert --plan-out nowhere/plan.yaml", "make the folder first"),
-        ("search bert --plot points.png", "option --plot was removed; leave it out: linearize search --json"),
+        ("search bert --plot points.svg", "expected the name of a .png file"),
         ("search bert --no-memory", "option --no-memory was removed; leave it out: the search measures time alone"),
         ("search bert --remeasure", "option --remeasure was removed"),
         ("search nowhere", "nowhere"),
