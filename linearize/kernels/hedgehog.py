@@ -5,7 +5,8 @@ https://arxiv.org/abs/2402.04347, section 4.2: eq. 3 and 5 (exp), eq. 4 and appe
 
     phi(x) = [act(W x + b) ; act(-W x - b)]        W: [F / 2, d], b: [F / 2] per head, F = 2 d by default
 
-W starts as the identity, its rows beyond d as unit vectors drawn at random, orthogonal d by d; b starts at 0.
+W starts as the identity, its rows beyond d as unit vectors drawn at random, orthogonal d by d, all times `start`; b
+starts at 0. A start above 1 makes the untrained weights peaked, which training from scratch needs to compare tokens.
 
 `activation="softmax"` (default): each half is a softmax over its d entries. `activation="exp"`: plain exponentials; a
 key's largest exponent is split off as its log-scale, so that nothing overflows. Queries and keys come unscaled (no
@@ -35,6 +36,9 @@ class HedgehogConfig:
     features: int | None = option(
         None, "feature size F of both signs together; none: twice the head size", low=2, high=65536, multiple_of=2
     )
+    start: float = option(
+        1.0, "factor of the identity that W starts as; 2 with exp, from scratch", low=1e-3, high=100.0
+    )
 
     def rows(self, head_dim: int) -> int:
         """Return how many rows W has: half of F."""
@@ -59,6 +63,7 @@ class Hedgehog(FeatureMap):
             self.weight[:, :size].copy_(torch.eye(rows, size)[:size])
             if rows > size:
                 self.weight[:, size:].copy_(orthonormal(heads, rows - size, size, generator))
+            self.weight.mul_(self.config.start)
             if self.bias is not None:
                 self.bias.zero_()
 

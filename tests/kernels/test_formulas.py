@@ -86,6 +86,17 @@ def test_t2r_and_hedgehog():
     torch.testing.assert_close(whole(kernel.forward_keys(x)), torch.cat([y, -y], -1).exp())
 
 
+@pytest.mark.parametrize("activation", ["softmax", "exp"])
+def test_a_start_of_two_is_the_untrained_map_of_twice_the_input(activation):
+    (usual, x), (peaked, _) = (
+        make("hedgehog", activation=activation),
+        make("hedgehog", activation=activation, start=2.0),
+    )
+    for kernel in (usual, peaked):
+        kernel.reset_parameters(torch.Generator().manual_seed(0))
+    torch.testing.assert_close(whole(peaked.forward_keys(x)), whole(usual.forward_keys(2 * x)))
+
+
 def test_more_features_of_hedgehog_start_beside_the_usual_ones():
     usual, x = make("hedgehog")
     wide, _ = make("hedgehog", features=6 * DIM)
