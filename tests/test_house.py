@@ -146,6 +146,7 @@ def test_no_import_circle():
     assert circles(graph()) == []
 
 
+@pytest.mark.slow
 def test_a_module_can_be_the_first_to_be_imported():
     """Importing transformers' Auto classes runs our registration: modules that it needs must not be half read then."""
     subprocess.run([sys.executable, "-c", "import linearize.modeling.config"], check=True)

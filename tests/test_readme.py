@@ -20,6 +20,8 @@ TEXTS = {name: (CHECKOUT / name).read_text(encoding="utf-8") for name in DOCUMEN
 ALL = "\n".join(TEXTS.values())
 FIGURES = [name for name in DOCUMENTS if name.startswith("docs/benchmarks/") or name == "docs/lab-notes.md"]
 """Pages of figures: `make slow` runs their lines, which take long and do much alike."""
+GUIDES = [f"docs/guides/{name}.md" for name in ("long-documents", "tuning", "distributed")]
+"""Guides whose verbs README.md and the other guides run as well: `make slow` runs their lines, which are read here."""
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +40,7 @@ def place(stock, tmp_path, monkeypatch, request):
 
 def in_order(name):
     """One document as a case of the test."""
-    return pytest.param(name, name, id=name, marks=[pytest.mark.slow] if name in FIGURES else [])
+    return pytest.param(name, name, id=name, marks=[pytest.mark.slow] if name in (*FIGURES, *GUIDES) else [])
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,12 @@ def test_everything_runs_in_order(document, place, capsys):
         assert (place / "roberta-base-hedgehog" / "log.jsonl").is_file() and (place / "reviews-long").is_dir()
 
 
-@pytest.mark.parametrize("document", FIGURES)
-def test_lines_of_figures_can_be_read(document, capsys):
-    for language, content in blocks(TEXTS[document]):
+@pytest.mark.parametrize("document", [*FIGURES, *GUIDES])
+def test_lines_of_figures_and_guides_can_be_read(document, capsys):
+    for number, (language, content) in enumerate(blocks(TEXTS[document])):
+        if language == "python" and document in GUIDES:
+            compile(content, f"{document}, block {number}", "exec")
+            continue
         assert language == "bash"
         for line in lines(content):
             run_line(line, capsys, parse_only=True)

@@ -236,6 +236,7 @@ def test_the_logged_train_loss_is_that_of_the_whole_run(models, cut, cli, tmp_pa
 
 
 # Item 20.
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("step", [2, 5])
 def test_ctrl_c_before_the_first_state_keeps_what_was_learned(step, models, cut, cli, tmp_path):
     _, line = cut("convert", step, "--save-every", 100)

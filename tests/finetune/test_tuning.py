@@ -206,8 +206,8 @@ def test_questions(bert, tmp_path):
 @pytest.mark.parametrize(
     ("name", "group"),
     [
-        ("cola", False),
         ("masked-lm", True),
+        pytest.param("cola", False, marks=pytest.mark.slow),
         pytest.param("cola", True, marks=pytest.mark.slow),
         pytest.param("masked-lm", False, marks=pytest.mark.slow),
     ],

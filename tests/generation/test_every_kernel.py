@@ -10,6 +10,7 @@ from linearize.core.registry import kernel_infos
 CAUSAL = [info for info in kernel_infos() if info.causal and not info.needs_window]
 
 
+@pytest.mark.sampled("one")
 @pytest.mark.parametrize("info", CAUSAL, ids=lambda info: info.name)
 def test_greedy(info):
     arguments = {"max_positions": 64} if info.maximum_positions else {}

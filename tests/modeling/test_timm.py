@@ -51,7 +51,7 @@ def images(model, batch: int = 3):
     return {"pixel_values": torch.randn(batch, *model.config.pretrained_cfg["input_size"])}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("test_")) for n in MODELS])
 def test_convert_save_load(name, tmp_path):
     model, arguments = bare(name)
     wrapped = wrap(model, arguments)
