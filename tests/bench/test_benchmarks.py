@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support.naive import naive_attention
 from support.tiny import converted, original
 from support.weights_loss import weights_loss
 
@@ -25,7 +26,6 @@ from linearize.evaluation.bench.job import measure
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
-from linearize.ops import naive_attention
 from linearize.training.stage_one.loss import Targets
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)

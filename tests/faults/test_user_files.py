@@ -459,11 +459,11 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("option", ["--plot", "--plan-out"])
-@pytest.mark.parametrize("verb", PICTURES)
+WRITTEN = [*((verb, "--plot") for verb in ("bench", "results", "search")), ("search", "--plan-out")]
+
+
+@pytest.mark.parametrize(("verb", "option"), [*WRITTEN, ("convert", "--plan-out")])
 def test_a_file_that_exists_is_not_replaced(verb, option, models, tmp_path, cli):
-    if option == "--plan-out" and verb in ("bench", "results"):
-        return
     photo = tmp_path / ("photo.png" if option == "--plot" else "photo.yaml")
     photo.write_text("a photo")
     data = ["--dataset", models / "data.jsonl", "--text-column", "text", "--device", "cpu"]
