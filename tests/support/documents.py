@@ -212,7 +212,7 @@ def write_texts(root, rows):
         # No text of one is in another: the same text would be left out of the training rows.
         own = "".join(json.dumps({"text": f"{name} {row['text']}"}) + "\n" for row in rows)
         (root / f"{name}.jsonl.gz").write_bytes(gzip.compress(own.encode()))
-    for name in ("corpus.txt", "wiki.valid.txt"):
+    for name in ("corpus.txt", "sentences.txt", "wiki.valid.txt"):
         (root / name).write_text("".join(row["text"] + "\n" for row in rows))
 
 
