@@ -291,11 +291,13 @@ def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    # transformers 5.17 has the older name alone; later ones warn of it.
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     try:
         yield
     finally:
-        model.activation_checkpointing_disable()
+        getattr(model, f"{name}_checkpointing_disable")()
         model.disable_input_require_grads()
 
 
