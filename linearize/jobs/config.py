@@ -484,6 +484,6 @@ class DemoJob(Job):
     """Options of `demo`."""
 
     kernel: str = option("hedgehog", "kernel", metavar="NAME")
-    steps: int = option(36, "steps of stage one; the alignment has a sixth as many")
+    steps: int = option(18, "steps of stage one; the alignment has a sixth as many")
     tokens: int = option(8192, "length of the long document")
     output: str = option("demo-output", "folder to make; an existing one is replaced", metavar="DIR")
