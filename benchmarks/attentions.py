@@ -8,48 +8,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.command import add_lengths, add_machine, add_memory, measure_suites, new_parser
 from linearize.attention.backends.causal import attend_causally
 from linearize.attention.call import AttentionCall
-from linearize.cli._output import as_lines, console, print_json
-from linearize.cli.bench import show
 from linearize.core.errors import ConfigError
-from linearize.core.options import parse_lengths
 from linearize.core.registry import Hybrid
-from linearize.evaluation.bench.job import checked, run_tasks, threads
+from linearize.evaluation.bench.job import checked
 from linearize.evaluation.bench.meter import Call
 from linearize.evaluation.bench.options import BenchOptions, check_lengths
 from linearize.evaluation.bench.rows import Row
-from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, Suite
+from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, SizedSuite, Suite
 from linearize.ops import bidirectional_attention
 
 SPARE = 16
 """Places that the cache of keys has after the context."""
-
-
-@dataclass(frozen=True)
-class SizedSuite(Suite):
-    """A suite of made-up attentions.
-
-    Attributes:
-        sizes: of the attention, and the kernel.
-    """
-
-    sizes: AttentionSizes = field(default_factory=AttentionSizes)
-
-    @property
-    def device(self) -> str:
-        return self.sizes.device
-
-    @property
-    def dtype(self) -> str:
-        return self.sizes.dtype
 
 
 @dataclass(frozen=True)
@@ -163,10 +142,10 @@ def suites(args: argparse.Namespace, device: str, dtype: str) -> Iterator[Suite]
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("suite", choices=("op", "decode"), help="what to measure")
-    add("--lengths", type=parse_lengths, default=(4096, 16384), metavar="N,N", help="tokens, or contexts (4096,16384)")
+    add_lengths(parser, (4096, 16384), "tokens, or contexts")
     add("--kernel", action="append", help="decode: kernel; may be repeated (hedgehog)")
     add("--window", type=int, help="decode: tokens of a softmax window")
     add("--sinks", type=int, default=0, help="decode: first tokens that get softmax as well")
@@ -178,11 +157,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=12, help="(%(default)s)")
     add("--head-dim", type=int, default=64, help="(%(default)s)")
     add("--dtype", default="float32", help="(%(default)s)")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (%(default)s)")
-    add("--repeats", type=int, help="turns; by default as many as take ten seconds")
-    add("--threads", type=int, help="threads of torch on the CPU")
-    add("--no-memory", dest="memory", action="store_false", help="measure time only")
-    add("--json", action="store_true", help="print every figure as JSON on stdout")
+    add_machine(parser)
+    add_memory(parser)
     return parser.parse_args(argv)
 
 
@@ -191,16 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     how = {name: getattr(args, name) for name in ("dtype", "device", "repeats", "threads", "memory")}
     options, lengths = checked(BenchOptions(**how)), check_lengths(args.lengths)
-    out = console(to_stderr=args.json)
-    with threads(options.threads):
-        asked = list(suites(args, options.device, options.dtype))
-        for suite in asked:
-            suite.check()
-        result = run_tasks([(suite, tokens) for suite in asked for tokens in lengths], options, as_lines(out))
-    show(out, result)
-    if args.json:
-        print_json(result.to_dict())
-    return 0
+    asked = list(suites(args, options.device, options.dtype))
+    return measure_suites(asked, lengths, options, as_json=args.json)
 
 
 if __name__ == "__main__":

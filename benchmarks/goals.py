@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from benchmarks.attentions import DecodeSuite, OpSuite
 from benchmarks.bound import peak_rate, with_bound
+from benchmarks.command import add_machine, new_parser
 from benchmarks.public_op import PublicOpSuite, installed
 from linearize.attention.native import engine
 from linearize.cli._output import as_lines, console, print_json, table
@@ -196,11 +197,8 @@ def judge(goal: Goal, tasks: list[tuple[Suite, int]], rows: list[Row]) -> Verdic
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (%(default)s)")
-    parser.add_argument("--repeats", type=int, help="turns; by default as many as take ten seconds")
-    parser.add_argument("--threads", type=int, help="threads of torch on the CPU")
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON on stdout")
+    parser = new_parser(__doc__)
+    add_machine(parser)
     return parser.parse_args(argv)
 
 

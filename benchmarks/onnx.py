@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.command import add_lengths, new_parser
 from linearize.attention import native
 from linearize.attention.cache import cache_argument
 from linearize.attention.native import switched
 from linearize.checkpoint.loading import load_converted
 from linearize.cli._output import console, print_json
-from linearize.core.options import parse_lengths
 from linearize.evaluation.bench.meter import Timing, in_turns
 from linearize.evaluation.bench.options import check_lengths
 from linearize.export.graphs import BATCH, TOKENS, Graph, graphs_of
@@ -110,10 +110,9 @@ def text(row: Timed) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("model", help="converted checkpoint")
-    parser.add_argument("--lengths", type=parse_lengths, default=(128, 512), metavar="N,N", help="tokens (128,512)")
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON on stdout")
+    add_lengths(parser, (128, 512))
     return parser.parse_args(argv)
 
 

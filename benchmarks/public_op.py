@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from benchmarks.attentions import SizedSuite
 from linearize.attention.backends.causal import attend_causally
 from linearize.core.errors import ConfigError
 from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.suites import SizedSuite
 
 PACKAGE = "fast_transformers"
 LEAST = 1e-6

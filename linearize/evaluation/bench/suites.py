@@ -147,20 +147,14 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True)
-class AttentionSuite(Suite):
-    """One attention.
+class SizedSuite(Suite):
+    """A suite of made-up attentions.
 
     Attributes:
         sizes: of the attention, and the kernel.
-        causal: whether a query sees only keys up to its own position.
-        backward: whether the gradients of inputs and kernel parameters are computed too.
     """
 
-    name: ClassVar[str] = "attention"
-
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
-    causal: bool = False
-    backward: bool = False
 
     @property
     def device(self) -> str:
@@ -169,6 +163,21 @@ class AttentionSuite(Suite):
     @property
     def dtype(self) -> str:
         return self.sizes.dtype
+
+
+@dataclass(frozen=True)
+class AttentionSuite(SizedSuite):
+    """One attention.
+
+    Attributes:
+        causal: whether a query sees only keys up to its own position.
+        backward: whether the gradients of inputs and kernel parameters are computed too.
+    """
+
+    name: ClassVar[str] = "attention"
+
+    causal: bool = False
+    backward: bool = False
 
     @property
     def how(self) -> str:
