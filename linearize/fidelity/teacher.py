@@ -131,6 +131,7 @@ def softmax_heads_output(
 
 
 softmax_output = torch.no_grad()(softmax_heads_output)
+"""The same without a gradient."""
 
 
 def frozen_output(
@@ -141,9 +142,6 @@ def frozen_output(
     The host would make a T x T mask of a causal one with padding.
     """
     return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
-
-
-"""The same without a gradient."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -19,9 +18,10 @@ import torch
 
 from linearize import __version__
 from linearize.attention.native.locate import cache_folder
+from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started
 from linearize.core.options import convert
-from linearize.core.parsing import read_json
+from linearize.core.parsing import read_json, write_file
 from linearize.core.registry import kernel_info, make_config
 from linearize.evaluation.bench.meter import DTYPES, NoiseWatch, describe, in_turns
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
@@ -155,8 +155,7 @@ def _write(costs: Mapping[str, Cost]) -> None:
     folder = cache_folder()
     if folder is None:
         return
-    fresh = folder / f"{FILE}.{os.getpid()}"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ConfigError):
         folder.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps({key: asdict(cost) for key, cost in costs.items()}, indent=0))
-        fresh.replace(folder / FILE)
+        values = {key: asdict(cost) for key, cost in costs.items()}
+        write_file(folder / FILE, "costs", json.dumps(values, indent=0).encode())

@@ -14,8 +14,8 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.data.columns import column_kinds
 from linearize.data.config import DataConfig
 from linearize.data.hub import cause, load_hub
-from linearize.data.load import make_part, open_local, open_records
-from linearize.data.local import MissingSplitError, exists, looks_local
+from linearize.data.load import make_part, open_records
+from linearize.data.local import MissingSplitError, exists, looks_local, open_local
 from linearize.data.records import Example, Records
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData

@@ -9,13 +9,13 @@ from linearize.checkpoint.loading import load_processor, move, read_config
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.model import is_linearized
 from linearize.training.alignment.pair import check_teacher as check_original_of
+from linearize.training.stage_two.load import RECORD, check_length, check_trained, load_for_task, read_record
 from linearize.training.stage_two.prepared import TaskData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from linearize.core.heads import Processor
-from linearize.training.stage_two.load import RECORD, check_length, check_trained, load_for_task, read_record
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
 """A text that tokenizers with the same vocabulary and different rules cut differently."""
