@@ -40,7 +40,12 @@ NEAR, FAR = 100, 1000
 COMMON = 120
 """Words that are more frequent in the text are no answers."""
 NEW_TOKENS = 64
-BASES = ("softmax", "window only", "window only, exact keys, softmax heads")
+BASES = (
+    "softmax",
+    "window only",
+    "window only, exact keys, softmax heads",
+    "window of 256, 64 exact keys, softmax heads",
+)
 """Columns that all others are compared with."""
 NAMES = ("harbour", "castle", "garden", "bridge")
 QUESTIONS = (
@@ -77,6 +82,10 @@ COLUMNS = {
     "kernel and window, exact keys": Column("exact"),
     "kernel and window, exact keys, softmax heads": Column("recall"),
     "window only, exact keys, softmax heads": Column("recall", kernel=False),
+    "kernel, window of 256, 64 exact keys, softmax heads": Column("recall", hybrid={"window": 256, "exact_keys": 64}),
+    "window of 256, 64 exact keys, softmax heads": Column(
+        "recall", kernel=False, hybrid={"window": 256, "exact_keys": 64}
+    ),
     "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
 }
 

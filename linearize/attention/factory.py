@@ -99,6 +99,13 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
             f"exact-keys: got {hybrid.exact_keys}, but kernel {info.name!r} has no scale to choose keys by; "
             "choose another kernel, or use sinks"
         )
+    length = hybrid.trained_length
+    can_fade = window is not None and hybrid.scale != SCALES[0] and shape.causal
+    if length is not None and not (can_fade and type(length) is int and length > 0):
+        raise ConfigError(
+            f"trained-length: got {length!r}, expected a number of tokens, 1 or more, for a causal layer with a window "
+            "and scales; leave it out"
+        )
     heads = hybrid.softmax_heads
     if heads and (sorted(set(heads)) != list(heads) or not all(type(h) is int and 0 <= h < shape.heads for h in heads)):
         raise ConfigError(

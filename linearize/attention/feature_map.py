@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize.attention.backends.choose import choose
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.hybrid import CACHED, LogScale, Scales, SoftmaxHeads
+from linearize.attention.hybrid import CACHED, LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import unreadable
 from linearize.attention.native.gradient import map_with_gradient
@@ -21,6 +21,8 @@ from linearize.kernels.base import FeatureMap, Features, Inputs
 from linearize.ops import Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS
 
+OWN = (*CACHED, "seen")
+"""The tensors of a state that are the mixer's own; all others are the backend's."""
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative, so that it can cross zero among ordinary numbers."""
 
@@ -44,6 +46,7 @@ class FeatureMapMixer(Mixer):
         floor: c of `linearize.ops.floored`; 0 for none, and always 0 with a window.
         divides: whether the op divides rows by their sums; a window or a floor does it itself.
         symmetric: whether queries are mapped as keys are, so that both can be mapped at once.
+        counts: whether tokens have to be counted: the kernel is positional, or its linear part fades.
         memory: what a backend worked out for this mixer, by a name that begins with the backend's.
     """
 
@@ -74,6 +77,7 @@ class FeatureMapMixer(Mixer):
         self.softmax_heads = SoftmaxHeads(heads, groups, self.shape.causal) if heads else None
         self.floor = self.keys.floor if hybrid.window is None else 0.0
         self.divides = self.keys.normalize and hybrid.window is None and self.floor == 0.0
+        self.counts = self.info.positional or hybrid.trained_length is not None
         self.memory: dict[str, Any] = {}
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -101,17 +105,17 @@ class FeatureMapMixer(Mixer):
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Mix as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
-        if self.softmax_heads is None and not self.info.positional:
+        if self.softmax_heads is None and not self.counts:
             return choose(self, call).run(self, call)
         exact: Tensor | None = None
         more: MixerState = {}
         if self.softmax_heads is not None:
             exact, more = self.softmax_heads.attend(call)
-            if call.state is not None:
-                call = replace(call, state={name: x for name, x in call.state.items() if name not in CACHED})
-        if self.info.positional:
+        if self.counts:
             counted = _count(call.k, call.key_padding_mask, None if call.state is None else call.state["seen"])
             call, more = replace(call, positions=(counted - 1).clamp(min=0)), more | {"seen": counted[:, -1]}
+        if call.state is not None:
+            call = replace(call, state={name: x for name, x in call.state.items() if name not in OWN})
         out, after = choose(self, call).run(self, call)
         if exact is not None and self.softmax_heads is not None:
             out = out.index_copy(1, torch.tensor(self.softmax_heads.heads, device=out.device), exact.to(out.dtype))
@@ -139,7 +143,16 @@ class FeatureMapMixer(Mixer):
         if self.key_scale is None:
             return None, None
         q, k = call.without_padding()
-        return None if self.query_scale is None else self.query_scale(q), self.key_scale(k)
+        if self.query_scale is None:
+            return None, self.key_scale(k)
+        return self._faded(self.query_scale(q), call.positions), self.key_scale(k)
+
+    def _faded(self, scale: Tensor, positions: Tensor | None) -> Tensor:
+        """Let the queries' log-scales [B, H, T] fade after the trained length; the queries are the last tokens."""
+        length = self.hybrid.trained_length
+        if length is None or positions is None:
+            return scale
+        return scale + fade(positions[:, None, -scale.shape[2] :], length)
 
     def map_tokens(
         self,
@@ -160,7 +173,7 @@ class FeatureMapMixer(Mixer):
             queries: whether they are queries.
         """
         map, log_scales = self.keys, self.query_scale if queries else self.key_scale
-        batch, groups, given = x.shape[0], 1, x
+        batch, groups, given, places = x.shape[0], 1, x, positions
         if queries and self.queries is not None:
             map = self.queries
         elif queries and (groups := self.shape.heads // self.shape.key_heads) > 1:
@@ -183,6 +196,7 @@ class FeatureMapMixer(Mixer):
                 log_scale = log_scale.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
         if learned is None and log_scales is not None:
             learned = log_scales(given)
+            learned = self._faded(learned, places) if queries else learned
         if learned is not None:
             log_scale = learned if log_scale is None else log_scale + learned
         return Features(phi, log_scale)
@@ -198,7 +212,7 @@ class FeatureMapMixer(Mixer):
 
         If there are fewer queries than keys, they are the last tokens. Stage one and the reports start here.
         """
-        positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.info.positional else None
+        positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.counts else None
         return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
 
     def form(self, scaling: float) -> Window | None:
@@ -242,5 +256,5 @@ class FeatureMapMixer(Mixer):
 def _count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:
     """Count the tokens up to each one, itself included [B, T], without padding, after `seen` [B] earlier ones."""
     real = torch.ones(k.shape[0], k.shape[2], device=k.device) if mask is None else mask.float()
-    counted = real.cumsum(dim=-1)
+    counted = real if k.shape[2] == 1 else real.cumsum(dim=-1)
     return counted if seen is None else seen[:, None] + counted

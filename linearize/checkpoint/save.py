@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.card import base_facts, model_card
 from linearize.checkpoint.output import atomic_folder
+from linearize.checkpoint.provenance import Provenance
+from linearize.conversion.plan import set_trained_length
 from linearize.core.errors import CheckpointError
 from linearize.modeling.model import check_checkpoint, is_linearized
 
@@ -59,6 +61,8 @@ def save(
     processors = processor if isinstance(processor, (list, tuple)) else [processor]
     if provenance is not None:
         model.config.linearize = {**model.config.linearize, "provenance": provenance}
+        if (longest := Provenance(provenance).longest_row_length) is not None:
+            set_trained_length(model, longest)
     card = model_card(model, facts=base_facts(str(model.config.name_or_path or "")), name=Path(target).name)
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)

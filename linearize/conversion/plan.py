@@ -19,7 +19,7 @@ from linearize.conversion.positions import PositionReport, extend_positions
 from linearize.conversion.probe import trial_runs
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.core.registry import HYBRID, SCALES, Hybrid, kernel_info, make_config
 from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
 from linearize.modeling.model import attach, change_class, is_linearized
@@ -230,6 +230,32 @@ def convert_model(
         report = extend_positions(model, max_length, method=positions)
     apply(model, plan, example_inputs)
     return report
+
+
+def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Plan:
+    """Give layers of a converted model other additions to their kernels, by module, in place; return the new plan."""
+    plan = Plan.from_dict(model.config.linearize)
+    layers = []
+    for layer in plan.layers:
+        if layer.module in hybrids:
+            layer = dataclasses.replace(layer, hybrid=hybrids[layer.module])
+            mixer: Any = model.base_model.get_submodule(f"{layer.module}.linear_attention").mixer
+            mixer.change(layer.hybrid)
+        layers.append(layer)
+    plan = dataclasses.replace(plan, layers=tuple(layers))
+    model.config.linearize = {**model.config.linearize, **plan.to_dict()}
+    return plan
+
+
+def set_trained_length(model: PreTrainedModel, tokens: int) -> None:
+    """Let causal hybrids fade after the longest rows that they were trained on, in place; never after shorter ones."""
+    fading = {
+        layer.module: dataclasses.replace(layer.hybrid, trained_length=max(tokens, layer.hybrid.trained_length or 0))
+        for layer in Plan.from_dict(model.config.linearize).converted
+        if layer.shape.causal and layer.hybrid.window is not None and layer.hybrid.scale != SCALES[0]
+    }
+    if fading:
+        change_hybrids(model, fading)
 
 
 def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:

@@ -138,6 +138,8 @@ class Hybrid:
         exact_keys: S keys per head, outside the window, that do so too (`linearize.ops.window_causal`).
         scale: learned log-scales of queries and keys: "none", "linear" or "network".
         softmax_heads: query heads that stay softmax.
+        trained_length: tokens of the longest rows that a causal hybrid was trained on. Beyond them its linear part
+            fades (`linearize.attention.hybrid.fade`); with None it does not.
     """
 
     window: int | None = None
@@ -145,6 +147,7 @@ class Hybrid:
     exact_keys: int = 0
     scale: str = "none"
     softmax_heads: tuple[int, ...] = ()
+    trained_length: int | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Hybrid:

@@ -53,7 +53,7 @@ class DataConfig:
     seed: int = option(0, "seed of the held-out choice, the order and the built-in crops", low=0)
     holdout: int | None = option(
         None,
-        "held-out examples to measure on, removed (with duplicates) from training",
+        "held-out examples to measure on (texts, with packing too), removed (with duplicates) from training",
         low=0,
         shown="64, at most a quarter of them",
     )

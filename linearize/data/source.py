@@ -83,6 +83,11 @@ class Source:
             )
         return self._batches(start, rank, world_size)
 
+    @property
+    def row_length(self) -> int:
+        """Tokens that every row to train on has with packing; 0 without."""
+        return self._config.max_length if self._config.packing else 0
+
     def holdout_examples(self, most: int) -> list[Example]:
         """Return the first held-out examples, unchanged; fewer if fewer are held out."""
         return self._held.fetch(range(min(most, self.num_holdout)))

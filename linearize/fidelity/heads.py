@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
+from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.fidelity.ablate import without_kernel
 from linearize.fidelity.teacher import last_states, softmax_heads_output
@@ -124,16 +125,12 @@ def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable
     chosen: dict[str, list[int]] = {}
     for _, name, head in ranked[:count]:
         chosen.setdefault(_module(model, name), []).append(head)
-    layers = []
-    for layer in plan.layers:
-        if layer.module in chosen:
-            heads = tuple(sorted(chosen[layer.module]))
-            layer = replace(layer, hybrid=replace(layer.hybrid, softmax_heads=heads))
-            _layer(model, layer.module).mixer.change(layer.hybrid)
-        layers.append(layer)
-    plan = replace(plan, layers=tuple(layers))
-    model.config.linearize = {**model.config.linearize, **plan.to_dict()}
-    return plan
+    kept = {
+        layer.module: replace(layer.hybrid, softmax_heads=tuple(sorted(chosen[layer.module])))
+        for layer in plan.converted
+        if layer.module in chosen
+    }
+    return change_hybrids(model, kept)
 
 
 def _layer(model: PreTrainedModel, module: str) -> Any:

@@ -205,9 +205,11 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     """
     loaded, job, provenance = context.loaded, context.job, context.provenance
     provenance |= add_command(provenance)
-    if context.longest_seen is not None:
+    if context.longest_seen is not None and context.source is not None:
         before = provenance.get("longest_row")
-        provenance["longest_row"] = max(context.longest_seen, before if isinstance(before, int) else 0)
+        # Packed rows are full; those held out may be few and short.
+        full = context.source.row_length
+        provenance["longest_row"] = max(context.longest_seen, full, before if isinstance(before, int) else 0)
     move(loaded.model, "cpu")
     if is_main():
         try:

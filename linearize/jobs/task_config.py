@@ -181,7 +181,7 @@ class LongdocJob(Job):
     chunk_length: int | None = option(None, "tokens per chunk of the original; by default as many as it takes", low=2)
     quick: bool = option(
         False,
-        "a taste in about 15 minutes on two cores: lengths, rows and steps follow from the model's size; options given "
+        "a taste in about 10 minutes on two cores: lengths, rows and steps follow from the model's size; options given "
         "explicitly take precedence",
     )
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")

@@ -205,6 +205,11 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     numbers = [hybrid.sinks, hybrid.exact_keys, *hybrid.softmax_heads]
     _expect(all(map(_count, numbers)), "sinks, exact_keys and softmax_heads of a layer", numbers)
     _expect(isinstance(hybrid.scale, str), "scale of a layer", hybrid.scale)
+    _expect(
+        hybrid.trained_length is None or _count(hybrid.trained_length),
+        "trained_length of a layer",
+        hybrid.trained_length,
+    )
     _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])

@@ -120,6 +120,10 @@ HYBRIDS = [
     {"scale": "none", "exact_keys": 40},
     {"scale": "linear", "exact_keys": 2, "softmax_heads": (0, 3)},
 ]
+FADING = [
+    {"scale": "linear", "trained_length": 9},
+    {"scale": "network", "trained_length": 12, "exact_keys": 2, "sinks": 1, "softmax_heads": (0, 3)},
+]
 SCALED = [case for case in BOTH if case.values[0].is_positive(make_config(*case.values[:2]))]
 
 
@@ -143,7 +147,7 @@ def test_scales_exact_keys_and_softmax_heads_equal_naive(info, arguments, direct
 
 
 @pytest.mark.parametrize("prefill", [0, 3, 9, 20])
-@pytest.mark.parametrize("hybrid", HYBRIDS, ids=lambda x: "-".join(map(str, x)))
+@pytest.mark.parametrize("hybrid", [*HYBRIDS, *FADING], ids=lambda x: "-".join(map(str, x)))
 def test_a_hybrid_decodes_step_by_step(hybrid, prefill):
     mixer = learned(kernel_info("hedgehog"), {}, "causal", **hybrid)
     inputs = make_inputs(TOKENS)
@@ -157,6 +161,28 @@ def test_a_hybrid_decodes_step_by_step(hybrid, prefill):
     if "softmax_heads" in hybrid:
         # Heads 0 and 3 read both key heads; those are all that is cached.
         assert state["softmax_k"].shape == (2, 2, TOKENS, DIM)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("hybrid", FADING, ids=["plain", "exact"])
+def test_a_hybrid_that_fades_equals_naive(hybrid, padded):
+    check_equals_naive(learned(kernel_info("hedgehog"), {}, "causal", **hybrid), padded, allow_unused=True)
+
+
+def test_the_linear_part_fades_beyond_the_trained_length():
+    """Up to it nothing changes; the n-th token's far weights, before the division, fall by (N / n) squared."""
+    fading = learned(kernel_info("hedgehog"), {}, "causal", scale="linear", trained_length=9)
+    plain = learned(kernel_info("hedgehog"), {}, "causal", scale="linear")
+    q, k, v = make_inputs(TOKENS)
+    ours, theirs = (mixer.weights(q, k, scaling=0.3) for mixer in (fading, plain))
+    assert torch.equal(ours[:, :, :9], theirs[:, :, :9])
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    far = (theirs * (distance >= WINDOW)).sum(dim=-1)
+    odds = far / (1 - far) * (9 / torch.arange(1, TOKENS + 1).clamp(min=9)) ** 2
+    torch.testing.assert_close((ours * (distance >= WINDOW)).sum(dim=-1), odds / (1 + odds))
+    out, want = run(fading, q, k, v)[0], run(plain, q, k, v)[0]
+    torch.testing.assert_close(out[:, :, :9], want[:, :, :9])
+    assert not torch.allclose(out[:, :, -1], want[:, :, -1], atol=1e-3)
 
 
 def test_softmax_heads_are_softmax():
@@ -202,6 +228,8 @@ def test_no_kernel_is_the_window_alone():
         ("hedgehog", {"scale": "cubic"}, "scale: got 'cubic', expected one of none, linear, network"),
         ("hedgehog", {"exact_keys": 4}, "exact-keys: got 4 without a window"),
         ("hedgehog", {"window": 4, "exact_keys": -1}, "exact-keys: got -1"),
+        ("hedgehog", {"window": 4, "trained_length": 9}, "trained-length: got 9, expected a number of tokens"),
+        ("hedgehog", {"window": 4, "scale": "linear", "trained_length": 0}, "trained-length: got 0"),
         ("hedgehog", {"softmax_heads": (4,)}, r"softmax-heads: got \[4\], expected numbers of heads from 0 to 3"),
         ("hedgehog", {"softmax_heads": (1, 1)}, "each once and in order"),
     ],

@@ -26,8 +26,14 @@ def draw(seed):
     sizes = {"key_heads": chance.choice([1, 2, 4]), "size": chance.choice([1, 3, 16, 20, 33, 64])}
     sizes["value"] = chance.choice([1, 3, 24, 65])
     count = chance.choice([1, 2, 47, 48, 49, 97, chance.randint(1, 160)])
-    mixer = learned(name, args, causal=chance.random() < 0.6, **sizes, **hybrid)
+    causal = chance.random() < 0.6
     mask = torch.rand(2, count, generator=torch.Generator().manual_seed(seed)) > 0.3 if chance.random() < 0.4 else None
+    if causal and window is not None and hybrid["scale"] != "none" and seed % 2:
+        hybrid["trained_length"] = 1 + seed % count
+        if mask is not None:
+            # A step of rows with different lengths is PyTorch's.
+            mask[1] = mask[0]
+    mixer = learned(name, args, causal=causal, **sizes, **hybrid)
     if mask is not None and window is None:
         # Rounding cannot be measured at a query that sees nothing: there the written-out weights come from -1e30.
         mask[:, 0] = True

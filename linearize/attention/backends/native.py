@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.hybrid import fade
 from linearize.attention.native import loaded, unreadable
 from linearize.attention.native.gradient import attend_window_with_gradient, attend_with_gradient
 from linearize.attention.native.options import NEVER, AttendOptions
@@ -34,7 +36,9 @@ class Native:
             why = "its gradient does not pass through states"
         if why := why or unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
             return why
-        return "it cannot write into this state" if step and not _writable(mixer, call) else ""
+        if step and not _writable(mixer, call):
+            return "it cannot write into this state"
+        return "rows of different lengths fade differently" if step and _uneven(mixer, call) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         if call.one_step:
@@ -51,10 +55,19 @@ def _writable(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
     return bool(loaded().supports_step(*inputs, state["kv"], state["log_scale"]))
 
 
+def _uneven(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
+    """Tell whether the rows of a decoding step have different lengths, some of them beyond the trained one."""
+    length, positions = mixer.hybrid.trained_length, call.positions
+    if length is None or positions is None or positions.shape[0] == 1:
+        return False
+    least, most = positions.aminmax()
+    return float(most) >= length and bool(least != most)
+
+
 def _step(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
     native, state, mask = loaded(), call.state, call.key_padding_mask
     assert state is not None
-    inputs = (_packed_maps(mixer, call.scaling), call.q, call.k, call.v)
+    inputs = (_packed_maps(mixer, call.scaling, call.positions), call.q, call.k, call.v)
     if mixer.window is not None:
         return native.window_step(*inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
     return native.step(*inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
@@ -82,7 +95,8 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
         order = real_first(mask)
         mask = mask.bool().gather(1, order)
         q, k, v = (take(x, order) for x in (call.q, call.k, call.v))
-        call = replace(call, q=q, k=k, v=v, key_padding_mask=mask)
+        positions = None if call.positions is None else call.positions.gather(1, order)
+        call = replace(call, q=q, k=k, v=v, key_padding_mask=mask, positions=positions)
     q, k, v = call.q, call.k, call.v
     form = mixer.form(call.scaling)
     assert form is not None
@@ -136,19 +150,30 @@ def _maps(mixer: FeatureMapMixer) -> list[MapSpec]:
     return [spec for map in _feature_maps(mixer) if (spec := map.map_spec()) is not None]
 
 
-def _packed_maps(mixer: FeatureMapMixer, scaling: float) -> Any:
-    """Return the maps as the op reads them.
+def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | None = None) -> Any:
+    """Return the maps as the op reads them in a step, faded for the rows' one position if they fade.
 
     Describing them takes as long as a decoding step. So it is done once while the weights stay where they are, if the
-    op reads nothing but parameters.
+    op reads nothing but parameters. The bias that fades is a buffer of its own, one per thread, as threads may share a
+    model.
     """
     learned = [scale for scale in (mixer.key_scale, mixer.query_scale) if scale is not None]
     weights = [w for part in (*_feature_maps(mixer), *learned) for w in part._parameters.values()]
     key = [scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
-    made_from, packed = mixer.memory.get("native.packed", (None, None))
+    length, name, faded = mixer.hybrid.trained_length, "native.packed", None
+    if length is not None and positions is not None:
+        assert mixer.query_scale is not None and mixer.query_scale.bias is not None
+        name = f"{name}.{threading.get_ident()}"
+        faded = mixer.query_scale.bias.float() + fade(positions[0], length)
+    made_from, packed, bias = mixer.memory.get(name, (None, None, None))
     if made_from == key:
+        if faded is not None:
+            bias.copy_(faded)
         return packed
-    packed = loaded().pack(_maps(mixer), mixer.input_scale(scaling), [scale.tensors for scale in learned])
-    if {id(w) for w in packed.held} <= {id(w) for w in weights}:
-        mixer.memory["native.packed"] = key, packed._replace(held=())
+    tensors = [scale.tensors for scale in learned]
+    if faded is not None:
+        tensors[-1] = (tensors[-1][0], faded, *tensors[-1][2:])
+    packed = loaded().pack(_maps(mixer), mixer.input_scale(scaling), tensors)
+    if {id(w) for w in packed.held} <= {id(w) for w in (*weights, faded)}:
+        mixer.memory[name] = key, packed._replace(held=()), faded
     return packed
