@@ -35,7 +35,7 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "causal": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4}, causal=True),
+        "causal": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=True),
         "recall": Preset(
             {"kernel": "hedgehog", "window": 128, "sinks": 4, "exact_keys": 32, "keep_softmax_heads": "5%"}, causal=True
         ),

@@ -83,3 +83,17 @@ def test_rows_are_as_long_as_asked_where_positions_are_extended(place, kernel):
 def test_rows_longer_than_the_model_takes_are_said_to_be_cut(place):
     note = "Rows are cut to 64 tokens, as many as the model takes (got 80); convert with --max-length"
     assert taught(place, distill_length=80) == (64, [note])
+
+
+def test_packed_rows_are_full(tmp_path):
+    """The few held-out ones may be shorter; a causal hybrid fades after what it was trained on."""
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM")
+    texts = [" ".join(random.Random(row).choices(WORDS, k=9)) for row in range(24)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    options = {"dataset": str(tmp_path / "texts.txt"), "output": str(tmp_path / "out"), "device": "cpu"}
+    steps = {"distill_steps": 1, "align_steps": 0, "batch_size": 2, "holdout": 2}
+    form = {"window": 4, "packing": True, "distill_length": 48}
+    convert_checkpoint(ConvertJob.of(model=str(tmp_path / "llama"), **options, **steps, **form))
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["linearize"]
+    assert section["provenance"]["longest_row"] == 48
+    assert {layer["trained_length"] for layer in section["layers"]} == {48}

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import transformers
-from support.tiny import converted, inputs_of, original, outputs
+from support.tiny import converted, inputs_of, original, outputs, stir
 from transformers import AutoConfig, AutoModel
 
 import linearize
@@ -381,3 +381,29 @@ def test_pipelines_run_without_complaint(tmp_path, caplog):
     finally:
         transformers.utils.logging.disable_propagation()
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+def test_the_trained_length_is_kept(tmp_path):
+    """A causal hybrid records its longest rows when it is saved, and never shorter ones; beyond them it fades."""
+    model = stir(converted("llama", "AutoModelForCausalLM", window=3, scale="linear"))
+    inputs = inputs_of(model, tokens=20)
+    before = outputs(model, inputs)[0]
+    for row, want in ((9, 9), (5, 9), (12, 12)):
+        linearize.save(model, tmp_path / str(row), provenance={"longest_row": row})
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(row)).eval()
+        lengths = {layer.hybrid.trained_length for layer in linear_attentions(loaded).values()}
+        assert lengths == {want} == {layer["trained_length"] for layer in loaded.config.linearize["layers"]}
+        assert torch.equal(outputs(loaded, inputs)[0], outputs(model, inputs)[0])
+    after = outputs(model, inputs)[0]
+    torch.testing.assert_close(after[:, :12], before[:, :12])
+    assert not torch.allclose(after[:, 12:], before[:, 12:], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [("bert", {"window": 3, "scale": "linear"}), ("llama", {}), ("llama", {"window": 3, "scale": "none"})],
+)
+def test_what_cannot_fade_has_no_trained_length(tmp_path, name, options):
+    model = converted(name, **options)
+    linearize.save(model, tmp_path / "saved", provenance={"longest_row": 9})
+    assert not any("trained_length" in layer for layer in model.config.linearize["layers"])

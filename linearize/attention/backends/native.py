@@ -154,7 +154,7 @@ def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | Non
     """Return the maps as the op reads them in a step, faded for the rows' one position if they fade.
 
     Describing them takes as long as a decoding step. So it is done once while the weights stay where they are, if the
-    op reads nothing but parameters. The bias that fades is a buffer of its own, one per thread, as threads may share a
+    op reads nothing but parameters. The bias that fades is a separate buffer for each thread, as threads may share a
     model.
     """
     learned = [scale for scale in (mixer.key_scale, mixer.query_scale) if scale is not None]
