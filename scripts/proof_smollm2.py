@@ -1,7 +1,7 @@
 """What each part of a hybrid is worth on a language model, with controls, compared on the same inputs.
 
     python scripts/proof_smollm2.py SMOLLM2 --converted recall=DIR window=DIR unscaled=DIR kernel=DIR exact=DIR \\
-        --text test.txt --offset 160000 --output proof.json
+        wide=DIR --text test.txt --offset 160000 --output proof.json
 
 SMOLLM2 is the softmax original; the folders are what `linearize convert` made of it (docs/benchmarks/proof.md has the
 commands). `COLUMNS` says which of them a column reads, and what is added or removed without further training. Figures
@@ -82,10 +82,8 @@ COLUMNS = {
     "kernel and window, exact keys": Column("exact"),
     "kernel and window, exact keys, softmax heads": Column("recall"),
     "window only, exact keys, softmax heads": Column("recall", kernel=False),
-    "kernel, window of 256, 64 exact keys, softmax heads": Column("recall", hybrid={"window": 256, "exact_keys": 64}),
-    "window of 256, 64 exact keys, softmax heads": Column(
-        "recall", kernel=False, hybrid={"window": 256, "exact_keys": 64}
-    ),
+    "kernel, window of 256, 64 exact keys, softmax heads": Column("wide"),
+    "window of 256, 64 exact keys, softmax heads": Column("wide", kernel=False),
     "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
 }
 
@@ -277,9 +275,7 @@ def units(figures: Mapping[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-def compare(
-    table: Mapping[str, Mapping[str, Any]], bases: Sequence[str] = ("softmax", "window only")
-) -> dict[str, Any]:
+def compare(table: Mapping[str, Mapping[str, Any]], bases: Sequence[str] = BASES) -> dict[str, Any]:
     """Return the paired differences of all columns from some of them."""
     result: dict[str, Any] = {}
     for name, figures in table.items():
