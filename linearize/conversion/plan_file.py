@@ -46,6 +46,7 @@ class PlannedLayer:
     exact_keys: int | None = None
     scale: str | None = None
     softmax_heads: tuple[int, ...] | None = None
+    trained_length: int | None = None
     why: str | None = None
 
     def __post_init__(self) -> None:
