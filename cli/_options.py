@@ -28,7 +28,7 @@ REMOVED = {
     "--layers-at-a-time": "save memory with --query-sample, --precision bf16 or a smaller --batch-size",
     "--remeasure": "costs that were measured on a noisy machine are not remembered",
     "--search-remeasure": "costs that were measured on a noisy machine are not remembered",
-    "--no-memory": "the search measures time alone; linearize bench measures memory",
+    "search --no-memory": "the search measures time alone; linearize bench measures memory",
     "--no-search-memory": "the search measures time alone; linearize bench measures memory",
     "--train": "run python -m benchmarks.steps train in a checkout",
     "--batch-tokens": "give --batch; python -m benchmarks.steps train has it",
@@ -37,8 +37,10 @@ REMOVED = {
     "--goals": "run python -m benchmarks.goals in a checkout",
     "--alignment": "run python -m benchmarks.steps alignment in a checkout",
     "--stage-one": "run python -m benchmarks.steps stage-one in a checkout",
+    "convert --plot": "linearize search --plot draws the search",
+    "results --plot": "draw what --format json prints",
 }
-"""Options of earlier versions, and what to do instead."""
+"""Options of earlier versions, of any verb or of one, and what to do instead."""
 LAST = "output"
 """The title of the group that help shows last."""
 FLAG = "--config"
@@ -106,6 +108,17 @@ def config_file(words: list[str]) -> str | None:
     return None
 
 
+def check_removed(parser: argparse.ArgumentParser, flag: str, where: str = "") -> None:
+    """Refuse an unknown option that an earlier version of the verb had.
+
+    Raises:
+        ConfigError: naming what to do instead.
+    """
+    instead = REMOVED.get(f"{parser.prog.rpartition(' ')[2]} {flag}", REMOVED.get(flag))
+    if instead is not None:
+        raise ConfigError(f"{where}option {flag} was removed; leave it out: {instead}")
+
+
 def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object]:
     """Read a verb's options from a file, as its parser would return them.
 
@@ -129,6 +142,7 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
     for key, value in (values or {}).items():
         name = str(key).replace("-", "_")
         if name not in known:
+            check_removed(parser, f"--{name.replace('_', '-')}", f"{FLAG} {file}: ")
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{FLAG} {file}: unknown option {str(key)!r}.{hint} See: {parser.prog} --help")
@@ -205,9 +219,8 @@ class Parser(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings]
         for word in itertools.takewhile("--".__ne__, words):
             name = word.partition("=")[0]
-            if name in REMOVED and name not in options:
-                raise ConfigError(f"option {name} was removed; leave it out: {REMOVED[name]}")
             if name.startswith("--") and name not in options:
+                check_removed(self, name)
                 near = get_close_matches(name, options, n=1, cutoff=0.5)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")

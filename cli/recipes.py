@@ -12,11 +12,9 @@ from rich.console import Group
 from linearize.cli._output import Screen, StepProgress, console, log_line, print_json, table
 from linearize.core.errors import ConfigError, printable
 from linearize.core.events import Callback, Event
-from linearize.core.parsing import check_file
 from linearize.jobs.events import DataOpened, Logged, StepDone
-from linearize.jobs.recipes import formats
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
-from linearize.jobs.recipes.results import Table, make_table, tables
+from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables, to_markdown
 from linearize.jobs.recipes.schema import Recipe
 
 
@@ -108,39 +106,35 @@ def _show_events(out: Screen) -> Callback:
 
 def results(args: argparse.Namespace) -> None:
     """Print the tables."""
-    if args.plot:
-        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     made = tables(args.folder)
     kind = "json" if args.json else args.format
     compared = None
     if args.against is not None:
-        if kind not in ("table", "json"):
-            raise ConfigError(f"--against: got format {kind}, expected table or json; leave --format out")
+        if kind == "md":
+            raise ConfigError("--against: got format md, expected table or json; leave --format out")
         from linearize.jobs.recipes.against import against
 
         compared = against(args.folder, args.against)
-    out = console(to_stderr=kind != "table")
     if kind == "json":
         print_json([asdict(table) for table in made] if compared is None else asdict(compared))
-    elif kind != "table":
-        print(formats.FORMATS[kind](made), end="")
-    else:
-        for one in made:
-            out.print(results_table(one))
-            for line in formats.notes(one):
-                out.print(line)
-        if compared is not None:
-            title = f"points above {compared.row}, with 95 % intervals"
-            right = tuple(range(1, len(compared.tasks) + 1))
-            out.print(table(title, ["", *compared.tasks], compared.cells(), right=right))
-            for line in compared.notes():
-                out.print(line)
-    if args.plot:
-        formats.write_results_plot(made, args.plot)
-        out.print(f"Picture: {args.plot}")
+        return
+    if kind == "md":
+        print(to_markdown(made), end="")
+        return
+    out = console()
+    for one in made:
+        out.print(results_table(one))
+        for line in notes_of(one):
+            out.print(line)
+    if compared is not None:
+        title = f"points above {compared.row}, with 95 % intervals"
+        right = tuple(range(1, len(compared.tasks) + 1))
+        out.print(table(title, ["", *compared.tasks], compared.cells(), right=right))
+        for line in compared.notes():
+            out.print(line)
 
 
 def results_table(results: Table) -> Group:
     """Build the table."""
     right = tuple(range(1, len(results.columns) + 1))
-    return table(results.title, ["", *results.columns], formats.lines_of(results), right=right)
+    return table(results.title, ["", *results.columns], lines_of(results), right=right)

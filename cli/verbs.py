@@ -81,14 +81,13 @@ class Recipes(Verb):
 
 
 class Results(Verb):
-    """Show the table of a recipe's run with the paper's figures; also as Markdown, CSV, LaTeX or a picture.
+    """Show the table of a recipe's run with the paper's figures; also as Markdown or JSON.
 
     examples:
       linearize results runs/minilm-glue
       linearize results runs
-      linearize results runs/minilm-glue --format latex
+      linearize results runs/minilm-glue --format md
       linearize results runs/minilm-glue --against softmax
-      linearize results runs --format csv --plot results.png
 
     A cell shows our figure, in brackets the share of softmax's score above chance (if softmax is above chance), and
     after a bar the paper's figure. With more than one seed ours is the mean, with its standard deviation after +-; n is
@@ -103,15 +102,13 @@ class Results(Verb):
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the folder and the format."""
-        add, formats = parser.add_argument, ("table", "md", "csv", "latex", "json")
+        add, formats = parser.add_argument, ("table", "md", "json")
         add("folder", metavar="FOLDER", help="folder of a run, or of runs")
         add("--format", choices=formats, default="table", metavar="F", help=f"{', '.join(formats)} (table)")
         beside = (
             "also show how far each row is above this one, with paired intervals, and on how many tasks it is as good"
         )
         add("--against", metavar="ROW", help=beside)
-        add("--plot", metavar="FILE.png", help="draw means and deviations, and the paper's figures")
-        add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
 
 
 class Kernels(Verb):
@@ -200,7 +197,7 @@ class Push(Verb):
 
 
 class Report(Verb):
-    """Make a page about a converted checkpoint: its attention and softmax's in pictures, speed, changed predictions.
+    """Make a page about a converted checkpoint: its attention and softmax's in pictures, and its speed.
 
     examples:
       linearize report ./roberta-base-hedgehog
@@ -211,8 +208,7 @@ class Report(Verb):
     The page is one file without scripts that needs no network. Its pictures are saved next to it as PNG files, its
     numbers in report.json. It opens with a sentence: how close, how fast, up to what length.
 
-    Without --dataset the inputs are the built-in data of `linearize convert`. For a classifier or regression the page
-    lists the texts whose prediction changed most (--original names the tuned original).
+    Without --dataset the inputs are the built-in data of `linearize convert`.
     """
 
     summary = "show a converted checkpoint: pictures, figures, one page"

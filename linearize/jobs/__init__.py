@@ -1,1 +1,1 @@
-"""Whole jobs, from options to a saved result: what the command line runs, and prints the events of."""
+"""Whole jobs, from options to a saved result; the command line runs them and prints their events."""

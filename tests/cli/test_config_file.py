@@ -89,6 +89,8 @@ def test_the_line_comes_before_the_file_and_the_file_before_the_defaults(file):
             "unknown option 'distil_steps'. Did you mean 'distill_steps'? See: linearize convert --help",
         ),
         ("json: true", "unknown option 'json'"),
+        ("bucket_by_length: true", "option --bucket-by-length was removed; leave it out: rows are padded"),
+        ("plot: p.png", "option --plot was removed; leave it out: linearize search --plot draws the search"),
         ("config: other.yaml", "unknown option 'config'"),
         ("distill_steps: many", "distill_steps: got 'many', expected a whole number"),
         ("distill_steps: 2.5", "distill_steps: got 2.5, expected a whole number"),

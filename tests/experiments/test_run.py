@@ -11,9 +11,8 @@ from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import LOCKED_BY
 from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs.events import Logged, StepDone
-from linearize.jobs.recipes.formats import cell
 from linearize.jobs.recipes.recipe import cells, check, load_recipe
-from linearize.jobs.recipes.results import _average, _by_seed, _entry, read_rows, tables
+from linearize.jobs.recipes.results import _average, _by_seed, _entry, cell_text, read_rows, tables
 from linearize.jobs.recipes.run import CellStarted, run_recipe
 from linearize.jobs.recipes.schema import StageOne
 from linearize.jobs.recipes.stages import _embeds_segments, batches_of
@@ -183,7 +182,7 @@ def test_the_averages_of_seeds_have_a_deviation():
     assert entry.ours == pytest.approx(55.0) and entry.deviation == pytest.approx(0.0, abs=1e-9) and entry.seeds == 2
     assert _entry(rows, "elu", "a", None).deviation == pytest.approx(20 / 2**0.5)
     assert _entry(rows[:1], "elu", "a", None).deviation is None
-    assert cell(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"
+    assert cell_text(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"
 
 
 def test_resume_clears_what_a_killed_run_left(finished, tiny):

@@ -180,6 +180,7 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
         ("search bert --candidates t2r,elu --steps 0", "steps: got 0"),
         ("search bert --widths 4", "option --widths was removed; leave it out: name numbers of features"),
         ("convert bert --kernel auto --search-swaps 4", "option --search-swaps was removed; leave it out"),
+        ("convert bert --kernel auto --plot p.png", "option --plot was removed; leave it out: linearize search --plot"),
         ("convert bert --kernel auto --layers 0=elu", "--layers: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --window 4", "--window: --kernel auto chooses kernel and arguments"),
         ("convert bert --kernel auto --kernel-arg a=1", "--kernel-arg: --kernel auto chooses kernel and arguments"),

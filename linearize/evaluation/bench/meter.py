@@ -132,7 +132,7 @@ class Noise:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """How quiet the machine was, in one line."""
         others = "" if self.others is None else f", others used {self.others:.2f} cores"
         verdict = "too noisy, measure again on a quiet machine" if self.too_noisy else "quiet"
         return f"{verdict} (a fixed matrix product varied by {self.spread:.0%}{others})"

@@ -6,7 +6,7 @@ The sentence that opens a report says how close, how fast and up to what length,
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -17,14 +17,12 @@ from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
 from linearize.conversion.positions import current_image_size, current_length, runs_beyond_limit
 from linearize.core.errors import DataError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
-from linearize.evaluation.bench.job import run_tasks
-from linearize.evaluation.bench.meter import Noise
+from linearize.evaluation.bench.job import measure
+from linearize.evaluation.bench.meter import Noise, NoiseWatch
 from linearize.evaluation.bench.models import BenchModel, PairSuite
-from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.report.inputs import measure_checkpoint, token_labels
 from linearize.evaluation.report.options import ReportOptions, lengths_within
-from linearize.evaluation.report.predictions import SEVERAL, Changes, compare_predictions, has_predictions, why_not
 from linearize.fidelity.ablate import kernel_merit
 from linearize.fidelity.maps import LayerMaps, attention_maps
 from linearize.fidelity.measure import Fidelity, OutputDifference
@@ -54,7 +52,6 @@ class Gathered:
         tokens: labels of the first input's tokens; empty for a picture.
         picture: the first picture as the model gets it, [C, height, width], or None.
         outputs: whole outputs against the original's, or None.
-        changes: predictions compared with the original's, or None.
         speeds: one row per length.
         noise: how quiet the machine was; None if nothing was timed.
         log: lines of the checkpoint's log.
@@ -69,7 +66,6 @@ class Gathered:
     tokens: list[str]
     picture: Tensor | None
     outputs: OutputDifference | None
-    changes: Changes | None
     speeds: list[Row]
     noise: Noise | None
     log: list[dict[str, object]]
@@ -87,7 +83,6 @@ class Gathered:
             "inputs": self.inputs,
             "fidelity": self.fidelity.to_dict(),
             "outputs": None if self.outputs is None else asdict(self.outputs),
-            "predictions": None if self.changes is None else asdict(self.changes),
             "speed": [row.side_by_side() for row in self.speeds],
             "noise": None if self.noise is None else self.noise.to_dict(),
             "notes": self.notes,
@@ -131,13 +126,6 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     except DataError as error:
         left_out.append(f"Attention maps: {error}.")
     is_text = loaded.modality == "text"
-    changes, original = None, measured.original
-    if has_predictions(loaded):
-        reason = why_not(original, loaded, inputs.texts)
-        if reason or original is None:
-            left_out.append(f"The texts whose prediction changed most: {reason}.")
-        else:
-            changes = compare_predictions(original, loaded, inputs.texts, inputs.length)
     log = read_log(options.checkpoint)
     for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
         if not any(line["stage"] == stage for line in log):
@@ -150,7 +138,6 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         tokens=token_labels(loaded.processor, first["input_ids"][0]) if is_text else [],
         picture=None if is_text else first["pixel_values"][0],
         outputs=measured.outputs,
-        changes=changes,
         speeds=speeds,
         noise=noise,
         log=log,
@@ -187,16 +174,21 @@ def _speeds(
     folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
     if folder is None:
         left_out.append("Memory against length: measured for checkpoints in a folder, on the CPU, only.")
-    model = BenchModel.of(loaded.model, folder, longest=lengths[-1], image_size=size)
-    tasks = [(PairSuite(model), tokens) for tokens in lengths]
-    how = BenchOptions(device=model.device, dtype=model.dtype, repeats=TURNS, memory=folder is not None)
-    try:
-        result = run_tasks(tasks, how, ignore)
-    except LinearizeError as error:
-        # A report does not fail because of its memory.
-        left_out.append(f"Memory against length: {error}.")
-        result = run_tasks(tasks, replace(how, memory=False), ignore)
-    return result.rows, result.noise
+    suite = PairSuite(BenchModel.of(loaded.model, folder, longest=lengths[-1], image_size=size))
+    watch, rows, memory = NoiseWatch(suite.device), [], folder is not None
+    for tokens in lengths:
+        try:
+            row = measure(suite, tokens, repeats=TURNS, memory=memory)
+        except LinearizeError as error:
+            if not memory:
+                raise
+            # A report does not fail because of its memory, which is measured before the time.
+            left_out.append(f"Memory against length: {error}.")
+            memory = False
+            row = measure(suite, tokens, repeats=TURNS, memory=memory)
+        rows.append(row)
+        watch.probe()
+    return rows, watch.stop()
 
 
 def answer(found: Gathered) -> str:
@@ -206,7 +198,8 @@ def answer(found: Gathered) -> str:
 
 
 def _close(found: Gathered) -> str:
-    parts = [part for part in (_score(found), _labels(found)) if part]
+    score = _score(found)
+    parts = [] if score is None else [score]
     if found.outputs is not None:
         whose = "its" if parts else "this model's"
         parts.append(f"{whose} outputs have a mean cosine of {found.outputs.cosine:.3f} to the original's")
@@ -230,17 +223,6 @@ def _score(found: Gathered) -> str | None:
     more = "" if theirs is None else f", the original {theirs:.3f}"
     more += "" if chance is None else f", chance {chance:.3f}"
     return f"by its own record this model reaches {score:.3f} on {tuned.text('task')}{more}"
-
-
-def _labels(found: Gathered) -> str | None:
-    changes = found.changes
-    if changes is None:
-        return None
-    if changes.same is None:
-        most = changes.largest[0].difference
-        return f"its numbers differ from the original's by at most {most:.3g} on {changes.texts:,} texts"
-    labels = "label" if changes.kind != SEVERAL else "labels"
-    return f"it gives {changes.same:,} of {changes.texts:,} texts the same {labels} as the original"
 
 
 def _fast(found: Gathered) -> str:

@@ -43,16 +43,11 @@ class Inputs:
         description: the data, in one line.
         batches: model inputs.
         notes: what a reader should know, such as a length that was lowered.
-        length: most tokens of an input.
-        texts: up to `HOLDOUT` examples of texts that were given, the inputs first; empty for the built-in data, and for
-            images.
     """
 
     description: str
     batches: list[dict[str, Tensor]]
     notes: list[str] = field(default_factory=list)
-    length: int = LENGTH
-    texts: Sequence[Example] = ()
 
     def first(self, tokens: int) -> dict[str, Tensor]:
         """Return the first input alone, without padding and labels; of a text its first `tokens` tokens."""
@@ -99,16 +94,11 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
     examples, description = _examples(loaded, options, config)
     if options.dataset is None and made.part("options").values.get("dataset"):
         notes.append("The inputs are built-in ones, not the data that the checkpoint learned from; name it: --dataset.")
-    texts = () if options.dataset is None or loaded.modality == "image" else examples
-    return Inputs(description, encode(loaded, examples[: options.inputs], length), notes, length, texts)
-
-
-def encode(loaded: Loaded, examples: Sequence[Example], length: int) -> list[dict[str, Tensor]]:
-    """Make batches of examples, without their labels."""
     modality: Any = loaded.modality
     encoder = make_encoder(loaded.processor, modality, length, None, False)
     bare = [example._replace(label=None) for example in examples]
-    return [encoder(bare[begin : begin + BATCH], slice(None)) for begin in range(0, len(bare), BATCH)]
+    batches = [encoder(bare[begin : begin + BATCH], slice(None)) for begin in range(0, len(bare), BATCH)]
+    return Inputs(description, batches, notes)
 
 
 def _input_length(loaded: Loaded, options: InputOptions, taught: int | None, notes: list[str]) -> int:
@@ -137,18 +127,16 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tupl
     """
     modality: Any = loaded.modality
     processor: Any = loaded.processor
-    # Texts beyond the inputs are for predictions alone, which are quick.
-    most = options.inputs if modality == "image" else max(HOLDOUT, options.inputs)
     if len(config.sources) == 1:
         part = open_records(config.sources[0][0], config, modality)
         total = len(part.data.sizes)
         if config.held_out(total) < options.inputs or total < 2 * options.inputs:
-            examples = part.data.fetch(list(range(min(most, total))))
+            examples = part.data.fetch(list(range(min(options.inputs, total))))
             named = _without_folder(part.origin, options.dataset)
             return examples, f"the first {min(options.inputs, total)} examples of {named}"
     source = load_source(config, processor, modality)
     named = _without_folder(source.description.partition(": ")[0], options.dataset)
-    return source.holdout_examples(most), f"{options.inputs} held-out examples of {named}"
+    return source.holdout_examples(options.inputs), f"{options.inputs} held-out examples of {named}"
 
 
 def _without_folder(text: str, path: str | None) -> str:

@@ -26,7 +26,6 @@ from linearize.core.parsing import finite
 from linearize.evaluation.bench.rows import mebibytes, time_and_memory
 from linearize.evaluation.report.gather import Gathered, answer, gather
 from linearize.evaluation.report.options import ReportOptions
-from linearize.evaluation.report.predictions import CLASS, NUMBER, SEVERAL
 from linearize.fidelity import plots, plots_maps
 from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
 
@@ -57,7 +56,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first column names the row. `kind` says what the cells hold: facts, numbers or texts."""
+    """A table of text; the first column names the row. `kind` says what the cells hold: facts or numbers."""
 
     caption: str
     columns: list[str]
@@ -152,7 +151,7 @@ def _shown(value: Any) -> Any:
 
 def make_sections(found: Gathered) -> list[Section]:
     """Draw all sections that have something to show, in the order of the page."""
-    makers = (_checkpoint, _fidelity, _predictions, _maps, _heads, _training, _speed)
+    makers = (_checkpoint, _fidelity, _maps, _heads, _training, _speed)
     return [section for make in makers for section in make(found)]
 
 
@@ -205,34 +204,6 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
     alt = "Heat maps of KL divergence, total variation, negative share and output error per layer and head."
     picture = draw("fidelity", plots.fidelity_heatmaps(found.fidelity), alt, f"{alt} {SCALES['distance']}")
     yield Section("fidelity", "How close", text, (picture,), (table,))
-
-
-def _predictions(found: Gathered) -> Iterator[Section]:
-    changes = found.changes
-    if changes is None:
-        return
-    rows = [
-        [
-            change.text,
-            _labelled(change.original, change.original_probability),
-            _labelled(change.converted, change.converted_probability),
-            _number(change.difference),
-        ]
-        for change in changes.largest
-    ]
-    text = f"Of {changes.texts:,} texts, those whose prediction the conversion changed most"
-    text += "." if changes.same is None else f"; {changes.same:,} of all got the same answer as from the original."
-    text += {
-        CLASS: " The difference is half the sum of the probabilities' differences: 0 is equal, 1 the opposite.",
-        SEVERAL: " The difference is the largest one of a label's probability: 0 is equal, 1 the opposite.",
-        NUMBER: " The difference is that of the two numbers.",
-    }[changes.kind]
-    table = Table("Texts whose prediction changed most", ["text", "original", "converted", "difference"], rows, "texts")
-    yield Section("predictions", "Changed predictions", text, tables=(table,))
-
-
-def _labelled(label: str, probability: float | None) -> str:
-    return label if probability is None else f"{label} ({probability:.2f})"
 
 
 def _maps(found: Gathered) -> Iterator[Section]:
