@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from linearize.core.errors import DataError
@@ -24,7 +23,7 @@ PAIRS = (
 """Columns that are read as the two texts of a pair unless columns are named."""
 
 
-def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str) -> Dataset:
+def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str, label: str | None = None) -> Dataset:
     """Return a table with only the wanted columns, called ``text`` and ``pair``, or ``image``; and ``label``.
 
     Args:
@@ -32,6 +31,7 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str)
         config: Names of the columns, or None to find them.
         modality: Whether the model reads text or images.
         origin: Name of the data set in messages.
+        label: Column of the label; None: rows have no labels.
 
     Returns:
         The table with at most three columns; images are not decoded.
@@ -44,7 +44,7 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str)
     kinds = column_kinds(table, origin)
     if not kinds or not len(table):
         raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
-    names = {"label": config.label_column}
+    names = {"label": label}
     if modality == "text":
         pair = find_pair(kinds) if config.finds_pairs else None
         first, second = pair or (None, config.text_pair_column)
@@ -112,20 +112,6 @@ def class_names(table: Dataset, origin: str) -> tuple[str, ...] | None:
     if kind != "text":
         return None
     return tuple(sorted({label for label in table.unique("label") if label}))
-
-
-def merge_names(all_names: Sequence[tuple[str, ...] | None], origins: Iterable[str]) -> tuple[str, ...] | None:
-    """Return the class names of a whole mixture: unchanged if all parts have the same, else sorted.
-
-    Raises:
-        DataError: If some parts have names and others bare numbers.
-    """
-    if len(set(all_names)) == 1:
-        return all_names[0]
-    named = [names for names in all_names if names is not None]
-    if len(named) < len(all_names):
-        raise DataError(f"got class names in some and bare numbers in others of {', '.join(origins)}; use one kind.")
-    return tuple(sorted({name for names in named for name in names}))
 
 
 def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> None:

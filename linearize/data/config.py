@@ -42,11 +42,6 @@ class DataConfig:
     )
     text_pair_column: str | None = option(None, "column of the second text, for models that read pairs")
     image_column: str | None = option(None, "column of the image; found by its type when not given", metavar="C")
-    label_column: str | None = option(
-        None,
-        "column of the label, which batches then carry; for image folders any name makes the class folders the labels",
-        metavar="C",
-    )
     extra_pairs: float = option(0.0, "re-paired texts per training pair; half of them share words", low=0, high=100)
     max_length: int = option(128, "tokens per row; longer texts are cut", low=1)
     batch_size: int = option(32, "rows per batch and process", low=1)
@@ -65,15 +60,12 @@ class DataConfig:
         object.__setattr__(self, "dataset", as_mixture(self.dataset))
         self._part_columns()
         check(self, "data")
-        for name in ("split", "text_column", "text_pair_column", "image_column", "label_column"):
+        for name in ("split", "text_column", "text_pair_column", "image_column"):
             if getattr(self, name) == "":
                 raise ConfigError(f"data, {name}: got an empty text, expected a name; leave it out")
-        for name in ("text_pair_column", "label_column"):
+        for name in ("text_pair_column", "extra_pairs"):
             if self.packing and getattr(self, name):
                 raise ConfigError(f"data: got packing together with {name}, expected one of them; drop packing.")
-        for name in ("packing", "label_column"):
-            if self.extra_pairs and getattr(self, name):
-                raise ConfigError(f"data: got extra_pairs together with {name}, expected one of them; drop one.")
 
     def _part_columns(self) -> None:
         """Read `A,B` as the columns of a pair."""

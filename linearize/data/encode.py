@@ -51,18 +51,15 @@ class TextEncoder:
     Args:
         tokenizer: The model's tokenizer; it is copied, and a copy without a padding token pads with the end token.
         max_length: Tokens per row.
-        names: Class names, in the order of their numbers.
         packed: Whether the examples are rows of token ids.
 
     Raises:
         ConfigError: If it is no tokenizer, or has neither a padding nor an end token.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_length: int, names: tuple[str, ...] | None, packed: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, packed: bool = False) -> None:
         self.tokenizer = copy_tokenizer(tokenizer)
-        self.max_length, self.names = max_length, names
+        self.max_length = max_length
         # Packed rows are all of one length, so no row depends on another.
         self.packed, self.needs_all = packed, not packed
 
@@ -70,14 +67,14 @@ class TextEncoder:
         """Encode texts.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` [B, T], ``token_type_ids`` [B, T] if the tokenizer has them, and
-            ``labels`` [B] if the examples do. T is the longest row among all the examples.
+            ``input_ids`` and ``attention_mask`` [B, T], and ``token_type_ids`` [B, T] if the tokenizer has them. T is
+            the longest row among all the examples.
         """
         fields = {"input_ids": [example.value for example in examples]} if self.packed else self._tokenize(examples)
         width = max(len(ids) for ids in fields["input_ids"])
         kept = {name: rows[keep] for name, rows in fields.items()}
         padded = self.tokenizer.pad(kept, padding="max_length", max_length=width, return_tensors="pt", verbose=False)
-        return {**dict(padded), **labels(examples[keep], self.names)}
+        return dict(padded)
 
     def pack(self, texts: Iterable[str], keep_rest: bool) -> Iterator[np.ndarray]:
         """Join texts, each with its special tokens and an end token, into one row of tokens, and cut that to length.
@@ -136,7 +133,6 @@ class ImageEncoder:
 
     Args:
         processor: The model's image processor, or a processor that has one.
-        names: Class names, in the order of their numbers.
 
     Raises:
         ConfigError: If it is no image processor.
@@ -144,12 +140,11 @@ class ImageEncoder:
 
     needs_all = False
 
-    def __init__(self, processor: Processor, names: tuple[str, ...] | None) -> None:
+    def __init__(self, processor: Processor) -> None:
         self.processor = getattr(processor, "image_processor", processor)
         if not callable(self.processor) or hasattr(self.processor, "convert_tokens_to_ids"):
             kind = type(self.processor).__name__
             raise ConfigError(f"got a {kind} for images, expected an image processor; pass the model's own.")
-        self.names = names
         mean = getattr(self.processor, "image_mean", None)
         self.mode = "L" if isinstance(mean, list | tuple) and len(mean) == 1 else "RGB"
 
@@ -157,7 +152,7 @@ class ImageEncoder:
         """Encode images.
 
         Returns:
-            ``pixel_values`` [B, C, H, W], float, and ``labels`` [B] if the examples have them.
+            ``pixel_values`` [B, C, H, W], float.
 
         Raises:
             DataError: If the processor leaves the images at different sizes, or gives something else.
@@ -171,7 +166,7 @@ class ImageEncoder:
         if pixels.dim() != 4:
             shape = list(pixels.shape)
             raise DataError(f"got pixel_values of shape {shape} from the image processor, expected [B, C, H, W].")
-        return {"pixel_values": pixels, **labels(examples, self.names)}
+        return {"pixel_values": pixels}
 
 
 Encoder: TypeAlias = TextEncoder | ImageEncoder
@@ -179,31 +174,8 @@ Encoder: TypeAlias = TextEncoder | ImageEncoder
 rows of a global batch needs all of them."""
 
 
-def make_encoder(
-    processor: Any, modality: Modality, max_length: int, names: tuple[str, ...] | None, packed: bool
-) -> Encoder:
+def make_encoder(processor: Any, modality: Modality, max_length: int, packed: bool) -> Encoder:
     """Build the encoder of a modality."""
     if modality == "image":
-        return ImageEncoder(processor, names)
-    return TextEncoder(processor, max_length, names, packed)
-
-
-def labels(examples: Sequence[Example], names: tuple[str, ...] | None) -> dict[str, Tensor]:
-    """Return ``labels`` [B] if the examples have them: long for classes and whole numbers, float for others.
-
-    Raises:
-        DataError: If a class name is not among the known ones.
-    """
-    import torch
-
-    if not examples or examples[0].label is None:
-        return {}
-    if names is None:
-        values = [example.label for example in examples]
-        real = any(isinstance(value, float) for value in values)
-        return {"labels": torch.tensor(values, dtype=torch.float32 if real else torch.long)}
-    numbers = {name: number for number, name in enumerate(names)}
-    unknown = next((example.label for example in examples if example.label not in numbers), None)
-    if unknown is not None:
-        raise DataError(f"got label {unknown!r}, expected one of: {', '.join(names)}.")
-    return {"labels": torch.tensor([numbers[str(example.label)] for example in examples])}
+        return ImageEncoder(processor)
+    return TextEncoder(processor, max_length, packed)

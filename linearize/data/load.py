@@ -12,7 +12,7 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError, unknown_name
 from linearize.core.heads import Modality
 from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
-from linearize.data.columns import class_names, column_kinds, find_pair, merge_names, uniform
+from linearize.data.columns import class_names, column_kinds, find_pair, uniform
 from linearize.data.config import DataConfig
 from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
 from linearize.data.feeds import MapFeed, Split, split_off
@@ -60,9 +60,8 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
                 raise ConfigError(f"data: got {name} for a model that reads images, expected it for text; drop it.")
     elif config.image_column:
         raise ConfigError("data: got image_column for a model that reads text; drop it.")
-    encoder = make_encoder(processor, modality, config.max_length, None, config.packing)
+    encoder = make_encoder(processor, modality, config.max_length, config.packing)
     parts, fallback = _open_all(config, modality)
-    encoder.names = merge_names([part.data.names for part in parts], [part.origin for part in parts])
     records, weights = [part.data for part in parts], [part.weight for part in parts]
     holdout = config.held_out(sum(len(part.sizes) for part in records))
     split = split_off(records, weights, holdout, config.limit, config.seed)
@@ -84,7 +83,6 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
         num_holdout=held.size,
         skipped=skipped,
         duplicates=split.duplicates,
-        label_names=encoder.names,
         _config=config,
         _encoder=encoder,
         _train=train,
@@ -105,7 +103,7 @@ def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]
             if config.text_column or config.image_column or config.split != "train":
                 raise
             reason = str(error)
-    for option in ("text_pair_column", "label_column", "extra_pairs"):
+    for option in ("text_pair_column", "extra_pairs"):
         if getattr(config, option):
             raise DataError(f"got {option}, which the built-in data does not have, and {reason}; pass a dataset.")
     return [_builtin(config, modality, reason)], True
@@ -121,8 +119,17 @@ def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
     return Part(crops, 1.0, called + because)
 
 
-def open_records(name: str, config: DataConfig, modality: Modality, weight: float = 1.0) -> Part:
+def open_records(
+    name: str, config: DataConfig, modality: Modality, weight: float = 1.0, label: str | None = None
+) -> Part:
     """Open one data set as records with uniform columns, without holding examples out.
+
+    Args:
+        name: Hub name, file or folder.
+        config: Names of the columns, and the split.
+        modality: Whether the model reads text or images.
+        weight: Of the data set in a mixture.
+        label: Column of the label; for image folders any name makes the class folders the labels.
 
     Raises:
         DataError: If the data cannot be found, read or used.
@@ -134,14 +141,21 @@ def open_records(name: str, config: DataConfig, modality: Modality, weight: floa
     else:
         origin = _hub_origin(name, config)
         opened = [load_hub(name, config.split, config.rows_read)]
-    return make_part(opened, config, modality, origin, weight)
+    return make_part(opened, config, modality, origin, weight, label)
 
 
 def _hub_origin(name: str, config: DataConfig) -> str:
     return f"Hub data set {name} (split {config.split})"
 
 
-def make_part(opened: Sequence[Any], config: DataConfig, modality: Modality, origin: str, weight: float = 1.0) -> Part:
+def make_part(
+    opened: Sequence[Any],
+    config: DataConfig,
+    modality: Modality,
+    origin: str,
+    weight: float = 1.0,
+    label: str | None = None,
+) -> Part:
     """Turn tables or image files into records.
 
     Raises:
@@ -150,8 +164,8 @@ def make_part(opened: Sequence[Any], config: DataConfig, modality: Modality, ori
     from datasets import concatenate_datasets
 
     if isinstance(opened[0], ImageFile):
-        return Part(ImageFiles(list(opened), config.label_column is not None, origin), weight, origin)
-    tables = [uniform(table, config, modality, origin) for table in opened]
+        return Part(ImageFiles(list(opened), label is not None, origin), weight, origin)
+    tables = [uniform(table, config, modality, origin, label) for table in opened]
     if config.finds_pairs and modality == "text" and (pair := find_pair(column_kinds(opened[0], origin))):
         origin += f" (pairs of {pair[0]} and {pair[1]})"
     try:

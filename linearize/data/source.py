@@ -32,7 +32,6 @@ class Source:
         num_holdout: Held-out examples (packed rows with packing).
         skipped: Rows without text, image or label that were left out.
         duplicates: Further rows left out of training because they equal a held-out one.
-        label_names: Class names by number; None without labels, or if these are numbers.
     """
 
     description: str
@@ -41,7 +40,6 @@ class Source:
     num_holdout: int
     skipped: int
     duplicates: int
-    label_names: tuple[str, ...] | None
     _config: DataConfig = field(repr=False)
     _encoder: Encoder = field(repr=False)
     _train: MapFeed = field(repr=False)
@@ -71,7 +69,7 @@ class Source:
 
         Yields:
             ``input_ids`` and ``attention_mask`` (``token_type_ids`` too if the tokenizer has them), long [B, T]; or
-            ``pixel_values``, float [B, C, H, W]; and ``labels`` [B] with a label column.
+            ``pixel_values``, float [B, C, H, W].
 
         Raises:
             ConfigError: If a number is out of range.

@@ -81,16 +81,10 @@ def test_bad_values_are_refused_with_one_line(name: str, value: object) -> None:
     assert name in str(caught.value) and "expected" in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["text_pair_column", "label_column"])
-def test_packing_excludes_what_belongs_to_one_text(name: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("text_pair_column", "x"), ("extra_pairs", 1.0)])
+def test_packing_excludes_pairs(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"packing together with {name}"):
-        DataConfig(packing=True, **{name: "x"})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["packing", "label_column"])
-def test_pairs_made_anew_exclude_what_they_cannot_have(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"extra_pairs together with {name}"):
-        DataConfig(extra_pairs=1.0, **{name: "x" if name == "label_column" else True})  # type: ignore[arg-type]
+        DataConfig(packing=True, **{name: value})  # type: ignore[arg-type]
 
 
 def test_two_columns_make_a_pair() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.data import DataConfig, Source, load_source
+from linearize.data.load import open_records
 
 Draw = Callable[..., None]
 
@@ -34,29 +35,40 @@ def zipped(folder: Path, target: Path) -> Path:
     return target
 
 
-def shades(source: Source, batches: int) -> list[tuple[int, int, int]]:
-    """Colour (of 255) and class of each image."""
+def shades(source: Source, batches: int) -> list[tuple[int, int]]:
+    """Colour (of 255) of each image."""
     found = []
     for batch in islice(source.train_batches(), batches):
-        labels = batch.get("labels", torch.full((len(batch["pixel_values"]),), -1))
-        for image, label in zip(batch["pixel_values"], labels.tolist(), strict=True):
+        for image in batch["pixel_values"]:
             red, _, blue = (round(float(value) * 255) for value in image.mean(dim=(1, 2)))
-            found.append((red, blue, label))
+            found.append((red, blue))
     return found
+
+
+def labelled(path: Path, **options: Any) -> tuple[tuple[str, ...] | None, list[tuple[int, str]]]:
+    """Class names; red and class of each image."""
+    records = open_records(str(path), DataConfig(**options), "image", label="label").data
+    examples = records.fetch(range(len(records.sizes)))
+    return records.names, [
+        (example.value.convert("RGB").getpixel((0, 0))[0], str(example.label)) for example in examples
+    ]
 
 
 def test_class_folders_and_zip_give_the_same(classes: Path, tmp_path: Path, image_processor: Any) -> None:
     zip_path = zipped(classes, tmp_path / "a.zip")
     results = []
     for path in (classes, zip_path):
-        config = DataConfig(dataset=str(path), label_column="label", batch_size=5, holdout=5)
+        config = DataConfig(dataset=str(path), batch_size=5, holdout=5)
         source = load_source(config, image_processor, "image")
-        assert (source.label_names, source.num_train, source.num_holdout) == (("blue", "red"), 15, 5)
+        assert (source.num_train, source.num_holdout) == (15, 5)
         batch = next(source.train_batches())
         assert batch["pixel_values"].shape == (5, 3, 8, 8) and batch["pixel_values"].dtype == torch.float32
         results.append(shades(source, 3))
-        assert all(label == (red > 0) and red + blue >= 200 for red, blue, label in results[-1])
+        assert all(red + blue >= 200 for red, blue in results[-1])
         assert len(set(results[-1])) == 15
+        names, examples = labelled(path)
+        assert names == ("blue", "red") and len(examples) == 20
+        assert all((label == "red") == (red > 0) for red, label in examples)
     assert results[0] == results[1]
     assert not (tmp_path / "cache").exists() and sorted(p.name for p in tmp_path.iterdir()) == ["a.zip", "images"]
 
@@ -91,23 +103,23 @@ def test_splits_of_image_folders(tmp_path: Path, draw: Draw, image_processor: An
     for split, shade in (("train", 100), ("val", 200)):
         for number in range(3):
             draw(tmp_path / "splits" / split / "car" / f"{number}.png", (shade + number, 0, 0))
-    config = DataConfig(dataset=str(tmp_path / "splits"), label_column="label", batch_size=3, holdout=0)
-    source = load_source(config, image_processor, "image")
-    assert sorted(shades(source, 1)) == [(100, 0, 0), (101, 0, 0), (102, 0, 0)] and source.label_names == ("car",)
+    source = load_source(
+        DataConfig(dataset=str(tmp_path / "splits"), batch_size=3, holdout=0), image_processor, "image"
+    )
+    assert sorted(shades(source, 1)) == [(100, 0), (101, 0), (102, 0)] and labelled(tmp_path / "splits")[0] == ("car",)
     held = DataConfig(dataset=str(tmp_path / "splits"), split="validation", batch_size=3, holdout=0)
-    assert sorted(shades(load_source(held, image_processor, "image"), 1))[0] == (200, 0, -1)
+    assert sorted(shades(load_source(held, image_processor, "image"), 1))[0] == (200, 0)
     # A class may be called train, and then it is no split.
     for name in ("train", "plane"):
         draw(tmp_path / "vehicles" / name / "test.png", (9, 0, 0))
-    config = DataConfig(dataset=str(tmp_path / "vehicles"), label_column="label", batch_size=2, holdout=0)
-    assert load_source(config, image_processor, "image").label_names == ("plane", "train")
+    assert labelled(tmp_path / "vehicles")[0] == ("plane", "train")
     zipped(tmp_path / "vehicles", tmp_path / "test-0.zip")
     zipped(tmp_path / "splits", tmp_path / "all.zip")
     (tmp_path / "zips").mkdir()
     (tmp_path / "test-0.zip").rename(tmp_path / "zips" / "test-0.zip")
     with pytest.raises(DataError, match="got split 'train', expected one of: test"):
         load_source(DataConfig(dataset=str(tmp_path / "zips")), image_processor, "image")
-    inside = DataConfig(dataset=str(tmp_path / "all.zip"), split="validation", label_column="label", holdout=0)
+    inside = DataConfig(dataset=str(tmp_path / "all.zip"), split="validation", holdout=0)
     assert load_source(inside, image_processor, "image").num_train == 3
 
 
@@ -119,14 +131,14 @@ def test_images_in_a_table(classes: Path, tmp_path: Path, image_processor: Any, 
     labels = [int("red" in file) for file in files]
     features = Features({"img": Image(), "label": ClassLabel(names=["sea", "fire"])})
     table = Dataset.from_dict({"img": [*files, None, files[0]], "label": [*labels, 0, -1]}, features=features)
-    table.to_parquet(tmp_path / "a.parquet")
-    config = DataConfig(
-        dataset=str(tmp_path / "a.parquet"), label_column="label", batch_size=9, holdout=2, streaming=streaming
-    )
+    table.to_parquet(tmp_path / "all.parquet")
+    names, examples = labelled(tmp_path / "all.parquet", streaming=streaming)
+    assert names == ("sea", "fire") and len(examples) == 20
+    assert all((label == "fire") == (red > 0) for red, label in examples)
+    table.select(range(21)).to_parquet(tmp_path / "a.parquet")
+    config = DataConfig(dataset=str(tmp_path / "a.parquet"), batch_size=9, holdout=2, streaming=streaming)
     source = load_source(config, image_processor, "image")
-    assert source.label_names == ("sea", "fire") and source.num_train == 18
-    epoch = shades(source, 2)
-    assert len(set(epoch)) == 18 and all(label == (red > 0) for red, _, label in epoch)
+    assert source.num_train == 18 and source.skipped == 1 and len(set(shades(source, 2))) == 18
     held = source.holdout_batches()[0]
     assert held["pixel_values"].shape == (2, 3, 8, 8)
     again = next(source.train_batches(1))
@@ -147,7 +159,7 @@ def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any
     Image.new("RGBA", (5, 5), (77, 77, 77, 255)).save(tmp_path / "alpha.png")
     Image.new("P", (5, 5)).save(tmp_path / "palette.gif")
     source = load_source(DataConfig(dataset=str(tmp_path), batch_size=3, holdout=0), image_processor, "image")
-    assert sorted(shades(source, 1)) == [(0, 0, -1), (77, 77, -1), (77, 77, -1)]
+    assert sorted(shades(source, 1)) == [(0, 0), (77, 77), (77, 77)]
     from linearize.data.images import decode
 
     exif = Image.Exif()
@@ -181,7 +193,7 @@ def test_what_is_wrong_is_named(classes: Path, tmp_path: Path, image_processor: 
         load_source(DataConfig(dataset=str(tmp_path / "a.txt")), image_processor, "image")
     loose = classes / "red"
     with pytest.raises(DataError, match="in no class folder"):
-        load_source(DataConfig(dataset=str(loose), label_column="label"), image_processor, "image")
+        labelled(loose)
     with zipfile.ZipFile(tmp_path / "none.zip", "w") as archive:
         archive.writestr("a.txt", "x")
     with pytest.raises(DataError, match=r"'none.zip' is empty: got no image"):

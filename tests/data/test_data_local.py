@@ -11,6 +11,7 @@ import pytest
 
 from linearize.core.errors import DataError
 from linearize.data import DataConfig, load_source
+from linearize.data.load import open_records
 
 Write = Callable[[str, str], str]
 TEXTS = [f"w{number}" for number in range(6)]
@@ -55,8 +56,8 @@ def test_tables_keep_their_texts_as_they_are(write: Write, gpt_tokenizer: Any) -
     lone_quote = write("a.tsv", 'text\tlabel\nw1 "w2\t1\nw3\t0\n')
     assert trained_words(lone_quote, gpt_tokenizer) == [1, 3]
     words = write("a.csv", 'text,label\nNA,1\nnull,0\n"w3, w4",1\n,1\n')
-    source = load_source(DataConfig(dataset=words, holdout=0, label_column="label"), gpt_tokenizer, "text")
-    assert (source.num_train, source.skipped, source.label_names) == (3, 1, None)
+    records = open_records(words, DataConfig(), "text", label="label").data
+    assert (len(records.sizes), records.skipped, records.names) == (3, 1, None)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -127,15 +128,15 @@ def test_the_text_column_is_found(
         ({"text": "x", "n": 1}, {"text_column": "n"}, r"got number in column 'n', expected text"),
         ({"text": "x"}, {"text_pair_column": "p"}, r"got no column 'p'"),
         ({"text": "x"}, {"text_pair_column": "text"}, r"the same column for two purposes"),
-        ({"text": "x", "l": [1, 2]}, {"label_column": "l"}, r"got list in column 'l'"),
+        ({"text": "x", "l": [1, 2]}, {"label": "l"}, r"got list in column 'l'"),
     ],
 )
 def test_wrong_columns_are_named(
-    write: Write, gpt_tokenizer: Any, row: dict[str, Any], options: dict[str, Any], message: str, streaming: bool
+    write: Write, row: dict[str, Any], options: dict[str, Any], message: str, streaming: bool
 ) -> None:
-    path = write("a.jsonl", json.dumps(row))
+    path, columns = write("a.jsonl", json.dumps(row)), {key: name for key, name in options.items() if key != "label"}
     with pytest.raises(DataError, match=message) as caught:
-        load_source(DataConfig(dataset=path, holdout=0, streaming=streaming, **options), gpt_tokenizer, "text")
+        open_records(path, DataConfig(streaming=streaming, **columns), "text", label=options.get("label"))
     assert "\n" not in str(caught.value)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.data import DataConfig, load_source
+from linearize.data.load import open_records
 
 Rows = Callable[[str, list[dict[str, Any]]], str]
 
@@ -46,9 +47,7 @@ def test_batches_are_padded_on_the_tokenizers_side(rows: Rows, bert_tokenizer: A
 
 def test_long_texts_are_cut_and_pairs_are_told_apart(rows: Rows, bert_tokenizer: Any) -> None:
     path = rows("a.jsonl", [{"a": "w1 " * 50, "b": "w2 w3"}] * 2)
-    config = DataConfig(
-        dataset=path, text_column="a", text_pair_column="b", max_length=8, batch_size=1, holdout=0, label_column=None
-    )
+    config = DataConfig(dataset=path, text_column="a", text_pair_column="b", max_length=8, batch_size=1, holdout=0)
     batch = next(load_source(config, bert_tokenizer, "text").train_batches())
     assert batch["input_ids"].tolist() == [[2, 6, 6, 6, 3, 7, 8, 3]]
     assert batch["token_type_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
@@ -218,33 +217,16 @@ def test_a_mixture_keeps_its_weights_and_shares_the_holdout(rows: Rows, gpt_toke
     assert source.description.startswith("mixture of 80% file ")
 
 
-def test_labels_go_along(rows: Rows, bert_tokenizer: Any) -> None:
+def test_labels_go_along(rows: Rows) -> None:
     items = [{"text": f"w{n}", "kind": ["no", "yes", None][n % 3], "score": n / 2, "number": n} for n in range(30)]
     path = rows("a.jsonl", items)
-    options: dict[str, Any] = {"dataset": path, "batch_size": 20, "holdout": 0}
-    source = load_source(DataConfig(label_column="kind", **options), bert_tokenizer, "text")
-    batch = next(source.train_batches())
-    assert (source.label_names, source.num_train, source.skipped) == (("no", "yes"), 20, 10)
-    assert batch["labels"].tolist() == [(token - 5) % 3 for token in batch["input_ids"][:, 1].tolist()]
-    batch = next(load_source(DataConfig(label_column="score", **options), bert_tokenizer, "text").train_batches())
-    assert batch["labels"].dtype == torch.float32
-    assert batch["labels"].tolist() == [(token - 5) / 2 for token in batch["input_ids"][:, 1].tolist()]
-    source = load_source(DataConfig(label_column="number", **options), bert_tokenizer, "text")
-    assert next(source.train_batches())["labels"].dtype == torch.int64 and source.label_names is None
-
-
-def test_labels_of_a_mixture_are_numbered_together(rows: Rows, bert_tokenizer: Any) -> None:
-    first = rows("a.jsonl", [{"text": f"w{n}", "label": "cat"} for n in range(5)])
-    second = rows("b.jsonl", [{"text": f"w{n}", "label": ["ant", "dog"][n % 2]} for n in range(5, 10)])
-    config = DataConfig(dataset=f"{first},{second}", label_column="label", batch_size=10, holdout=0)
-    source = load_source(config, bert_tokenizer, "text")
-    assert source.label_names == ("ant", "cat", "dog")
-    for batch in take(source.train_batches(), 3):
-        for token, label in zip(batch["input_ids"][:, 1].tolist(), batch["labels"].tolist(), strict=True):
-            assert label == (1 if token < 10 else 2 * ((token - 5) % 2))
-    third = rows("c.jsonl", [{"text": f"w{n}", "label": n} for n in range(5)])
-    with pytest.raises(DataError, match="class names in some and bare numbers in others"):
-        load_source(DataConfig(dataset=f"{first},{third}", label_column="label"), bert_tokenizer, "text")
+    kinds = open_records(path, DataConfig(), "text", label="kind").data
+    assert (kinds.names, len(kinds.sizes), kinds.skipped) == (("no", "yes"), 20, 10)
+    for column in ("kind", "score", "number"):
+        records = open_records(path, DataConfig(), "text", label=column).data
+        for example in records.fetch(range(len(records.sizes))):
+            assert example.label == items[int(example.value[1:])][column]
+    assert records.names is None
 
 
 def test_a_text_without_tokens_still_has_a_row(rows: Rows) -> None:

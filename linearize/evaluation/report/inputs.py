@@ -95,9 +95,8 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
     if options.dataset is None and made.part("options").values.get("dataset"):
         notes.append("The inputs are built-in ones, not the data that the checkpoint learned from; name it: --dataset.")
     modality: Any = loaded.modality
-    encoder = make_encoder(loaded.processor, modality, length, None, False)
-    bare = [example._replace(label=None) for example in examples]
-    batches = [encoder(bare[begin : begin + BATCH], slice(None)) for begin in range(0, len(bare), BATCH)]
+    encoder = make_encoder(loaded.processor, modality, length, False)
+    batches = [encoder(examples[begin : begin + BATCH], slice(None)) for begin in range(0, len(examples), BATCH)]
     return Inputs(description, batches, notes)
 
 

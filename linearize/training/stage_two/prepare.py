@@ -216,11 +216,11 @@ def _view(task: Task, given: Given, split: str) -> View:
     if task.modality == "image":
         # The column of an image data set differs between Hub and folder; it is found by its type.
         first = second = None
-    config = DataConfig(split=split, text_column=first, text_pair_column=second, label_column=task.label)
+    config = DataConfig(split=split, text_column=first, text_pair_column=second)
     if isinstance(given, str):
-        part = open_records(given, config, task.modality)
+        part = open_records(given, config, task.modality, label=task.label)
     else:
-        part = make_part([raw_table(given, split)], config, task.modality, "table")
+        part = make_part([raw_table(given, split)], config, task.modality, "table", label=task.label)
     return View(part.data, np.arange(len(part.data.sizes)))
 
 

@@ -46,7 +46,7 @@ class ImageClassification(ClassLabels):
     @functools.cached_property
     def encoder(self) -> ImageEncoder:
         """The function from images to pixels."""
-        return ImageEncoder(self.processor, None)
+        return ImageEncoder(self.processor)
 
     def prepare(self, given: Given) -> TaskData:
         """Read images and classes.
@@ -62,7 +62,7 @@ class ImageClassification(ClassLabels):
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return pixels [B, C, H, W], shifted and mirrored if the rows are augmented, and labels [B]."""
         examples = [row["example"] for row in rows]
-        pixels = self.encoder([example._replace(label=None) for example in examples], slice(None))["pixel_values"]
+        pixels = self.encoder(examples, slice(None))["pixel_values"]
         if rows[0]["augment"]:
             pixels = shifted(pixels, stable_seed(self.options.seed, [row["place"] for row in rows]))
         return {"pixel_values": pixels, "labels": torch.tensor(self.numbered(examples))}
