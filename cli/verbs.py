@@ -92,8 +92,7 @@ class Results(Verb):
     A cell shows our figure, in brackets the share of softmax's score above chance (if softmax is above chance), and
     after a bar the paper's figure. With more than one seed ours is the mean, with its standard deviation after +-; n is
     the number of seeds, if some are missing. The last row is chance: the best score of an answer that ignores the
-    input. A star marks what was not made as the package's recipe says (fewer steps, other arguments ...); notes below
-    say how.
+    input. A note below says which keys are not as in the package's recipe.
     """
 
     summary = "show the table of a run, with the paper's figures"

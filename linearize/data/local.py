@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from linearize.core.errors import DataError, first_line
 from linearize.core.heads import Modality
+from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.hub import cause, first_rows, quiet
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
 
@@ -29,7 +30,7 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 MOST_FOLDERS = 100_000
-EXPECTED = "expected .json, .jsonl, .csv, .tsv, .parquet or .txt (each also .gz), images, or a .zip of images"
+EXPECTED = "expected .json, .jsonl, .csv, .tsv, .txt (each also .gz) or .parquet, images, or a .zip of images"
 # A .tsv has no quoting (GLUE's lone quotes would swallow rows), and "NA" and "null" may be texts.
 READERS: dict[str, tuple[str, dict[str, object]]] = {
     "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
@@ -46,46 +47,14 @@ FORMS = {
 }
 
 
-class MissingSplitError(DataError):
-    """A split that data with splits lacks.
-
-    Attributes:
-        known: the names of its splits.
-    """
-
-    def __init__(self, where: str, split: str, known: Iterable[str]) -> None:
-        self.known = sorted(known)
-        super().__init__(f"{where}: got split {split!r}, expected one of: {', '.join(self.known)}.")
+def missing_split(where: str, split: str, known: Iterable[str]) -> DataError:
+    """Return the error for a split that data with splits lacks."""
+    return DataError(f"{where}: got split {split!r}, expected one of: {', '.join(sorted(known))}.")
 
 
 def looks_local(name: str) -> bool:
     """Tell whether a name can only be a local path, by its beginning or its ending."""
     return name.startswith((".", "/", "~")) or "\\" in name or file_kind(Path(name)) is not None
-
-
-def place_of(name: str, folder: str | None, *, called: str) -> str:
-    """Return the path of a data set: in a folder of data sets, or else its name; a name on the Hub is unchanged.
-
-    Args:
-        name: as the user wrote it.
-        folder: a folder of data sets, or None.
-        called: the option that names it.
-
-    Raises:
-        DataError: if it does not exist, as far as this is known without asking the Hub.
-    """
-    root = None if folder is None else Path(folder).expanduser()
-    if root is not None and root.is_dir() and exists(root / name):
-        return str(root / name)
-    if exists(Path(name).expanduser()):
-        return name
-    if looks_local(name) or name.count("/") > 1 or (root is not None and root.is_dir() and "/" not in name):
-        inside = "" if root is None else f" in {folder!r}"
-        raise DataError(
-            f"{called}: got {name!r}, which does not exist{inside}, expected a file or a folder, or a Hub name "
-            "(owner/name); check the path"
-        )
-    return name
 
 
 def open_local(path: Path, split: str, modality: Modality, most: int | None = None) -> list[Dataset] | list[ImageFile]:
@@ -109,11 +78,7 @@ def open_local(path: Path, split: str, modality: Modality, most: int | None = No
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return [_saved(path, split) if most is None else first_rows(_saved(path, split), most)]
     root = path if path.is_dir() else path.parent
-    files = [path]
-    if path.is_dir():
-        # `exists` raises for a broken link.
-        known = sorted(file for file in files_in(path) if file_kind(file) is not None and exists(file))
-        files = select_split(root, known, split)
+    files = select_split(root, known_files(path), split) if path.is_dir() else [path]
     kinds = {file: file_kind(file) for file in files}
     counts = Counter("images" if kind in ("image", "zip") else "tables or texts" for kind in kinds.values())
     if not files or None in kinds.values():
@@ -131,14 +96,31 @@ def open_local(path: Path, split: str, modality: Modality, most: int | None = No
 
 def file_kind(path: Path) -> str | None:
     """Return the kind of a file by its ending: a value of `TABLE_KINDS`, ``image``, ``zip`` or None."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    elif suffixes and suffixes[-1] in IMAGE_SUFFIXES:
+    before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)][-2:]
+    if last in IMAGE_SUFFIXES:
         return "image"
-    elif suffixes and suffixes[-1] == ".zip":
+    if last == ".zip":
         return "zip"
-    return TABLE_KINDS.get(suffixes[-1]) if suffixes else None
+    kind = TABLE_KINDS.get(before if last == ".gz" else last)
+    # Parquet files are packed inside.
+    return None if kind == "parquet" and last == ".gz" else kind
+
+
+def known_files(folder: Path) -> list[Path]:
+    """Return the files of known kinds in a folder, sorted; a broken link is an error."""
+    return sorted(file for file in files_in(folder) if file_kind(file) is not None and exists(file))
+
+
+def splits_of(path: Path) -> list[str]:
+    """Return the names of the splits of a local data set that can be opened; none if it has no splits."""
+    if (path / "dataset_dict.json").exists():
+        return sorted(read_json(path / "dataset_dict.json", MOST_TEXT)["splits"])
+    files = known_files(path) if path.is_dir() else [path]
+    names = set(_tags(path, files).values()) if path.is_dir() else set()
+    for file in files:
+        if file_kind(file) == "zip":
+            names |= set(_top_splits([image.inner for image in zip_images(file)]).values())
+    return sorted(name for name in names if name is not None)
 
 
 def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
@@ -150,19 +132,23 @@ def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
     Raises:
         DataError: If the folder has splits, but not this one.
     """
+    return _of_split(_tags(root, files), split, root.name)
+
+
+def _tags(root: Path, files: Sequence[Path]) -> dict[Path, str | None]:
+    """Return the split of each file; None if it has none."""
     inner = {file: PurePosixPath(file.relative_to(root)) for file in files}
     tops = _top_splits([place for file, place in inner.items() if file_kind(file) == "image"])
-    tags = {
+    return {
         file: tops.get(place.parts[0]) if file_kind(file) == "image" else _name_split(place)
         for file, place in inner.items()
     }
-    return _of_split(tags, split, root.name)
 
 
 def _of_split(tags: Mapping[Item, str | None], split: str, name: str) -> list[Item]:
     known = {tag for tag in tags.values() if tag is not None}
     if known and split not in known:
-        raise MissingSplitError(repr(name), split, known)
+        raise missing_split(repr(name), split, known)
     return [item for item, tag in tags.items() if tag == split or not known]
 
 
@@ -200,29 +186,26 @@ def _saved(path: Path, split: str) -> Dataset:
         raise DataError(f"cannot read {path.name!r} as a saved data set: {cause(error)}") from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
-            raise MissingSplitError(repr(path.name), split, loaded)
+            raise missing_split(repr(path.name), split, loaded)
         return loaded[split]
     return loaded
 
 
 def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset:
-    from datasets import concatenate_datasets, load_dataset
+    from datasets import load_dataset
 
     assert kind is not None
     for file in files:
         if _is_empty(file, kind):
             raise DataError(f"{file.name!r} is empty: got no rows, expected at least one; check the file.")
-        if kind != "parquet" and file.suffix.lower() == ".gz" and re.search(r"[\[\]]", str(file)):
+        if file.suffix.lower() == ".gz" and re.search(r"[\[\]]", str(file)):
             # `datasets` makes a URL of it, where brackets enclose an address.
             raise DataError(f"got {str(file)!r}, a .gz file with a bracket in its path, expected none; rename it.")
     builder, options = READERS.get(kind, (kind, {}))
     try:
         with quiet(logs=True):
-            if kind == "parquet" and any(file.suffix.lower() == ".gz" for file in files):
-                table = concatenate_datasets([_parquet(file) for file in files])
-            else:
-                names = [glob.escape(str(file)) for file in files]
-                table = load_dataset(builder, data_files=names, split="train", streaming=most is not None, **options)
+            names = [glob.escape(str(file)) for file in files]
+            table = load_dataset(builder, data_files=names, split="train", streaming=most is not None, **options)
             table = table if most is None else first_rows(table, most)
             # Arrow's readers of JSON and parquet do not check that texts are UTF-8.
             for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
@@ -244,16 +227,6 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
 def _opened(file: Path) -> IO[bytes]:
     """Open a file, unpacking a .gz."""
     return cast("IO[bytes]", gzip.open(file)) if file.suffix.lower() == ".gz" else file.open("rb")
-
-
-def _parquet(file: Path) -> Dataset:
-    """Read a parquet file into memory, as `datasets` cannot read a gzip'd one."""
-    import pyarrow.parquet as pq
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-
-    with _opened(file) as stream:
-        return Dataset(InMemoryTable(pq.read_table(stream)))
 
 
 def _bad_line(files: Sequence[Path]) -> str | None:

@@ -202,7 +202,7 @@ def test_documents(tmp_path):
     assert again.tables["train"][:] == made.tables["train"][:] != other.tables["train"][:]
     with pytest.raises(DataError, match="got 0 other texts of at least 8 words, expected at least the 3"):
         make("documents", {"filler": "other", **plain, "words": 8}, str(texts))
-    with pytest.raises(DataError, match="documents: filler: got 'othr', which does not exist in "):
+    with pytest.raises(DataError, match="got data set 'othr': no such file or folder"):
         make("documents", {"filler": "othr", **plain}, str(texts))
     with pytest.raises(ConfigError, match="documents: got no filler"):
         make("documents", plain, str(texts))

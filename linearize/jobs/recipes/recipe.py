@@ -246,14 +246,14 @@ def cells(recipe: Recipe) -> list[Cell]:
 def plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as plain data, without empty values: what `recipe.yaml` in a run's folder holds."""
     values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
-    values["kernels"] = [row.name if _bare(row) else plain_row(row) for row in recipe.kernels]
+    values["kernels"] = [row.name if _bare(row) else _plain_row(row) for row in recipe.kernels]
     if isinstance(recipe.tasks, dict):
         # A task without changes stays, as an empty section.
         values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
     return values
 
 
-def plain_row(row: Row) -> dict[str, object]:
+def _plain_row(row: Row) -> dict[str, object]:
     """Return a row of the table as plain data. A single layer's kernel without arguments is its name."""
     values: dict[str, object] = _without_empty(dataclasses.asdict(row))
     if row.layers:

@@ -5,30 +5,25 @@ The table as lines of text and as Markdown is at the end.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from linearize.core.errors import ConfigError, DataError, first_line
 from linearize.core.parsing import parse_json, parse_yaml, read_text
-from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, plain_row, recipe_names, resolve
-from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe, Row
+from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
+from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import recovery
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
 CHANCE = "chance"
 """The row of a table with the best scores of answers that ignore the input."""
-MATRIX = ("kernels", "tasks", "seeds", "sources")
-NONE = "nothing"
-MARK = "*"
-"""Follows a figure that was not made as the recipe says."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +46,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Changes:
-    """How a run differs from the recipe of the package that it is based on.
-
-    Attributes:
-        recipe: name of that recipe; None for a run of another file.
-        everywhere: what differs for every row, as "key value (the recipe's value)".
-        rows: what differs for single rows, by name, such as another argument of the kernel.
-        columns: what differs for single tasks.
-        left_out: tasks and seeds of the recipe that the run does not have.
-    """
-
-    recipe: str | None = None
-    everywhere: tuple[str, ...] = ()
-    rows: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-
-    def of(self, row: str, column: str) -> tuple[str, ...]:
-        """Return what differs for a cell; chance is not made by a recipe."""
-        return () if row == CHANCE else (*self.everywhere, *self.rows.get(row, ()), *self.columns.get(column, ()))
-
-
-@dataclass(frozen=True)
 class Table:
     """A recipe's table.
 
@@ -84,7 +56,7 @@ class Table:
         missing: cells that were not run yet.
         damaged: lines of the results file that cannot be read.
         seeds: how many seeds the recipe has.
-        changes: how the run differs from the recipe of the package.
+        changes: `changes_of` the recipe.
     """
 
     title: str
@@ -93,7 +65,7 @@ class Table:
     missing: int
     damaged: int
     seeds: int = 1
-    changes: Changes = field(default_factory=Changes)
+    changes: tuple[str, ...] = ()
 
 
 ResultRow = dict[str, Any]
@@ -269,83 +241,30 @@ def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> Non
             line[AVERAGE] = replace(entry, recovered=recovery(tasks[0], entry.ours, original.ours, chance=level))
 
 
-def changes_of(recipe: Recipe) -> Changes:
-    """Compare a run's recipe with the one of the package that has the same summary and paper."""
-    for name, original in _packaged():
+def changes_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the keys in which a run's recipe differs from the one of the package with the same summary and paper.
+
+    The package's name comes first; empty without such a recipe, or if it is the same.
+    """
+    now = plain(recipe)
+    for name in recipe_names():
+        original = load_recipe(name)
         if (original.summary, original.paper) == (recipe.summary, recipe.paper):
-            return _compare(name, original, recipe)
-    return Changes()
+            before = plain(original)
+            keys = [key for key in {**before, **now} if key not in FREE and before.get(key) != now.get(key)]
+            return (name, *keys) if keys else ()
+    return ()
 
 
-@functools.cache
-def _packaged() -> tuple[tuple[str, Recipe], ...]:
-    return tuple((name, load_recipe(name)) for name in recipe_names())
-
-
-def _compare(name: str, original: Recipe, recipe: Recipe) -> Changes:
-    before, now = (
-        _flat({key: value for key, value in plain(one).items() if key not in (*FREE, *MATRIX)})
-        for one in (original, recipe)
-    )
-    rows = _differing(
-        {row.called: _of_row(row) for row in original.kernels},
-        {row.called: _of_row(row) for row in recipe.kernels},
-        "not a row of the recipe",
-    )
-    columns = _differing(
-        {task: _flat(vars(column)) for task, column in original.columns.items()},
-        {task: _flat(vars(column)) for task, column in recipe.columns.items()},
-        "not a task of the recipe",
-    )
-    left_out = [f"task {task}" for task in original.columns if task not in recipe.columns]
-    left_out += [f"seed {seed}" for seed in original.seeds if seed not in recipe.seeds]
-    left_out += [f"source {source}" for source in original.sources if source not in recipe.sources]
-    return Changes(name, differences(before, now), rows, columns, tuple(left_out))
-
-
-def _differing(
-    before: Mapping[str, Mapping[str, object]], now: Mapping[str, Mapping[str, object]], missing: str
-) -> dict[str, tuple[str, ...]]:
-    """Return the differences of each named section, without the sections that have none."""
-    pairs = {name: differences(before[name], values) if name in before else (missing,) for name, values in now.items()}
-    return {name: texts for name, texts in pairs.items() if texts}
-
-
-def differences(before: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
-    """Return what differs between two flat mappings, each as "key value (value before)"."""
-    names = [*now, *(name for name in before if name not in now)]
-    return tuple(
-        f"{name} {now.get(name, NONE)} ({before.get(name, NONE)})"
-        for name in names
-        if now.get(name) != before.get(name)
-    )
-
-
-def _of_row(row: Row) -> dict[str, object]:
-    return _flat({key: value for key, value in plain_row(row).items() if key != "note"})
-
-
-def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested keys joined by dots, without empty values."""
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None and value not in ("", (), []):
-            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return flat
-
-
-def cell_text(entry: Entry, seeds: int, *, marked: bool = False, sign: str = "+-") -> str:
+def cell_text(entry: Entry, seeds: int, sign: str = "+-") -> str:
     """Write an entry: mean, deviation, number of seeds if some are missing, share of softmax, the paper's figure.
 
     Args:
         entry: the entry.
         seeds: how many seeds the table has.
-        marked: whether it was not made as the recipe says.
         sign: between mean and deviation.
     """
-    ours = "-" if entry.ours is None else f"{entry.ours:.2f}{MARK if marked else ''}"
+    ours = "-" if entry.ours is None else f"{entry.ours:.2f}"
     ours += "" if entry.deviation is None else f" {sign} {entry.deviation:.2f}"
     ours += f" n={entry.seeds}" if 0 < entry.seeds < seeds else ""
     share = "" if entry.recovered is None else f" ({entry.recovered:.1f} %)"
@@ -358,14 +277,9 @@ def notes_of(table: Table) -> list[str]:
     lines = []
     if table.seeds > 1:
         lines.append(f"Means over {table.seeds} seeds, +- the standard deviation of a single run.")
-    changes = table.changes
-    texts = [*changes.everywhere]
-    for kind, sections in (("row", changes.rows), ("task", changes.columns)):
-        texts += [f"{kind} {name}: {', '.join(differing)}" for name, differing in sections.items()]
-    if texts:
-        lines.append(f"{MARK} Not as in recipe {changes.recipe} (its value in brackets): {'; '.join(texts)}.")
-    if changes.left_out:
-        lines.append(f"Left out of recipe {changes.recipe}: {', '.join(changes.left_out)}.")
+    if table.changes:
+        name, *keys = table.changes
+        lines.append(f"Not as in recipe {name}: {', '.join(keys)}. The run's {RECIPE} has what was used.")
     if table.missing:
         lines.append(f"{table.missing} cells are missing: continue with --resume.")
     if table.damaged:
@@ -376,13 +290,7 @@ def notes_of(table: Table) -> list[str]:
 def lines_of(table: Table, sign: str = "+-") -> list[list[str]]:
     """Return the rows of a table as texts: the row's name, then its cells."""
     return [
-        [
-            label,
-            *(
-                cell_text(line[column], table.seeds, marked=bool(table.changes.of(label, column)), sign=sign)
-                for column in table.columns
-            ),
-        ]
+        [label, *(cell_text(line[column], table.seeds, sign) for column in table.columns)]
         for label, line in table.rows.items()
     ]
 

@@ -15,7 +15,7 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.options import option
 from linearize.core.parsing import read_text
-from linearize.data.local import place_of
+from linearize.data.local import exists
 from linearize.jobs.synthetic.base import MadeSet, Rows
 from linearize.training.stage_two.prepare import Splits, open_splits
 from linearize.training.stage_two.tasks import task
@@ -240,8 +240,8 @@ class Documents(MadeSet):
         """Join the texts of both splits into documents."""
         asked = task("text-classification", columns=(self.text_column,), label=self.label_column)
         splits = open_splits(asked, str(source), limit=None, seed=self.seed, raw=True)
-        place = place_of(self.filler, str(Path(str(source)).parent), called="documents: filler")
-        filler = corpus(place, self.filler_column, self.seed)
+        beside = Path(str(source)).expanduser().parent / self.filler
+        filler = corpus(str(beside) if exists(beside) else self.filler, self.filler_column, self.seed)
         rows = {}
         for split, count, seed in (("train", self.train, self.seed), ("validation", self.validation, self.seed + 1)):
             table, others = getattr(splits, split), getattr(filler, split)[self.filler_column]

@@ -15,7 +15,7 @@ from linearize.data.columns import column_kinds
 from linearize.data.config import DataConfig
 from linearize.data.hub import cause, load_hub
 from linearize.data.load import make_part, open_records
-from linearize.data.local import MissingSplitError, exists, looks_local, open_local
+from linearize.data.local import exists, looks_local, missing_split, open_local, splits_of
 from linearize.data.records import Example, Records
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData
@@ -199,7 +199,7 @@ def raw_table(given: Given, split: str) -> Dataset:
     """
     if not isinstance(given, str):
         if split not in given:
-            raise MissingSplitError("tables", split, given)
+            raise missing_split("tables", split, given)
         return given[split]
     path = Path(given).expanduser()
     if not exists(path) and not looks_local(given):
@@ -242,7 +242,7 @@ def _validation_split(task: Task, given: Given) -> str | None:
                 if task.exact_validation:
                     raise
         return None
-    names = sorted(given) if path is None else _local_splits(path, task)
+    names = sorted(given) if path is None else splits_of(path)
     found = next((name for name in task.validation if name in names), None)
     if found is None and task.exact_validation:
         if not names:
@@ -250,18 +250,8 @@ def _validation_split(task: Task, given: Given) -> str | None:
                 f"{given!r}: got split {wanted!r}, but the data has no splits, expected none to be named; "
                 "leave it out, to measure on held-out rows"
             )
-        raise MissingSplitError("tables" if path is None else repr(path.name), wanted, names)
+        raise missing_split("tables" if path is None else repr(path.name), wanted, names)
     return found
-
-
-def _local_splits(path: Path, task: Task) -> list[str]:
-    """Return the names of a local data set's splits; none if it has no splits."""
-    try:
-        if path.is_dir() or path.suffix == ".zip":
-            open_local(path, "", task.modality)
-    except MissingSplitError as error:
-        return error.known
-    return []
 
 
 def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
