@@ -18,6 +18,7 @@ from linearize.core.parsing import parse_yaml, read_text
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
+PAIRS = "new pairs are for a teacher to label: linearize finetune --teacher DIR --extra-pairs N"
 REMOVED = {
     "--swaps": "the whole model chooses between the best plans and one kernel in every layer",
     "--search-swaps": "the whole model chooses between the best plans and one kernel in every layer",
@@ -37,6 +38,9 @@ REMOVED = {
     "--goals": "run python -m benchmarks.goals in a checkout",
     "--alignment": "run python -m benchmarks.steps alignment in a checkout",
     "--stage-one": "run python -m benchmarks.steps stage-one in a checkout",
+    "convert --extra-pairs": PAIRS,
+    "distill --extra-pairs": PAIRS,
+    "align --extra-pairs": PAIRS,
     "convert --plot": "linearize search --plot draws the search",
     "results --plot": "draw what --format json prints",
 }

@@ -111,7 +111,7 @@ class Align(Verb):
       linearize align ./roberta-base-hedgehog --dataset reviews.jsonl --text-column text
       linearize align ./roberta-base-hedgehog --dataset reviews.jsonl --save-every 200  # after a crash with --resume
       linearize align ./bert-cola-hedgehog --teacher ./bert-cola --dataset cola.jsonl.gz              # a tuned original
-      linearize align ./bert-hedgehog --dataset mrpc.jsonl.gz --text-column sentence1,sentence2 --extra-pairs 0.5
+      linearize align ./bert-hedgehog --dataset mrpc.jsonl.gz --text-column sentence1,sentence2
       linearize align ./vit-hedgehog --dataset ./photos --train kernels
       linearize align ./roberta-base-hedgehog --config mine.yaml --steps 2000  # options from a file
       linearize align ./roberta-base-hedgehog --dataset reviews.jsonl --dry-run  # what it would cost

@@ -14,7 +14,7 @@ from linearize.core.options import check, option
 Mixture = tuple[tuple[str, float], ...]
 
 STREAMED = 32_768
-"""Rows that are read of a data set with `streaming` and no `limit`; stage one sees 32,000 by default."""
+"""Rows that are read of a data set with `streaming`; stage one sees 32,000 by default."""
 HOLDOUT = 64
 """Examples held out by default, if there are at least four times as many."""
 
@@ -42,7 +42,6 @@ class DataConfig:
     )
     text_pair_column: str | None = option(None, "column of the second text, for models that read pairs")
     image_column: str | None = option(None, "column of the image; found by its type when not given", metavar="C")
-    extra_pairs: float = option(0.0, "re-paired texts per training pair; half of them share words", low=0, high=100)
     max_length: int = option(128, "tokens per row; longer texts are cut", low=1)
     batch_size: int = option(32, "rows per batch and process", low=1)
     seed: int = option(0, "seed of the held-out choice, the order and the built-in crops", low=0)
@@ -54,7 +53,6 @@ class DataConfig:
     )
     packing: bool = option(False, "join short texts to rows of full length (causal language models)")
     streaming: bool = option(False, f"read only the first {STREAMED:,} rows, for sets too large to load")
-    limit: int | None = option(None, "train on at most this many examples, in addition to the held-out ones", low=1)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", as_mixture(self.dataset))
@@ -63,9 +61,8 @@ class DataConfig:
         for name in ("split", "text_column", "text_pair_column", "image_column"):
             if getattr(self, name) == "":
                 raise ConfigError(f"data, {name}: got an empty text, expected a name; leave it out")
-        for name in ("text_pair_column", "extra_pairs"):
-            if self.packing and getattr(self, name):
-                raise ConfigError(f"data: got packing together with {name}, expected one of them; drop packing.")
+        if self.packing and self.text_pair_column:
+            raise ConfigError("data: got packing together with text_pair_column, expected one of them; drop packing.")
 
     def _part_columns(self) -> None:
         """Read `A,B` as the columns of a pair."""
@@ -91,9 +88,7 @@ class DataConfig:
     @property
     def rows_read(self) -> int | None:
         """How many first rows of a data set are read; None: all of them."""
-        if not self.streaming:
-            return None
-        return STREAMED if self.limit is None else self.limit + self.held_out(None)
+        return STREAMED if self.streaming else None
 
     @property
     def sources(self) -> Mixture:

@@ -54,15 +54,14 @@ def apportion(total: int, weights: Sequence[float], most: Sequence[int] | None =
     return shares.tolist()
 
 
-def split_off(parts: Sequence[Records], weights: Sequence[float], holdout: int, limit: int | None, seed: int) -> Split:
+def split_off(parts: Sequence[Records], weights: Sequence[float], holdout: int, seed: int) -> Split:
     """Choose the held-out examples at random, then drop every other example equal to one of them.
 
     Args:
         parts: The parts of a mixture.
         weights: Their weights.
         holdout: How many examples to hold out in all.
-        limit: Largest number of training examples in all.
-        seed: Seed of the choice. A larger ``limit`` keeps both the held-out and the training examples of a smaller one.
+        seed: Seed of the choice.
 
     Raises:
         DataError: If nothing is left to train on.
@@ -85,9 +84,6 @@ def split_off(parts: Sequence[Records], weights: Sequence[float], holdout: int, 
         if not len(rows):
             which = f"part {number + 1} of the mixture" if len(train) > 1 else "the data"
             raise DataError(f"got no example of {which} to train on that is not held out; lower the holdout.")
-    if limit is not None:
-        most = apportion(limit, weights, [len(rows) for rows in train])
-        train = [rows[: max(1, share)] for rows, share in zip(train, most, strict=True)]
     return Split(held, train, duplicates)
 
 

@@ -19,7 +19,7 @@ from linearize.data.feeds import MapFeed, Split, split_off
 from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import exists, looks_local, open_local
-from linearize.data.records import PackedRecords, PairedAnew, Records, TextRecords
+from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Source
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
     if modality not in ("text", "image"):
         raise unknown_name("modality", str(modality), ("text", "image"))
     if modality == "image":
-        for name in ("packing", "text_column", "text_pair_column", "extra_pairs"):
+        for name in ("packing", "text_column", "text_pair_column"):
             if getattr(config, name):
                 raise ConfigError(f"data: got {name} for a model that reads images, expected it for text; drop it.")
     elif config.image_column:
@@ -64,16 +64,15 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
     parts, fallback = _open_all(config, modality)
     records, weights = [part.data for part in parts], [part.weight for part in parts]
     holdout = config.held_out(sum(len(part.sizes) for part in records))
-    split = split_off(records, weights, holdout, config.limit, config.seed)
+    split = split_off(records, weights, holdout, config.seed)
     if config.packing:
         assert isinstance(encoder, TextEncoder)
         train, held = _packed(records, split, weights, encoder, config)
     else:
-        train = _with_pairs(records, split, weights, config, parts)
+        train = MapFeed(records, split.train, weights, config.seed)
         held = MapFeed(records, split.held, weights, config.seed)
     skipped = sum(part.skipped for part in records)
     counted = f"{train.size:,} {_unit(config, encoder)} to train on, {held.size:,} held out"
-    counted += f", {train.size - sum(map(len, split.train)):,} of them re-paired" if config.extra_pairs else ""
     counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
     counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
     return Source(
@@ -103,9 +102,8 @@ def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]
             if config.text_column or config.image_column or config.split != "train":
                 raise
             reason = str(error)
-    for option in ("text_pair_column", "extra_pairs"):
-        if getattr(config, option):
-            raise DataError(f"got {option}, which the built-in data does not have, and {reason}; pass a dataset.")
+    if config.text_pair_column:
+        raise DataError(f"got text_pair_column, which the built-in data does not have, and {reason}; pass a dataset.")
     return [_builtin(config, modality, reason)], True
 
 
@@ -114,7 +112,7 @@ def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
     if modality == "text":
         table, called = prose_table()
         return Part(TextRecords(table), 1.0, called + because)
-    crops = Crops((config.limit or CROPS) + config.held_out(None), config.seed)
+    crops = Crops(CROPS + config.held_out(None), config.seed)
     called = "built-in random crops of scikit-learn's two sample photographs (held-out crops are of the same two)"
     return Part(crops, 1.0, called + because)
 
@@ -179,29 +177,6 @@ def make_part(
             f"{origin} is empty: got {records.skipped} rows, all blank or without a label, expected others."
         )
     return Part(records, weight, origin)
-
-
-def _with_pairs(
-    records: list[Records], split: Split, weights: list[float], config: DataConfig, parts: Sequence[Part]
-) -> MapFeed:
-    """Feed the training rows, and as many re-paired texts of each part as are asked for.
-
-    Raises:
-        DataError: if a part has no pairs.
-    """
-    data, rows, shares = list(records), list(split.train), list(weights)
-    for part, chosen in zip(parts, split.train, strict=True) if config.extra_pairs else ():
-        if not isinstance(part.data, TextRecords) or part.data.fetch([0])[0].pair is None:
-            raise DataError(
-                f"{part.origin}: got extra_pairs {config.extra_pairs}, but no pairs of texts; name the two columns "
-                "(--text-column A,B), or drop it."
-            )
-        made = PairedAnew(part.data, chosen, config.extra_pairs, config.seed)
-        if made.pairs:
-            data.append(made)
-            rows.append(np.arange(len(made.pairs)))
-            shares.append(part.weight * len(made.pairs) / len(chosen))
-    return MapFeed(data, rows, shares, config.seed)
 
 
 def _packed(

@@ -1,6 +1,6 @@
 """Examples by number: the common interface of tables, image folders and built-in data; and re-paired texts.
 
-These are free rows without a label, for a teacher to label.
+Re-paired texts are rows without a label, which a teacher labels.
 """
 
 from __future__ import annotations
@@ -202,32 +202,6 @@ def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed:
             other = int(chance.integers(total))
         made.append((anchor, other))
     return made
-
-
-class PairedAnew:
-    """Re-paired texts of some rows of records, as records without labels.
-
-    Args:
-        records: rows with pairs of texts.
-        rows: [N] which of them.
-        extra: pairs to make, per row.
-        seed: of the choice.
-    """
-
-    def __init__(self, records: Records, rows: np.ndarray, extra: float, seed: int) -> None:
-        examples = records.fetch(rows.tolist())
-        firsts, seconds = [example.value for example in examples], [str(example.pair) for example in examples]
-        made = paired_anew(firsts, seconds, round(extra * len(rows)), seed)
-        self.pairs = [(firsts[first], seconds[second]) for first, second in made]
-        self.sizes = np.array([len(first.strip()) + len(second.strip()) for first, second in self.pairs], np.int32)
-        self.skipped = 0
-        self.names = records.names
-
-    def fetch(self, rows: Sequence[int]) -> list[Example]:
-        return [Example(*self.pairs[row]) for row in rows]
-
-    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (text_digest(*self.pairs[row]) for row in rows)
 
 
 def _near(

@@ -94,7 +94,7 @@ STEP_ROWS = 32
 STAGE_ONE_TOKENS = 8192
 """Default tokens of a step of stage one or of the alignment, at most."""
 OF_DATA = (
-    *("dataset", "text_column", "extra_pairs", "image_column", "holdout", "packing", "streaming"),
+    *("dataset", "text_column", "image_column", "holdout", "packing", "streaming"),
     *("batch_size", "seed"),
 )
 """Options of `DataConfig` that stage one and the alignment have; they read no labels."""

@@ -33,7 +33,7 @@ def test_a_mixture_is_named_with_its_shares(folders, tmp_path, capsys):
 def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):
     rows = [json.dumps({"a": WORDS[i % 20], "b": f"{WORDS[i % 19]} {WORDS[i % 7]}"}) for i in range(30)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    line = ["--dataset", tmp_path / "pairs.jsonl", "--text-column", "a,b", "--extra-pairs", 1, "--holdout", 6]
+    line = ["--dataset", tmp_path / "pairs.jsonl", "--text-column", "a,b", "--holdout", 6]
     line += ["--batch-size", 4, "--device", "cpu", "--json", "--output", tmp_path / "out"]
     model = folders / "gpt2"
     if verb == "convert":
@@ -44,7 +44,9 @@ def test_pairs_are_read_as_pairs(folders, tmp_path, capsys, verb):
         model, line = tmp_path / "in", [*line, "--steps", 2]
     code, text, err = run(capsys, verb, model, *line)
     assert code == 0, err
-    assert "48 texts to train on, 6 held out, 24 of them re-paired" in json.loads(text)["data"]
+    assert "24 texts to train on, 6 held out" in json.loads(text)["data"]
+    code, _, err = run(capsys, verb, model, *line, "--extra-pairs", 1)
+    assert code == 2 and "--extra-pairs was removed; leave it out: new pairs are for a teacher to label" in err
     code, _, err = run(capsys, verb, model, *line[:2], "--text-column", "a,b,c", *line[4:], "--overwrite")
     assert code == 2 and "expected one name, or two with a comma" in err
 

@@ -48,14 +48,14 @@ def test_text_without_a_dataset_offline(gpt_tokenizer: Any) -> None:
 
 
 def test_images_without_a_dataset_offline(image_processor: Any) -> None:
-    source = load_source(DataConfig(batch_size=4, holdout=8, limit=30, seed=1), image_processor, "image")
-    assert (source.fallback, source.num_train, source.num_holdout) == (True, 30, 8)
+    source = load_source(DataConfig(batch_size=4, holdout=8, seed=1), image_processor, "image")
+    assert (source.fallback, source.num_train, source.num_holdout) == (True, 2048, 8)
     assert source.description.startswith("built-in random crops of scikit-learn's two sample photographs")
     batch = next(source.train_batches())
     assert batch["pixel_values"].shape == (4, 3, 8, 8)
-    again = load_source(DataConfig(batch_size=4, holdout=8, limit=30, seed=1), image_processor, "image")
+    again = load_source(DataConfig(batch_size=4, holdout=8, seed=1), image_processor, "image")
     assert torch.equal(next(again.train_batches())["pixel_values"], batch["pixel_values"])
-    other = load_source(DataConfig(batch_size=4, holdout=8, limit=30, seed=2), image_processor, "image")
+    other = load_source(DataConfig(batch_size=4, holdout=8, seed=2), image_processor, "image")
     assert not torch.equal(next(other.train_batches())["pixel_values"], batch["pixel_values"])
 
 

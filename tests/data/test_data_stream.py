@@ -24,8 +24,9 @@ def path(rows: Rows) -> str:
     return rows("a.jsonl", [{"text": text} for text in ["", *(f"w{n}" for n in [*range(100), *range(20)])]])
 
 
-def test_a_limit_reads_the_first_rows(path: str, gpt_tokenizer: Any) -> None:
-    config = DataConfig(dataset=path, streaming=True, holdout=10, batch_size=10, limit=30)
+def test_a_stream_is_its_first_rows(path: str, gpt_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.data.config.STREAMED", 40)
+    config = DataConfig(dataset=path, streaming=True, holdout=10, batch_size=10)
     source = load_source(config, gpt_tokenizer, "text")
     (held,) = source.holdout_batches()
     held_words = set((held["input_ids"][:, 0] - 5).tolist())

@@ -96,25 +96,6 @@ def test_a_mixture_of_texts_and_pairs(rows: Rows, bert_tokenizer: Any) -> None:
     assert found == [[2, 6, 3]] * 4 + [[2, 7, 3, 8, 3]] * 4
 
 
-def test_pairs_made_anew_come_between_the_others(rows: Rows, bert_tokenizer: Any) -> None:
-    items = [{"sentence1": f"w{n}", "sentence2": f"w{100 + n}"} for n in range(40)]
-    path = rows("a.jsonl", items)
-    config = DataConfig(dataset=path, batch_size=15, holdout=10, extra_pairs=0.5, seed=1)
-    source = load_source(config, bert_tokenizer, "text")
-    assert source.num_train == 45 and "45 texts to train on, 10 held out, 15 of them re-paired" in source.description
-    batches = [batch for batch, _ in zip(source.train_batches(), range(3), strict=False)]
-    found = [(int(row[1]) - 5, int(row[3]) - 105) for batch in batches for row in batch["input_ids"]]
-    held = {int(row[1]) - 5 for batch in source.holdout_batches() for row in batch["input_ids"]}
-    anew = [(one, two) for one, two in found if one != two]
-    assert len(anew) == 15 and not held & {number for pair in found for number in pair}
-    again = next(load_source(config, bert_tokenizer, "text").train_batches(1))
-    assert again["input_ids"].equal(batches[1]["input_ids"])
-    with pytest.raises(DataError, match=r"got extra_pairs 0.5, but no pairs of texts; name the two columns"):
-        load_source(
-            DataConfig(dataset=rows("b.jsonl", numbered(0, 8)), holdout=1, extra_pairs=0.5), bert_tokenizer, "text"
-        )
-
-
 def test_a_tokenizer_without_padding_pads_with_its_end_and_stays_as_it_was(rows: Rows, gpt_tokenizer: Any) -> None:
     path = rows("a.jsonl", [{"text": "w1 w2"}, {"text": "w3"}])
     batch = next(load_source(DataConfig(dataset=path, batch_size=2, holdout=0), gpt_tokenizer, "text").train_batches())
@@ -138,15 +119,6 @@ def test_held_out_texts_and_their_doubles_are_never_trained_on(rows: Rows, gpt_t
     assert words_of(again.holdout_batches(), 0) == held
     other = load_source(DataConfig(dataset=config.dataset, holdout=40, seed=6), gpt_tokenizer, "text")
     assert words_of(other.holdout_batches(), 0) != held
-
-
-def test_a_limit_keeps_the_held_out_choice(rows: Rows, gpt_tokenizer: Any) -> None:
-    path = rows("a.jsonl", numbered(0, 100))
-    full = load_source(DataConfig(dataset=path, holdout=8), gpt_tokenizer, "text")
-    few = load_source(DataConfig(dataset=path, holdout=8, limit=12, batch_size=12), gpt_tokenizer, "text")
-    assert (few.num_train, few.num_holdout) == (12, 8)
-    assert words_of(few.holdout_batches(), 0) == words_of(full.holdout_batches(), 0)
-    assert len(set(words_of(take(few.train_batches(), 3), 0))) == 12
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 6}])
