@@ -3,67 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
-from dataclasses import replace
 
 from rich.console import Group
 
 from linearize.attention.interface import linear_attentions
 from linearize.cli._output import Screen, as_lines, console, table
 from linearize.cli.native import explain_layers, prepare_native
-from linearize.core.errors import ConfigError
-from linearize.core.options import options_of
 from linearize.core.parsing import check_file
-from linearize.evaluation.bench.job import LENGTHS, BenchResult, checked, make_suites, run_bench
+from linearize.evaluation.bench.job import BenchResult, checked, make_suites, run_bench
 from linearize.evaluation.bench.meter import DTYPES
 from linearize.evaluation.bench.models import OfModel
-from linearize.evaluation.bench.options import BenchOptions, check_lengths
+from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row, Variant, faster_from, write_plot
 from linearize.evaluation.bench.suites import AttentionSuite
 
 
 def bench(job: BenchOptions, args: argparse.Namespace) -> object:
     """Measure and print."""
-    # Flags of this verb alone are always set, options only if they were given.
-    known = options_of(BenchOptions)
-    given = {name for name, value in vars(args).items() if name in known or value not in (None, False)}
-    options = replace(job, suite=_suite(given))
     if args.plot:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     out = console(to_stderr=args.json)
-    prepare_native(args, options.device, out)
+    prepare_native(args, job.device, out)
     if args.explain_backend:
-        explain_suites(out, options)
-    result = run_bench(options, as_lines(out))
+        explain_suites(out, job)
+    result = run_bench(job, as_lines(out))
     show(out, result)
     if args.plot:
         write_plot(result.rows, args.plot)
         out.print(f"Picture: {args.plot}")
     return result.to_dict()
-
-
-def _suite(given: Collection[str]) -> str:
-    """Choose what is measured, and refuse options that have no meaning there."""
-    of_attention = ("causal", "backward", "heads", "head_dim")
-    if "decode" in given:
-        _refuse(given, (*of_attention, "image_size"), "--decode measures one token of a whole model")
-        if "model" not in given:
-            raise ConfigError(
-                "bench: --decode needs a MODEL such as gpt2; attentions alone decode under python -m "
-                "benchmarks.attentions decode in a checkout"
-            )
-        return "decode-model"
-    if "model" in given:
-        _refuse(given, of_attention, "a whole model is measured as it is")
-        return "model"
-    _refuse(given, ("layers",), "one attention is measured")
-    return "attention"
-
-
-def _refuse(given: Collection[str], names: tuple[str, ...], why: str) -> None:
-    for name in names:
-        if name in given:
-            raise ConfigError(f"bench: {why}; leave --{name.replace('_', '-')} out")
 
 
 def explain_suites(out: Screen, options: BenchOptions) -> None:
@@ -73,7 +41,7 @@ def explain_suites(out: Screen, options: BenchOptions) -> None:
         LinearizeError: one of its children, for everything the user can put right.
     """
     options = checked(options)
-    longest = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)[-1]
+    longest = options.sorted_lengths()[-1]
     for suite in make_suites(options, longest):
         suite.check()
         tokens, layers = longest, {}

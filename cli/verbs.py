@@ -7,7 +7,7 @@ import inspect
 
 from linearize.cli._options import Groups, Parser, Verb, add_config_file, add_flags, add_options
 from linearize.cli.verbs_train import Align, Convert, Demo, Distill, Evaluate, Finetune, Longdoc, Search
-from linearize.evaluation.bench.options import HOW, WHAT, BenchOptions
+from linearize.evaluation.bench.options import HOW, BenchOptions
 from linearize.evaluation.report.options import CompareOptions, ReportOptions
 from linearize.jobs.config import ExportJob, InitJob
 
@@ -266,9 +266,7 @@ class Bench(Verb):
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the suites and the picture, in the groups of the options."""
-        add = groups[WHAT].add_argument
-        add("--decode", action="store_true", help="one token of MODEL after a context (--lengths)")
+        """Declare the picture, in the group of the options."""
         add = groups[HOW].add_argument
         add("--plot", metavar="FILE.png", help="draw time and memory against length")
         add("--overwrite", action="store_true", help="replace the file of --plot if it exists")

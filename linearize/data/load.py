@@ -15,12 +15,11 @@ from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, p
 from linearize.data.columns import class_names, column_kinds, find_pair, uniform
 from linearize.data.config import DataConfig
 from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
-from linearize.data.feeds import MapFeed, Split, split_off
 from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import exists, looks_local, open_local
 from linearize.data.records import PackedRecords, Records, TextRecords
-from linearize.data.source import Source
+from linearize.data.source import MapFeed, Source, Split, split_off
 
 if TYPE_CHECKING:
     from linearize.core.heads import Processor

@@ -1,24 +1,185 @@
-"""Data as training and measuring use it: a description and batches."""
+"""Data as training and measuring use it: a description and batches; and the order of the examples.
+
+The held-out choice, the mixture, every epoch and the batches are functions of the seed and a position, so a run can
+resume at any batch without reading the batches before it. (`datasets.interleave_datasets` and `train_test_split` would
+draw other rows for the same seed.)
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linearize.checkpoint.fingerprint import data_digest
-from linearize.core.errors import ConfigError
+from linearize.checkpoint.fingerprint import data_digest, spread
+from linearize.core.errors import ConfigError, DataError
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder
-from linearize.data.feeds import MapFeed
-from linearize.data.records import Example
+from linearize.data.records import Example, Records
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Second numbers of a seed, so that no two draws of a run share their random numbers.
+HOLDOUT, ORDER, MIX = range(3)
+DIGESTS = 16_384
+
+
+@dataclass(frozen=True)
+class Split:
+    """Row numbers of each part. ``held`` and ``train`` share no example: ``duplicates`` rows were left out for that."""
+
+    held: list[np.ndarray]
+    train: list[np.ndarray]
+    duplicates: int
+
+
+def apportion(total: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
+    """Divide a whole number by weights, as fairly as whole numbers allow.
+
+    Args:
+        total: The number.
+        weights: Weight of each part.
+        most: Largest share of each part; what exceeds it goes to the others.
+
+    Returns:
+        The shares; they sum to ``total``, or to less if ``most`` does.
+    """
+    exact = np.asarray(weights, dtype=float) / sum(weights) * total
+    shares = np.floor(exact).astype(np.int64)
+    for part in np.argsort(shares - exact, kind="stable")[: total - int(shares.sum())]:
+        shares[part] += 1
+    if most is None:
+        return shares.tolist()
+    shares = np.minimum(shares, most)
+    for part, bound in enumerate(most):
+        shares[part] += min(bound - shares[part], total - int(shares.sum()))
+    return shares.tolist()
+
+
+def split_off(parts: Sequence[Records], weights: Sequence[float], holdout: int, seed: int) -> Split:
+    """Choose the held-out examples at random, then drop every other example equal to one of them.
+
+    Args:
+        parts: The parts of a mixture.
+        weights: Their weights.
+        holdout: How many examples to hold out in all.
+        seed: Seed of the choice.
+
+    Raises:
+        DataError: If nothing is left to train on.
+    """
+    orders = [np.random.default_rng([seed, HOLDOUT, k]).permutation(len(p.sizes)) for k, p in enumerate(parts)]
+    total = sum(len(order) for order in orders)
+    if total <= holdout:
+        raise DataError(
+            f"got {total} usable examples and a holdout of {holdout}, expected more examples than that; "
+            "lower the holdout or pass more data."
+        )
+    shares = apportion(holdout, weights, [len(order) for order in orders])
+    held = [order[:share] for order, share in zip(orders, shares, strict=True)]
+    rest = [order[share:] for order, share in zip(orders, shares, strict=True)]
+    known = {key for part, rows in zip(parts, held, strict=True) for key in part.digests(rows.tolist())}
+    sizes = np.unique(np.concatenate([part.sizes[rows] for part, rows in zip(parts, held, strict=True)]))
+    train = [_without(part, rows, known, sizes) for part, rows in zip(parts, rest, strict=True)]
+    duplicates = sum(len(rows) for rows in rest) - sum(len(rows) for rows in train)
+    for number, rows in enumerate(train):
+        if not len(rows):
+            which = f"part {number + 1} of the mixture" if len(train) > 1 else "the data"
+            raise DataError(f"got no example of {which} to train on that is not held out; lower the holdout.")
+    return Split(held, train, duplicates)
+
+
+def _without(part: Records, rows: np.ndarray, known: set[bytes], sizes: np.ndarray) -> np.ndarray:
+    suspects = np.flatnonzero(np.isin(part.sizes[rows], sizes))
+    if not known or not len(suspects):
+        return rows
+    doubles = [key in known for key in part.digests(rows[suspects].tolist())]
+    return np.delete(rows, suspects[doubles])
+
+
+def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position: int = 0) -> Iterator[int]:
+    """Yield the numbers of the training examples in the order of training, for ever.
+
+    An epoch has as many examples as there are in total. Each part fills its weight's share of every epoch, and is
+    shuffled again for each pass over it.
+
+    Args:
+        sizes: Number of examples of each part; numbers continue from part to part.
+        weights: Weight of each part.
+        seed: Seed of the order; epoch ``e`` is shuffled with ``seed + e``.
+        position: How many examples to skip at the start; costs nothing.
+    """
+    total = sum(sizes)
+    # At least one of each, or a small part of a small mixture would never be drawn.
+    shares = [1 + share for share in apportion(total - len(sizes), weights)]
+    offsets = np.cumsum([0, *sizes])
+    for epoch in count(position // total):
+        drawn = [
+            offsets[part] + _draw(size, epoch * share, share, seed, part)
+            for part, (size, share) in enumerate(zip(sizes, shares, strict=True))
+        ]
+        numbers = drawn[0]
+        if len(drawn) > 1:
+            numbers = np.random.default_rng([seed + epoch, MIX]).permutation(np.concatenate(drawn))
+        yield from numbers[position % total :].tolist()
+        position = 0
+
+
+def _draw(size: int, begin: int, length: int, seed: int, part: int) -> np.ndarray:
+    """Return a slice of one part's endless sequence of shuffled passes."""
+    first, last = begin // size, (begin + length - 1) // size
+    passes = [np.random.default_rng([seed + n, ORDER, part]).permutation(size) for n in range(first, last + 1)]
+    return np.concatenate(passes)[begin - first * size :][:length]
+
+
+class MapFeed:
+    """Feeds chosen rows of records; starting at any position costs nothing.
+
+    Args:
+        parts: The parts of a mixture.
+        rows: The rows of each part that are used.
+        weights: Weight of each part.
+        seed: Seed of the order.
+    """
+
+    def __init__(
+        self, parts: Sequence[Records], rows: Sequence[np.ndarray], weights: Sequence[float], seed: int
+    ) -> None:
+        self.parts, self.rows, self.weights, self.seed = parts, rows, weights, seed
+        self.counts = [len(chosen) for chosen in rows]
+        self.offsets = np.cumsum([0, *self.counts])
+        self.size = sum(self.counts)
+
+    def batches(self, size: int, start: int = 0) -> Iterator[list[int]]:
+        """Yield the items of batches of a size for ever, beginning with batch number `start`."""
+        items = endless(self.counts, self.weights, self.seed, start * size)
+        while True:
+            yield list(islice(items, size))
+
+    def digest(self) -> str:
+        """Identify the examples by the sizes of all and the contents of up to `DIGESTS` of each part."""
+        parts = []
+        for part, chosen in zip(self.parts, self.rows, strict=True):
+            some = [int(chosen[place]) for place in spread(len(chosen), DIGESTS)]
+            parts.append([part.sizes[chosen], list(part.digests(some)), list(part.names or ())])
+        return data_digest(parts)
+
+    def fetch(self, items: Sequence[int]) -> list[Example]:
+        """Read the examples of these items."""
+        numbers = np.asarray(items)
+        owners = np.searchsorted(self.offsets, numbers, side="right") - 1
+        examples: dict[int, Example] = {}
+        for part in np.unique(owners).tolist():
+            mine = np.flatnonzero(owners == part).tolist()
+            rows = self.rows[part][numbers[mine] - self.offsets[part]]
+            examples.update(zip(mine, self.parts[part].fetch(rows.tolist()), strict=True))
+        return [examples[place] for place in range(len(items))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from linearize.jobs.advice import add_command, after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
-from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task
+from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (
@@ -30,7 +30,6 @@ from linearize.training.stage_two.save import (
     tuning_files,
     tuning_record,
 )
-from linearize.training.stage_two.teacher import load_teacher
 from linearize.training.stage_two.trainer import (
     TuneResult,
     check_adapter,

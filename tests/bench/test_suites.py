@@ -87,16 +87,16 @@ def test_converted_model_and_its_limit(folders):
     folder = str(folders / "linear")
     consistent(measure(ModelSuite(BenchModel(folder, longest=64)), 64, repeats=2, memory=False))
     with pytest.raises(ConfigError, match="at most 64 tokens"):
-        run_bench(BenchOptions("model", folder, lengths=(65,)))
+        run_bench(BenchOptions(folder, lengths=(65,)))
     with pytest.raises(ConfigError, match="is converted and has its kernels"):
-        run_bench(BenchOptions("model", folder, kernels=("elu",), lengths=(8,)))
+        run_bench(BenchOptions(folder, kernels=("elu",), lengths=(8,)))
 
 
 def test_models_that_have_no_length(folders):
     with pytest.raises(UnsupportedModelError, match="reads image"):
-        run_bench(BenchOptions("model", str(folders / "vit"), lengths=(8,)))
+        run_bench(BenchOptions(str(folders / "vit"), lengths=(8,)))
     with pytest.raises(CheckpointError):
-        run_bench(BenchOptions("model", str(folders / "none"), lengths=(8,)))
+        run_bench(BenchOptions(str(folders / "none"), lengths=(8,)))
 
 
 def test_memory_is_that_of_the_tensors():
@@ -158,15 +158,14 @@ def test_the_job(tmp_path):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"suite": "nothing"}, "unknown suite"),
         ({"lengths": (0,)}, "lengths: got 0"),
         ({"dtype": "float8"}, "unknown dtype"),
         ({"device": "cuda:77"}, "this machine has"),
         ({"repeats": 0}, "repeats: got 0"),
         ({"heads": 65537}, "heads: got 65537"),
         ({"kernels": ("nope",)}, "unknown kernel"),
-        ({"suite": "model", "layers": True}, "layers: got True"),
-        ({"suite": "model", "model": "somewhere", "layers": 3}, "layers: a checkpoint has its own"),
+        ({"model": "bert-base", "layers": True}, "layers: got True"),
+        ({"model": "somewhere", "layers": 3}, "layers: a checkpoint has its own"),
     ],
 )
 def test_bad_options(options, text):
@@ -258,7 +257,7 @@ def test_decoding_with_a_converted_checkpoint(folders, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(softmax_model(linear)(**batch).logits, llama(**batch).logits)
     linear.save_pretrained(tmp_path / "linear")
-    result = run_bench(BenchOptions("decode-model", str(tmp_path / "linear"), lengths=(100,), repeats=1))
+    result = run_bench(BenchOptions(str(tmp_path / "linear"), decode=True, lengths=(100,), repeats=1))
     assert [row.tokens for row in result.rows] == [100] and result.rows[0].speedup > 0
     assert len(result.notes) == 1 and "was made for 64 tokens: its rotary positions continue" in result.notes[0]
     assert result.to_dict()["notes"] == result.notes
@@ -266,7 +265,7 @@ def test_decoding_with_a_converted_checkpoint(folders, tmp_path):
     model.__dict__.update(converted=False, linear=linear)
     assert model.note and BenchModel.of(linear, None, longest=64).note is None
     with pytest.raises(UnsupportedModelError, match="no causal decoder"):
-        run_bench(BenchOptions("decode-model", str(folders / "bert"), lengths=(8,)))
+        run_bench(BenchOptions(str(folders / "bert"), decode=True, lengths=(8,)))
     suite = DecodeModelSuite(model)
     suite.check()
     mixer = next(iter(linear_attentions(linear).values())).mixer
@@ -276,16 +275,16 @@ def test_decoding_with_a_converted_checkpoint(folders, tmp_path):
 
 
 def test_models_of_images_are_measured_by_pixels(folders):
-    result = run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(30, 40), repeats=1, memory=False))
+    result = run_bench(BenchOptions(str(folders / "vit"), image_sizes=(30, 40), repeats=1, memory=False))
     # Patches of 10 x 10 pixels, and the class token.
     assert [(row.tokens, row.figures["image_size"]) for row in result.rows] == [(10, 30.0), (17, 40.0)]
     for row in result.rows:
         consistent(row)
     with pytest.raises(ConfigError, match="expected multiples of"):
-        run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(35,)))
+        run_bench(BenchOptions(str(folders / "vit"), image_sizes=(35,)))
     with pytest.raises(ConfigError, match="reads text, whose length is in tokens"):
-        run_bench(BenchOptions("model", str(folders / "bert"), image_sizes=(30,)))
+        run_bench(BenchOptions(str(folders / "bert"), image_sizes=(30,)))
     with pytest.raises(ConfigError, match="got 0, expected pixels"):
-        run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(0,)))
+        run_bench(BenchOptions(str(folders / "vit"), image_sizes=(0,)))
     with pytest.raises(ConfigError, match="leave --lengths out"):
-        run_bench(BenchOptions("model", str(folders / "vit"), image_sizes=(30,), lengths=(8,)))
+        run_bench(BenchOptions(str(folders / "vit"), image_sizes=(30,), lengths=(8,)))

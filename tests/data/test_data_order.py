@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from linearize.data.feeds import apportion, endless
+from linearize.data.source import apportion, endless
 
 
 @pytest.mark.parametrize(

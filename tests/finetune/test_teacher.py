@@ -19,11 +19,10 @@ from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
-from linearize.training.stage_two.load import load_for_task
+from linearize.training.stage_two.load import check_processor, check_teacher, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import IGNORED, hold_out
 from linearize.training.stage_two.tasks import TASKS, task
-from linearize.training.stage_two.teacher import check_processor, check_teacher, load_teacher
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.stage_two.tuner import KERNEL_RATE, Tuner
 

@@ -12,7 +12,7 @@ import torch
 
 from linearize.attention.factory import default_scale
 from linearize.checkpoint.loading import check_device
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Event, Started, ignore
 from linearize.core.registry import PLAIN, Hybrid, kernel_info, make_config
 from linearize.evaluation.bench.memory import memory_of, out_of_memory
@@ -33,16 +33,10 @@ from linearize.evaluation.bench.models import (
     ModelSuite,
     OfModel,
 )
-from linearize.evaluation.bench.options import BenchOptions, check_lengths
+from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
 
-LENGTHS = {
-    "attention": (512, 4096, 16384),
-    "decode-model": (8192, 32768),
-    "model": (128, 512, 4096),
-}
-"""The suites, and their default lengths."""
 OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
     "model": ModelSuite,
     "decode-model": DecodeModelSuite,
@@ -94,7 +88,7 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
         LinearizeError: one of its children, for everything the user can put right, before anything is measured.
     """
     options = checked(options)
-    lengths = check_lengths(LENGTHS[options.suite] if options.lengths is None else options.lengths)
+    lengths = options.sorted_lengths()
     several = len(options.kernels) > 1 or len(options.image_sizes or ()) > 1
     notes: list[str] = []
     with threads(options.threads):
@@ -112,13 +106,11 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
 
 
 def checked(options: BenchOptions) -> BenchOptions:
-    """Check what does not depend on the suite, and name the device.
+    """Check sizes, device and type, and name the device.
 
     Raises:
-        ConfigError: for an unknown suite, a missing device, or a type that it lacks.
+        ConfigError: for sizes that do not fit the suite, a missing device, or a type that it lacks.
     """
-    if options.suite not in LENGTHS:
-        raise unknown_name("suite", options.suite, LENGTHS)
     if options.layers is not None and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
     if options.image_sizes is not None:

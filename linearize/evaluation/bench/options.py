@@ -12,6 +12,13 @@ from linearize.core.options import check, option, parse_image_sizes, parse_lengt
 
 WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
 SIZE: dict[str, Any] = {"low": 1, "high": 65536}
+LENGTHS = {
+    "attention": (512, 4096, 16384),
+    "decode-model": (8192, 32768),
+    "model": (128, 512, 4096),
+}
+"""The suites, and their default lengths."""
+OF_ATTENTION = ("causal", "backward", "heads", "head_dim")
 
 
 def check_lengths(lengths: Sequence[int]) -> list[int]:
@@ -29,13 +36,8 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and how.
+    """What is measured, and how."""
 
-    Attributes:
-        suite: one of `linearize.evaluation.bench.job.LENGTHS`.
-    """
-
-    suite: str = "attention"
     model: str | None = option(
         None, "measure a whole model: Hub name, folder, or bert-base", positional=True, metavar="MODEL"
     )
@@ -63,6 +65,7 @@ class BenchOptions:
     layers: int | None = option(None, "layers of bert-base (12)", group=SIZES, metavar="L", **SIZE)
     causal: bool = option(False, "a query sees only keys up to its own position", group=WHAT)
     backward: bool = option(False, "forward and backward", group=WHAT)
+    decode: bool = option(False, "one token of MODEL after a context (--lengths)", group=WHAT)
     dtype: str = option("float32", "float32, bfloat16 or float16", group=HOW, metavar="T")
     device: str = option("cpu", "cpu, cuda, cuda:1, mps or auto", group=HOW, metavar="D")
     repeats: int | None = option(None, "turns; by default 3 to 200, as many as take ten seconds", group=HOW, **SIZE)
@@ -71,3 +74,31 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         check(self, "bench")
+        meaningless, why = ("layers",), "one attention is measured"
+        if self.decode:
+            meaningless, why = (*OF_ATTENTION, "image_sizes"), "--decode measures one token of a whole model"
+        elif self.model is not None:
+            meaningless, why = OF_ATTENTION, "a whole model is measured as it is"
+        for name in meaningless:
+            if getattr(self, name) != getattr(BenchOptions, name):
+                raise ConfigError(f"bench: {why}; leave --{name.replace('sizes', 'size').replace('_', '-')} out")
+        if self.decode and self.model is None:
+            raise ConfigError(
+                "bench: --decode needs a MODEL such as gpt2; attentions alone decode under python -m "
+                "benchmarks.attentions decode in a checkout"
+            )
+
+    @property
+    def suite(self) -> str:
+        """What is measured: one of `LENGTHS`."""
+        if self.model is None:
+            return "attention"
+        return "decode-model" if self.decode else "model"
+
+    def sorted_lengths(self) -> list[int]:
+        """Return the lengths, ascending; by default those of the suite.
+
+        Raises:
+            ConfigError: if one is not a positive whole number.
+        """
+        return check_lengths(LENGTHS[self.suite] if self.lengths is None else self.lengths)

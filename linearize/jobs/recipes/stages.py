@@ -39,11 +39,17 @@ from linearize.jobs.synthetic.tokenizers import LEARNED, make_tokenizer
 from linearize.training.alignment.loop import align
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import beyond_training, check_length, fit_tokenizer, fresh_model, load_for_task
+from linearize.training.stage_two.load import (
+    beyond_training,
+    check_length,
+    fit_tokenizer,
+    fresh_model,
+    load_for_task,
+    load_teacher,
+)
 from linearize.training.stage_two.prepare import Given, located, prepare, raw_table
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record
-from linearize.training.stage_two.teacher import load_teacher
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
 
 if TYPE_CHECKING:

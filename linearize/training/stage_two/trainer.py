@@ -26,6 +26,7 @@ from linearize.core.errors import CheckpointError, ConfigError
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.stage_one.processes import Interrupts, under_fsdp
 from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.load import check_teacher, freeze
 from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (
@@ -36,7 +37,6 @@ from linearize.training.stage_two.save import (
     last_checkpoint,
     write_started,
 )
-from linearize.training.stage_two.teacher import check_teacher, freeze
 from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep
 from linearize.training.trackers import callbacks_for
 
