@@ -22,9 +22,9 @@ from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid
 from linearize.evaluation.bench.job import checked
 from linearize.evaluation.bench.meter import Call
-from linearize.evaluation.bench.options import BenchOptions, check_lengths
 from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, SizedSuite, Suite
+from linearize.evaluation.options import BenchOptions, check_lengths
 from linearize.ops import bidirectional_attention
 
 SPARE = 16

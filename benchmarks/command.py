@@ -9,8 +9,8 @@ from linearize.cli._output import as_lines, console, print_json
 from linearize.cli.bench import show
 from linearize.core.options import parse_lengths
 from linearize.evaluation.bench.job import run_tasks, threads
-from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.suites import Suite
+from linearize.evaluation.options import BenchOptions
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:

@@ -20,9 +20,9 @@ from linearize.core.events import Callback, ignore
 from linearize.evaluation.bench.job import BenchResult, checked, run_tasks, threads
 from linearize.evaluation.bench.meter import check_dtype
 from linearize.evaluation.bench.models import BenchModel, ModelSuite
-from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row, ratio
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
+from linearize.evaluation.options import BenchOptions
 
 KERNEL = "flexformer_n"
 NOT_BUILT = "not built"

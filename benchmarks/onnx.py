@@ -23,7 +23,7 @@ from linearize.attention.native import switched
 from linearize.checkpoint.loading import load_converted
 from linearize.cli._output import console, print_json
 from linearize.evaluation.bench.meter import Timing, in_turns
-from linearize.evaluation.bench.options import check_lengths
+from linearize.evaluation.options import check_lengths
 from linearize.export.graphs import BATCH, TOKENS, Graph, graphs_of
 from linearize.export.onnx import resized, run, session, state_of, to_onnx, write
 

@@ -15,7 +15,7 @@ from benchmarks.stage_one import StageOneSuite
 from benchmarks.train import TrainSuite
 from linearize.evaluation.bench.job import checked
 from linearize.evaluation.bench.models import BERT_BASE, BenchModel
-from linearize.evaluation.bench.options import BenchOptions, check_lengths
+from linearize.evaluation.options import BenchOptions, check_lengths
 
 SUITES = {"alignment": AlignmentSuite, "stage-one": StageOneSuite, "train": TrainSuite}
 

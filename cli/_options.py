@@ -118,9 +118,10 @@ def check_removed(parser: argparse.ArgumentParser, flag: str, where: str = "") -
     Raises:
         ConfigError: naming what to do instead.
     """
-    instead = REMOVED.get(f"{parser.prog.rpartition(' ')[2]} {flag}", REMOVED.get(flag))
-    if instead is not None:
-        raise ConfigError(f"{where}option {flag} was removed; leave it out: {instead}")
+    for name in (flag, f"--no-{flag.removeprefix('--')}"):
+        instead = REMOVED.get(f"{parser.prog.rpartition(' ')[2]} {name}", REMOVED.get(name))
+        if instead is not None:
+            raise ConfigError(f"{where}option {name} was removed; leave it out: {instead}")
 
 
 def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object]:

@@ -13,9 +13,9 @@ from linearize.core.parsing import check_file
 from linearize.evaluation.bench.job import BenchResult, checked, make_suites, run_bench
 from linearize.evaluation.bench.meter import DTYPES
 from linearize.evaluation.bench.models import OfModel
-from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row, Variant, faster_from, write_plot
 from linearize.evaluation.bench.suites import AttentionSuite
+from linearize.evaluation.options import BenchOptions
 
 
 def bench(job: BenchOptions, args: argparse.Namespace) -> object:

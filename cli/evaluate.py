@@ -19,9 +19,9 @@ from linearize.cli._output import (
     summary_of,
     table,
 )
+from linearize.evaluation.options import CompareOptions, ReportOptions
 from linearize.evaluation.report.compare import PICTURE, compare_checkpoints, write_comparison
 from linearize.evaluation.report.gather import answer
-from linearize.evaluation.report.options import CompareOptions, ReportOptions
 from linearize.evaluation.report.page import PAGE, write_report
 from linearize.jobs import events
 from linearize.jobs.evaluate import Evaluation, SideResult, Times, evaluate_checkpoint

@@ -7,8 +7,7 @@ import inspect
 
 from linearize.cli._options import Groups, Parser, Verb, add_config_file, add_flags, add_options
 from linearize.cli.verbs_train import Align, Convert, Demo, Distill, Evaluate, Finetune, Longdoc, Search
-from linearize.evaluation.bench.options import HOW, BenchOptions
-from linearize.evaluation.report.options import CompareOptions, ReportOptions
+from linearize.evaluation.options import HOW, BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import ExportJob, InitJob
 
 SHELLS = ("bash", "zsh", "fish")

@@ -8,8 +8,7 @@ import pytest
 
 from linearize.core.errors import ConfigError, UnknownNameError
 from linearize.core.options import check, effective, option, options_of
-from linearize.evaluation.bench.options import BenchOptions
-from linearize.evaluation.report.options import CompareOptions, ReportOptions
+from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, InitJob
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.alignment.config import AlignConfig

@@ -139,11 +139,6 @@ def decode(data: bytes, name: str) -> Image:
         raise DataError(f"cannot decode image {name!r}: {cause(error)}; repair or remove it.") from error
 
 
-def folder_images(root: Path, paths: Sequence[Path]) -> list[ImageFile]:
-    """Return the image files of a folder."""
-    return [ImageFile(path, None, PurePosixPath(path.relative_to(root)), path.stat().st_size) for path in paths]
-
-
 def zip_images(path: Path) -> list[ImageFile]:
     """Return the images in a zip file.
 

@@ -16,7 +16,7 @@ from linearize.core.errors import DataError, first_line
 from linearize.core.heads import Modality
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.hub import cause, first_rows, quiet
-from linearize.data.images import IMAGE_SUFFIXES, ImageFile, folder_images, is_image, zip_images
+from linearize.data.images import IMAGE_SUFFIXES, ImageFile, is_image, zip_images
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -166,7 +166,7 @@ def _name_split(place: PurePosixPath) -> str | None:
 
 def _images(root: Path, files: Sequence[Path], split: str) -> list[ImageFile]:
     loose = [file for file in files if file_kind(file) == "image" and is_image(PurePosixPath(file.name))]
-    images = folder_images(root, loose)
+    images = [ImageFile(path, None, PurePosixPath(path.relative_to(root)), path.stat().st_size) for path in loose]
     for file in files:
         if file_kind(file) == "zip":
             members = zip_images(file)

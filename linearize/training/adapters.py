@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.core.errors import ConfigError, unknown_name
-from linearize.core.options import check, option
+from linearize.core.errors import ConfigError
+from linearize.core.options import build, check, option, parse_pairs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,19 +42,9 @@ def parse_lora(text: str) -> LoraConfig:
     Raises:
         ConfigError: for an unknown name, or a value that is not a number.
     """
-    kinds = {"r": int, "alpha": float, "dropout": float, "targets": str}
-    values: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        name, equals, value = part.partition("=")
-        if name not in kinds:
-            raise unknown_name("lora option", name, kinds)
-        try:
-            values[name] = kinds[name](value)
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise ConfigError(f"lora: got {part!r}, expected {name}=NUMBER, such as r=8,alpha=16")
-    return LoraConfig(**values)
+    pairs = parse_pairs([piece.strip() for piece in text.split(",") if piece.strip()], "lora")
+    values = {name: int(value) if value.isdecimal() else value for name, value in pairs.items()}
+    return build(LoraConfig, values, "lora", "option")
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:

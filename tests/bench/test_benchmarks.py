@@ -24,8 +24,8 @@ from linearize.core.errors import ConfigError
 from linearize.evaluation.bench import memory
 from linearize.evaluation.bench.job import measure
 from linearize.evaluation.bench.models import BenchModel
-from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
+from linearize.evaluation.options import BenchOptions
 from linearize.training.stage_one.loss import Targets
 
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)

@@ -90,6 +90,7 @@ def test_the_line_comes_before_the_file_and_the_file_before_the_defaults(file):
         ),
         ("json: true", "unknown option 'json'"),
         ("bucket_by_length: true", "option --bucket-by-length was removed; leave it out: rows are padded"),
+        ("search_memory: false", "option --no-search-memory was removed; leave it out: the search measures time"),
         ("plot: p.png", "option --plot was removed; leave it out: linearize search --plot draws the search"),
         ("config: other.yaml", "unknown option 'config'"),
         ("distill_steps: many", "distill_steps: got 'many', expected a whole number"),

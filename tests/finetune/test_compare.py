@@ -16,10 +16,12 @@ import linearize
 from linearize.cli import main
 from linearize.core.errors import ConfigError, LinearizeError
 from linearize.evaluation.bench import memory
+from linearize.evaluation.report.paired import score_difference
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_two import metrics as interval
-from linearize.training.stage_two.metrics import Difference, Measured, paired_difference, resampled_scores
+from linearize.training.stage_two.metrics import Measured, resampled_scores
+from linearize.training.stage_two.tasks import TASKS
 
 HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}
 
@@ -130,11 +132,12 @@ def measured(scores, resampled):
 
 def test_the_paired_difference():
     ours, theirs = measured(0.8, [0.7, 0.8, 0.9]), measured(0.6, [0.5, 0.6, 0.7])
-    found = paired_difference(ours, theirs)
+    found = score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, theirs)
     # The scores vary together, so that their difference does not.
     assert found.value == pytest.approx(0.2) and found.interval == pytest.approx((0.2, 0.2)) and not found.within_noise
-    assert paired_difference(ours, dataclasses.replace(theirs, units=9)) is None
-    assert Difference(0.1, (-0.1, 0.3)).within_noise and not Difference(0.1, (0.05, 0.3)).within_noise
+    assert score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, dataclasses.replace(theirs, units=9)) is None
+    noisy = score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, measured(0.7, [0.9, 0.7, 0.6]))
+    assert noisy.within_noise and noisy.sentence.endswith("within the noise.")
 
 
 def test_its_interval_is_that_of_the_mean_of_differences():
@@ -148,7 +151,7 @@ def test_its_interval_is_that_of_the_mean_of_differences():
         share = float(np.mean(guesses == labels))
         sides.append((Measured(metrics={}, score=share, rows=400, units=400, resampled=scores), guesses == labels))
     (ours, mine), (theirs, its) = sides
-    found = paired_difference(ours, theirs)
+    found = score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, theirs)
     half = 1.96 * float(np.std(mine.astype(float) - its)) / math.sqrt(400)
     assert found.interval == pytest.approx((found.value - half, found.value + half), abs=0.01)
 

@@ -483,9 +483,9 @@ def test_merging_changes_no_output(bert, glue):
 
 def test_parse_lora():
     assert parse_lora("r=4,alpha=8,dropout=0.1,targets=query+value") == LoraConfig(4, 8.0, 0.1, "query+value")
-    with pytest.raises(UnknownNameError, match="unknown lora option 'rank'"):
+    with pytest.raises(ConfigError, match="lora: unknown option 'rank'"):
         parse_lora("rank=4")
-    with pytest.raises(ConfigError, match="expected r=NUMBER"):
+    with pytest.raises(ConfigError, match=r"lora\.r: got 'x', expected a whole number"):
         parse_lora("r=x")
 
 

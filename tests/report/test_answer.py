@@ -16,9 +16,9 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.core.options import recorded
 from linearize.evaluation.bench.meter import Timing
 from linearize.evaluation.bench.rows import Row, Variant
+from linearize.evaluation.options import InputOptions, ReportOptions
 from linearize.evaluation.report.gather import answer
 from linearize.evaluation.report.inputs import load_inputs
-from linearize.evaluation.report.options import InputOptions, ReportOptions
 from linearize.evaluation.report.page import write_report
 from linearize.jobs.config import ConvertJob
 

@@ -10,7 +10,7 @@ from support.checkpoints import log_lines, texts, tokenizer
 from support.tiny import converted
 
 import linearize
-from linearize.evaluation.report.options import InputOptions, ReportOptions
+from linearize.evaluation.options import InputOptions, ReportOptions
 from linearize.evaluation.report.page import Picture, Section, Table, template, write_report
 
 MARKUP = "<img src=x onerror=\"alert('1')\"></style></title><script>alert(1)</script>"

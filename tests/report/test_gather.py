@@ -11,10 +11,10 @@ from support.forks import in_forked_process
 
 from linearize.checkpoint.loading import load_converted, load_model
 from linearize.core.errors import CheckpointError, ConfigError, DataError
+from linearize.evaluation.options import InputOptions, ReportOptions
 from linearize.evaluation.report.compare import CompareOptions, compare_checkpoints
 from linearize.evaluation.report.gather import answer, gather
 from linearize.evaluation.report.inputs import find_original
-from linearize.evaluation.report.options import InputOptions, ReportOptions
 from linearize.evaluation.report.page import LARGE, write_report
 from linearize.fidelity.measure import output_difference
 from linearize.fidelity.plots_style import to_png

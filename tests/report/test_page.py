@@ -13,7 +13,7 @@ import subprocess
 import pytest
 from support.checkpoints import make_text, texts
 
-from linearize.evaluation.report.options import InputOptions, ReportOptions
+from linearize.evaluation.options import InputOptions, ReportOptions
 from linearize.evaluation.report.page import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium")

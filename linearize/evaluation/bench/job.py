@@ -33,9 +33,9 @@ from linearize.evaluation.bench.models import (
     ModelSuite,
     OfModel,
 )
-from linearize.evaluation.bench.options import BenchOptions
 from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
+from linearize.evaluation.options import BenchOptions
 
 OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
     "model": ModelSuite,

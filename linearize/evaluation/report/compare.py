@@ -17,9 +17,9 @@ from linearize.core.events import Callback, Started, ignore
 from linearize.core.parsing import finite
 from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
 from linearize.evaluation.bench.models import BenchModel
+from linearize.evaluation.options import CompareOptions, lengths_within
 from linearize.evaluation.report.inputs import FIGURES as PER_INPUT
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
-from linearize.evaluation.report.options import CompareOptions, lengths_within
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
 from linearize.fidelity.plots_compare import compare_conversions
 from linearize.fidelity.plots_style import to_png

@@ -21,8 +21,8 @@ from linearize.evaluation.bench.job import measure
 from linearize.evaluation.bench.meter import Noise, NoiseWatch
 from linearize.evaluation.bench.models import BenchModel, PairSuite
 from linearize.evaluation.bench.rows import Row
+from linearize.evaluation.options import ReportOptions, lengths_within
 from linearize.evaluation.report.inputs import measure_checkpoint, token_labels
-from linearize.evaluation.report.options import ReportOptions, lengths_within
 from linearize.fidelity.ablate import kernel_merit
 from linearize.fidelity.maps import LayerMaps, attention_maps
 from linearize.fidelity.measure import Fidelity, OutputDifference

@@ -21,7 +21,7 @@ from linearize.data.config import HOLDOUT, DataConfig
 from linearize.data.encode import make_encoder
 from linearize.data.load import load_source, open_records
 from linearize.data.records import Example
-from linearize.evaluation.report.options import InputOptions
+from linearize.evaluation.options import InputOptions
 from linearize.fidelity.measure import (
     Fidelity,
     OutputDifference,

@@ -24,8 +24,8 @@ from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import recorded
 from linearize.core.parsing import finite
 from linearize.evaluation.bench.rows import mebibytes, time_and_memory
+from linearize.evaluation.options import ReportOptions
 from linearize.evaluation.report.gather import Gathered, answer, gather
-from linearize.evaluation.report.options import ReportOptions
 from linearize.fidelity import plots, plots_maps
 from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
 
@@ -108,7 +108,8 @@ def write_report(
     with claim(target, overwrite=overwrite, sources=[options.checkpoint, options.original, options.inputs.dataset]):
         found = gather(options, on_event)
         on_event(Started("drawing"))
-        sections = make_sections(found)
+        makers = (_checkpoint, _fidelity, _maps, _heads, _training, _speed)
+        sections = [section for make in makers for section in make(found)]
         kernels = ", ".join(dict.fromkeys(layer.kernel for layer in found.fidelity.layers))
         architecture = found.info.architecture or found.info.model_type
         text = template().render(
@@ -147,12 +148,6 @@ def template() -> Template:
 def _shown(value: Any) -> Any:
     """Replace characters that would steer a terminal or turn a text's direction; jinja2 escapes markup after this."""
     return value if isinstance(value, Markup) else printable(str(value))
-
-
-def make_sections(found: Gathered) -> list[Section]:
-    """Draw all sections that have something to show, in the order of the page."""
-    makers = (_checkpoint, _fidelity, _maps, _heads, _training, _speed)
-    return [section for make in makers for section in make(found)]
 
 
 def _checkpoint(found: Gathered) -> Iterator[Section]:

@@ -63,20 +63,21 @@ def score_difference(
         ours: the one's score.
         theirs: the other's score.
     """
-    from linearize.training.stage_two.metrics import BALANCED, paired_difference
+    from linearize.training.stage_two.metrics import BALANCED, percentiles
 
-    difference = paired_difference(ours, theirs)
-    if difference is None:
+    if ours is None or theirs is None or ours.units != theirs.units:
         return None
-    value, noise = difference.value, difference.within_noise
+    # Both were drawn on the same units.
+    value, (low, high) = ours.score - theirs.score, percentiles(ours.resampled - theirs.resampled)
+    noise = low <= 0 <= high
     scale, digits = (100, 2) if task.percent else (1, 3)
     better = "better" if (value < 0) == task.lower_is_better else "worse"
     size = f"{scale * abs(value):.{digits}f}{' points' if task.percent else ''}"
     text = f"{side} is {f'{size} {better} than' if value else 'level with'} {minus}"
     text += f" by {by}" if by == BALANCED else ""
-    interval = " to ".join(f"{scale * end:+.{digits}f}" for end in difference.interval)
+    interval = " to ".join(f"{scale * end:+.{digits}f}" for end in (low, high))
     text += f" (95 % interval of the difference: {interval}){': within the noise.' if noise else '.'}"
-    return SideDifference(side, minus, by, value, difference.interval, noise, text[0].upper() + text[1:])
+    return SideDifference(side, minus, by, value, (low, high), noise, text[0].upper() + text[1:])
 
 
 def mean_difference(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.core.errors import ConfigError, DataError, first_line
-from linearize.core.parsing import parse_json, parse_yaml, read_text
+from linearize.core.parsing import parse_json, parse_yaml, read_text, write_file
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import recovery
@@ -105,9 +105,8 @@ def repair(folder: Path) -> list[ResultRow]:
     """Rewrite a results file that has damaged lines, and return its rows."""
     rows, damaged = read_rows(folder)
     if damaged:
-        fresh = folder / f".{RESULTS}"
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        fresh.replace(folder / RESULTS)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        write_file(folder / RESULTS, "output", lines.encode())
     return rows
 
 

@@ -18,7 +18,7 @@ from linearize.checkpoint.output import atomic_folder, clear_leftovers
 from linearize.checkpoint.ownership import remove_weights
 from linearize.core.errors import CheckpointError, ConfigError, DataError
 from linearize.core.events import Callback, Event, ignore
-from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text
+from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text, write_file
 from linearize.data.local import looks_local
 from linearize.jobs.recipes.recipe import Cell, cells, check, plain, resolve
 from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_rows, repair
@@ -184,9 +184,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
                 "or seeds may be added), or another output"
             )
     if before != values:
-        spare = file.with_name(f".{RECIPE}")
-        spare.write_text(text, encoding="utf-8")
-        spare.replace(file)
+        write_file(file, "output", text.encode())
 
 
 def _has_grown(old: object, new: object) -> bool:

@@ -373,24 +373,6 @@ class Measured(Score):
     balanced: Score | None = None
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far one score is above another on the same rows.
-
-    Attributes:
-        value: the first score minus the second.
-        interval: its 95 % paired bootstrap interval: both are computed on the same drawn rows.
-    """
-
-    value: float
-    interval: tuple[float, float]
-
-    @property
-    def within_noise(self) -> bool:
-        """Whether 0 lies in the interval."""
-        return self.interval[0] <= 0 <= self.interval[1]
-
-
 def score_of(
     data: TaskData,
     metrics: dict[str, float],
@@ -452,18 +434,6 @@ def draws(units: int, resamples: int, seed: int = 0) -> Iterator[np.ndarray]:
     """Draw all of `units` units with replacement, again and again; two models measured on the same draws are paired."""
     chance = np.random.default_rng(seed)
     return (chance.integers(units, size=units) for _ in range(resamples))
-
-
-def paired_difference(ours: Score | None, theirs: Score | None) -> Difference | None:
-    """Return how far one score is above another on the same rows; None if their rows are not the same ones.
-
-    Args:
-        ours: measured on the same data set as `theirs`; rows may be cut at other lengths.
-        theirs: what is subtracted.
-    """
-    if ours is None or theirs is None or ours.units != theirs.units:
-        return None
-    return Difference(ours.score - theirs.score, percentiles(ours.resampled - theirs.resampled))
 
 
 def percentiles(scores: np.ndarray) -> tuple[float, float]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from linearize.core.heads import Head, Modality
     from linearize.training.stage_two.task_types.base import TaskType
 
+TYPES = "linearize.training.stage_two.task_types"
+
 
 @dataclass(frozen=True)
 class Task:
@@ -28,7 +30,7 @@ class Task:
 
     Attributes:
         name: as users write it.
-        kind: module and class of its type, `module:Class`; imported when it is needed.
+        kind: module of `task_types` and class of its type, `module:Class`; imported when it is needed.
         summary: one line.
         dataset: Hub data set, `name` or `name:config`; None: the user has to name one.
         folders: possible names of the task's folder in a folder of data sets (`data=PATH`).
@@ -81,7 +83,7 @@ class Task:
     def type(self) -> type[TaskType]:
         """The class that reads data of its type."""
         module, _, name = self.kind.partition(":")
-        found: type[TaskType] = getattr(importlib.import_module(module), name)
+        found: type[TaskType] = getattr(importlib.import_module(f"{TYPES}.{module}"), name)
         return found
 
     @property
@@ -95,163 +97,132 @@ class Task:
         return self.head.modality
 
 
-_TEXT_CLASSES = "linearize.training.stage_two.task_types.text:TextClassification"
-_TEXT_NUMBERS = "linearize.training.stage_two.task_types.text:TextRegression"
-_IMAGES = "linearize.training.stage_two.task_types.images:ImageClassification"
-
 _PAIR = ("sentence1", "sentence2")
 _NLI = ("entailment", "neutral", "contradiction")
 _RTE = ("entailment", "not_entailment")
+_EQUIVALENT = ("not_equivalent", "equivalent")
 _DUPLICATE = ("not_duplicate", "duplicate")
 _PREMISE, _MATCHED = ("premise", "hypothesis"), ("validation_matched", "validation")
 _CORPORA = ("wikitext2", "wikitext103")
 _ACCURACY_F1 = ("accuracy", "f1")
+_CORRELATIONS = ("pearson", "spearman")
 
 
 def _glue(name: str, summary: str, columns: tuple[str, ...], labels: tuple[str, ...] | None, **more: Any) -> Task:
     folders = (name, name.replace("sst2", "SST-2"), name.upper())
-    values: dict[str, Any] = {"kind": _TEXT_CLASSES, "dataset": f"nyu-mll/glue:{name}", "folders": folders, **more}
-    return Task(name, summary=summary, columns=columns, labels=labels, **values)
+    values: dict[str, Any] = {"kind": "text:TextClassification", "dataset": f"nyu-mll/glue:{name}", "folders": folders}
+    return Task(name, summary=summary, columns=columns, labels=labels, **(values | more))
 
 
 def _language(name: str, kind: str, summary: str, **more: Any) -> Task:
-    values: dict[str, Any] = {
-        "label": None,
-        "metrics": ("perplexity",),
-        "lower_is_better": True,
-        "percent": False,
-        **more,
-    }
-    return Task(name, kind, summary, **values)
+    values: dict[str, Any] = {"label": None, "metrics": ("perplexity",), "lower_is_better": True, "percent": False}
+    return Task(name, kind, summary, **(values | more))
 
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        _glue(
-            "cola",
-            "is a sentence grammatical?",
-            ("sentence",),
-            ("unacceptable", "acceptable"),
-            metrics=("matthews",),
-        ),
-        _glue("sst2", "sentiment of a film review's sentence", ("sentence",), ("negative", "positive")),
-        _glue("mrpc", "do two sentences say the same?", _PAIR, ("not_equivalent", "equivalent"), metrics=_ACCURACY_F1),
-        _glue(
-            "stsb",
-            "likeness of two sentences, 0 to 5",
-            _PAIR,
-            None,
-            kind=_TEXT_NUMBERS,
-            metrics=("pearson", "spearman"),
-        ),
-        _glue("qqp", "are two questions the same?", ("question1", "question2"), _DUPLICATE, metrics=_ACCURACY_F1),
-        _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
-        _glue("qnli", "does a sentence answer a question?", ("question", "sentence"), _RTE),
-        _glue("rte", "does a text entail another?", _PAIR, _RTE),
-        Task(
-            "text-classification",
-            _TEXT_CLASSES,
-            "any text, or pair of texts, with a class",
-            metrics=("accuracy", "f1_macro"),
-            score=("accuracy",),
-        ),
-        Task(
-            "text-regression",
-            _TEXT_NUMBERS,
-            "any text, or pair of texts, with a number",
-            metrics=("pearson", "spearman", "mse"),
-            score=("pearson", "spearman"),
-        ),
-        Task(
-            "similarity",
-            "linearize.training.stage_two.task_types.embeddings:Similarity",
-            "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
-            dataset="nyu-mll/glue:stsb",
-            folders=("stsb", "STS-B"),
-            columns=_PAIR,
-            metrics=("spearman", "pearson"),
-            score=("spearman",),
-        ),
-        Task(
-            "duplicates",
-            "linearize.training.stage_two.task_types.embeddings:Duplicates",
-            "do two sentences say the same, by the cosine of their embeddings? no head, nothing to train",
-            dataset="nyu-mll/glue:mrpc",
-            folders=("mrpc", "MRPC"),
-            columns=_PAIR,
-            labels=("not_equivalent", "equivalent"),
-            metrics=("roc_auc",),
-        ),
-        Task(
-            "retrieval",
-            "linearize.training.stage_two.task_types.embeddings:Retrieval",
-            "first halves of long texts look for their second halves (or questions for texts), without training",
-            label=None,
-            metrics=("retrieval",),
-            score=("recall_at_1",),
-        ),
-        _language(
-            "masked-lm", "linearize.training.stage_two.task_types.language:MaskedLanguage", "predict masked tokens"
-        ),
-        _language(
-            "causal-lm",
-            "linearize.training.stage_two.task_types.language:CausalLanguage",
-            "next token; perplexity over windows with a stated stride",
-            folders=_CORPORA,
-        ),
-        Task(
-            "copying",
-            "linearize.training.stage_two.task_types.language:Copying",
-            "each passage appears twice: how much of the second reading is found in the first",
-            label=None,
-            metrics=("copying",),
-            score=("copy_accuracy",),
-            folders=_CORPORA,
-        ),
-        _language(
-            "chat",
-            "linearize.training.stage_two.task_types.chat:Chat",
-            "conversations: what the assistant says next, by the tokenizer's chat template",
-            columns=("messages",),
-        ),
-        Task("image-classification", _IMAGES, "any images with a class"),
-        Task(
-            "cifar10",
-            _IMAGES,
-            "CIFAR-10: 32 x 32 photographs of ten kinds",
-            dataset="uoft-cs/cifar10",
-            folders=("cifar10",),
-            columns=("img",),
-        ),
-        Task(
-            "token-classification",
-            "linearize.training.stage_two.task_types.tokens:TokenClassification",
-            "a tag for every word (names, parts of speech)",
-            columns=("tokens",),
-            label="ner_tags",
-            metrics=("entities",),
-            score=("entity_f1",),
-        ),
-        Task(
-            "question-answering",
-            "linearize.training.stage_two.task_types.tokens:QuestionAnswering",
-            "the answer's span in a text, SQuAD's columns",
-            dataset="rajpurkar/squad",
-            columns=("question", "context"),
-            label="answers",
-            metrics=("spans",),
-            score=("span_f1",),
-        ),
-        Task(
-            "recall",
-            "linearize.training.stage_two.task_types.language:Recall",
-            "the answer after a sequence of tokens",
-            columns=("text",),
-            label="answer",
-        ),
-    )
-}
+_ALL = (
+    _glue("cola", "is a sentence grammatical?", ("sentence",), ("unacceptable", "acceptable"), metrics=("matthews",)),
+    _glue("sst2", "sentiment of a film review's sentence", ("sentence",), ("negative", "positive")),
+    _glue("mrpc", "do two sentences say the same?", _PAIR, _EQUIVALENT, metrics=_ACCURACY_F1),
+    _glue("stsb", "likeness of two sentences, 0 to 5", _PAIR, None, kind="text:TextRegression", metrics=_CORRELATIONS),
+    _glue("qqp", "are two questions the same?", ("question1", "question2"), _DUPLICATE, metrics=_ACCURACY_F1),
+    _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
+    _glue("qnli", "does a sentence answer a question?", ("question", "sentence"), _RTE),
+    _glue("rte", "does a text entail another?", _PAIR, _RTE),
+    Task(
+        "text-classification",
+        "text:TextClassification",
+        "any text, or pair of texts, with a class",
+        metrics=("accuracy", "f1_macro"),
+        score=("accuracy",),
+    ),
+    Task(
+        "text-regression",
+        "text:TextRegression",
+        "any text, or pair of texts, with a number",
+        metrics=(*_CORRELATIONS, "mse"),
+        score=_CORRELATIONS,
+    ),
+    Task(
+        "similarity",
+        "embeddings:Similarity",
+        "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
+        dataset="nyu-mll/glue:stsb",
+        folders=("stsb", "STS-B"),
+        columns=_PAIR,
+        metrics=("spearman", "pearson"),
+        score=("spearman",),
+    ),
+    Task(
+        "duplicates",
+        "embeddings:Duplicates",
+        "do two sentences say the same, by the cosine of their embeddings? no head, nothing to train",
+        dataset="nyu-mll/glue:mrpc",
+        folders=("mrpc", "MRPC"),
+        columns=_PAIR,
+        labels=_EQUIVALENT,
+        metrics=("roc_auc",),
+    ),
+    Task(
+        "retrieval",
+        "embeddings:Retrieval",
+        "first halves of long texts look for their second halves (or questions for texts), without training",
+        label=None,
+        metrics=("retrieval",),
+        score=("recall_at_1",),
+    ),
+    _language("masked-lm", "language:MaskedLanguage", "predict masked tokens"),
+    _language(
+        "causal-lm",
+        "language:CausalLanguage",
+        "next token; perplexity over windows with a stated stride",
+        folders=_CORPORA,
+    ),
+    Task(
+        "copying",
+        "language:Copying",
+        "each passage appears twice: how much of the second reading is found in the first",
+        label=None,
+        metrics=("copying",),
+        score=("copy_accuracy",),
+        folders=_CORPORA,
+    ),
+    _language(
+        "chat",
+        "chat:Chat",
+        "conversations: what the assistant says next, by the tokenizer's chat template",
+        columns=("messages",),
+    ),
+    Task("image-classification", "images:ImageClassification", "any images with a class"),
+    Task(
+        "cifar10",
+        "images:ImageClassification",
+        "CIFAR-10: 32 x 32 photographs of ten kinds",
+        dataset="uoft-cs/cifar10",
+        folders=("cifar10",),
+        columns=("img",),
+    ),
+    Task(
+        "token-classification",
+        "tokens:TokenClassification",
+        "a tag for every word (names, parts of speech)",
+        columns=("tokens",),
+        label="ner_tags",
+        metrics=("entities",),
+        score=("entity_f1",),
+    ),
+    Task(
+        "question-answering",
+        "tokens:QuestionAnswering",
+        "the answer's span in a text, SQuAD's columns",
+        dataset="rajpurkar/squad",
+        columns=("question", "context"),
+        label="answers",
+        metrics=("spans",),
+        score=("span_f1",),
+    ),
+    Task("recall", "language:Recall", "the answer after a sequence of tokens", columns=("text",), label="answer"),
+)
+TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 
 
 def task(
