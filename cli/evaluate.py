@@ -40,8 +40,14 @@ def evaluate(job: EvaluateJob, args: argparse.Namespace) -> object:
     out.print(f"Data: {result.data}")
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.facts.items())
     title = f"{job.model} on {job.task.name}{f' ({facts})' if facts else ''}"
-    show = print_alone if len(result.sides) == 1 else print_compared
-    show(out, title, result, job.task)
+    out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
+    print_positions(out, result)
+    times = [] if result.times is None else [result.times.text]
+    for line in [*result.notes, *(one.sentence for one in result.differences), *times]:
+        out.print(line)
+    if result.recovered is not None:
+        above = "" if result.chance is None else " above chance"
+        out.print(f"{result.recovered:.1f} % of the original's score{above} is recovered.")
     return None
 
 
@@ -86,31 +92,6 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
     files = "original/, linear/, results.json and times.json"
     out.print(f"Saved {result.output} ({result.seconds:.0f} s): {files}.")
     return None
-
-
-def print_alone(out: Screen, title: str, result: Evaluation, task: Task) -> None:
-    """Print what one model reaches."""
-    rows = [[name, number(value, 4)] for name, value in result.figures.items()]
-    rows.append([f"score ({', '.join(task.score)})", percent(result.score, task)])
-    rows.append(["95 % interval", between(result.interval, task)])
-    if result.chance is not None:
-        rows.append(["chance", percent(result.chance, task)])
-    out.print(table(title, ["metric", "this model"], rows, right=(1,)))
-    print_positions(out, result)
-    for line in result.notes:
-        out.print(line)
-
-
-def print_compared(out: Screen, title: str, result: Evaluation, task: Task) -> None:
-    """Print a model and its original, and what the differences are worth."""
-    out.print(sides_table(title, result.sides, task, result.times, chance=result.chance))
-    print_positions(out, result)
-    times = [] if result.times is None else [result.times.text]
-    for line in [*result.notes, *(one.sentence for one in result.differences), *times]:
-        out.print(line)
-    if result.recovered is not None:
-        above = "" if result.chance is None else " above chance"
-        out.print(f"{result.recovered:.1f} % of the original's score{above} is recovered.")
 
 
 def print_positions(out: Screen, result: Evaluation) -> None:

@@ -74,7 +74,8 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         check(self, "bench")
-        meaningless, why = ("layers",), "one attention is measured"
+        meaningless: tuple[str, ...] = ("layers",)
+        why = "one attention is measured"
         if self.decode:
             meaningless, why = (*OF_ATTENTION, "image_sizes"), "--decode measures one token of a whole model"
         elif self.model is not None:

@@ -19,13 +19,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from linearize.attention.native.build import worth_building
 from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.conversion.plan import convert_model
 from linearize.core.errors import TrainingError
-from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak, resident, start_peak
+from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.convert import (
     longest_input,
@@ -212,12 +214,8 @@ class _Trial:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        if self.device.startswith("cuda"):
-            import torch
-
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            start_peak()
+        start, self.peak = peak_meter(self.device)
+        start()
 
     def run(self, what: str, stage: Callable[[], Iterable[StageBill]]) -> None:
         """Run a stage, unless an earlier one failed; a lack of memory or broken numbers end up in the bill."""
@@ -237,14 +235,11 @@ class _Trial:
         """Return the peak, and what is available: free memory and what this process already holds."""
         gc.collect()
         if self.device.startswith("cuda"):
-            import torch
-
-            free, _ = torch.cuda.mem_get_info(self.device)
-            return torch.cuda.max_memory_allocated(self.device), free + torch.cuda.memory_reserved(self.device)
+            return self.peak(), torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         if self.device != "cpu":
             return None, None
         available = free_memory()
-        return peak(), None if available is None else int(SHARE * available) + resident()
+        return self.peak(), None if available is None else int(SHARE * available) + resident()
 
     def bill(self, output: str, data: str, length: int | None, disk: int, how: str = HOW) -> Bill:
         """Return the bill for a folder of so many bytes, its states included."""

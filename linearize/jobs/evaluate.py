@@ -343,11 +343,8 @@ class Evaluation:
         figures: the model's metrics.
         score: the task's main metric.
         facts: rows, their length, the share that was cut, the stride of a perplexity.
-        original: metrics of the original, if one was given.
-        original_score: its main metric.
         recovered: share of the original's score above chance, percent; None if the original is not above chance.
         interval: 95 % bootstrap interval of the score over rows.
-        original_interval: the original's.
         chance: the score of the best answer that looks at no input.
         sides: all that were measured: this model, ablations, the original at its own length and in chunks.
         differences: this model minus each other side, on the same rows.
@@ -360,11 +357,8 @@ class Evaluation:
     figures: dict[str, float]
     score: float
     facts: Facts
-    original: dict[str, float] | None = None
-    original_score: float | None = None
     recovered: float | None = None
     interval: tuple[float, float] | None = None
-    original_interval: tuple[float, float] | None = None
     chance: float | None = None
     sides: tuple[SideResult, ...] = ()
     differences: tuple[SideDifference, ...] = ()
@@ -384,52 +378,41 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
     """
     if under_fsdp():
         check_alone("evaluate")
-    others = []
-    if job.compare is not None:
-        options = original_options(job.compare, job.data, job.task)
-        others.append(Side(ORIGINAL, job.compare, options))
-        if job.chunks:
-            others.append(Side(CHUNKS, job.compare, chunk_options(job.compare, options, job.chunk_length)))
+    compared, options, pieces = job.compare, None, None
+    if compared is not None:
+        options = original_options(compared, job.data, job.task)
+        pieces = chunk_options(compared, options, job.chunk_length) if job.chunks else None
     sides = Sides(job.task, job.dataset, check_device(job.device), on_event, job.batch_size, job.memory)
     # First, so that a part that the model lacks is refused before slow work.
     for part in job.ablate:
         sides.measure(Side(f"this model without its {part}", job.model, job.data, part))
     ours = sides.measure(Side(OURS, job.model, job.data))
     sides.read.sort(key=lambda read: read is not ours)
-    original, skipped = None, []
-    if others:
-        original = sides.measure(others[0])
-    for side in others[1:]:
-        assert original is not None
-        note = why_no_chunks(original.data, side.options.max_length)
-        if note is None:
-            sides.measure(side)
-        elif original.data.chunkable or original.data.facts.get("cut_share"):
-            skipped.append(note)
+    measured, recovered, skipped = ours.measured, None, None
+    if compared is not None and options is not None:
+        original = sides.measure(Side(ORIGINAL, compared, options))
+        score, interval = original.measured.score, original.measured.interval
+        recovered = recovery(ours.data.task, measured.score, score, chance=measured.chance, interval=interval)
+        if pieces is not None:
+            skipped = why_no_chunks(original.data, pieces.max_length)
+            if skipped is None:
+                sides.measure(Side(CHUNKS, compared, pieces))
+            elif not original.data.chunkable and not original.data.facts.get("cut_share"):
+                skipped = None
     results = tuple(read.result for read in sides.read)
     failed = ", ".join(result.name for result in results if not result.learned)
-    notes = [f"Not above chance: {failed}."] if failed else []
-    notes += [result.note for result in results if result.note is not None]
-    found = Evaluation(
+    notes = [f"Not above chance: {failed}." if failed else None, *(result.note for result in results), skipped]
+    return Evaluation(
         task=ours.data.task.name,
         data=ours.data.description,
-        figures=ours.measured.metrics,
-        score=ours.measured.score,
-        facts={"rows": ours.measured.rows, **ours.data.facts},
-        interval=ours.measured.interval,
-        chance=ours.measured.chance,
+        figures=measured.metrics,
+        score=measured.score,
+        facts={"rows": measured.rows, **ours.data.facts},
+        recovered=recovered,
+        interval=measured.interval,
+        chance=measured.chance,
         sides=results,
         differences=sides.differences(ours),
-        times=sides.times() if others else None,
-        notes=(*notes, *skipped),
-    )
-    if original is None:
-        return found
-    score, interval = original.measured.score, original.measured.interval
-    return replace(
-        found,
-        original=original.measured.metrics,
-        original_score=score,
-        original_interval=interval,
-        recovered=recovery(ours.data.task, found.score, score, chance=found.chance, interval=interval),
+        times=None if compared is None else sides.times(),
+        notes=tuple(note for note in notes if note is not None),
     )

@@ -67,7 +67,7 @@ def test_each_side_at_its_own_length(place, few_draws):
     for side, alone in zip(found.sides, (job(place), job(place, "original", max_length=12)), strict=False):
         single = evaluate_checkpoint(alone)
         assert side.metrics == pytest.approx(single.figures) and side.interval == pytest.approx(single.interval)
-    assert found.original_score == found.sides[1].score and all(one.seconds > 0 for one in found.times.sides)
+    assert all(one.seconds > 0 for one in found.times.sides)
     assert [(one.side, one.minus) for one in found.differences] == [
         ("this model", "the original"),
         ("this model", "the original, chunks averaged"),

@@ -74,7 +74,7 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
     assert not (tmp_path / "out.training").exists()
     again = evaluate_checkpoint(EvaluateJob(str(target), task("cola"), str(glue), compare=str(target), data=SHORT))
     assert again.score == 1.0 and again.recovered == 100.0
-    assert again.chance == 0.0 and again.interval == again.original_interval == (1.0, 1.0)
+    assert again.chance == 0.0 and again.interval == again.sides[1].interval == (1.0, 1.0)
     rows = len(data_for("cola", bert, glue).validation)
     # Words, none of them in pieces, and two special tokens.
     longest = 2 + max(len(json.loads(line)["sentence"].split()) for line in (glue / "cola/validation.jsonl").open())

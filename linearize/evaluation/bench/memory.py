@@ -79,7 +79,7 @@ def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
         if suite.device == "cpu":
             return Variant(bytes=in_fresh_process(measure_memory, suite, variant, tokens, torch.get_num_threads()))
         if suite.device.startswith("cuda"):
-            return Variant(bytes=_on_gpu(suite, variant, tokens))
+            return Variant(bytes=_added(suite, variant, tokens))
     except (RuntimeError, MemoryError, OutOfMemoryError) as error:
         return out_of_memory(error)
     return Variant()
@@ -88,13 +88,14 @@ def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
 def measure_memory(suite: Prepares, variant: str, tokens: int, threads: int) -> int:
     """Return the bytes that a call adds to this process's peak; the body of the fresh process."""
     torch.set_num_threads(threads)
+    return _added(suite, variant, tokens, limit_memory)
+
+
+def _added(suite: Prepares, variant: str, tokens: int, limit: Callable[[], None] = lambda: None) -> int:
+    """Return the bytes that a call adds after a short one; `limit` is called between both."""
+    start, highest = peak_meter(suite.device)
     suite.prepare(variant, WARM_UP)()
-    limit_memory()
-    return _added(suite, variant, tokens, start_peak, peak)
-
-
-def _added(suite: Prepares, variant: str, tokens: int, start: Callable[[], int], highest: Callable[[], int]) -> int:
-    """Return the bytes that a call adds; `start` resets the peak and returns the memory now."""
+    limit()
     gc.collect()
     before = start()
     call = suite.prepare(variant, tokens)
@@ -104,18 +105,24 @@ def _added(suite: Prepares, variant: str, tokens: int, start: Callable[[], int],
     return max(0, highest() - before)
 
 
-def _on_gpu(suite: Prepares, variant: str, tokens: int) -> int:
+def peak_meter(device: str) -> tuple[Callable[[], int], Callable[[], int]]:
+    """Return what resets a device's peak and returns its memory now, and what returns the peak; in bytes.
+
+    On a GPU that is the memory of torch's tensors, elsewhere that of this process.
+    """
+    if not device.startswith("cuda"):
+        return start_peak, peak
+
     def start() -> int:
-        torch.cuda.synchronize(suite.device)
-        torch.cuda.reset_peak_memory_stats(suite.device)
-        return torch.cuda.memory_allocated(suite.device)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
 
     def highest() -> int:
-        torch.cuda.synchronize(suite.device)
-        return torch.cuda.max_memory_allocated(suite.device)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
 
-    suite.prepare(variant, WARM_UP)()
-    return _added(suite, variant, tokens, start, highest)
+    return start, highest
 
 
 @dataclass(frozen=True)
