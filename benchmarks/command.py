@@ -6,11 +6,19 @@ import argparse
 from collections.abc import Sequence
 
 from linearize.cli._output import as_lines, console, print_json
-from linearize.cli.bench import show
+from linearize.cli.bench import SHOWN, show
 from linearize.core.options import parse_lengths
 from linearize.evaluation.bench.job import run_tasks, threads
 from linearize.evaluation.bench.suites import Suite
 from linearize.evaluation.options import BenchOptions
+
+SHOWN |= {
+    "linear_share_of_bound": ("share of bound", "{:.0%}"),
+    "share_of_least": ("share of least", "{:.0%}"),
+    "memory_ratio": ("memory / forward's", "{:.2f}"),
+    "memory_ratio_above_weights": ("without weights", "{:.2f}"),
+}
+"""Figures of benchmarks alone, which their tables show too."""
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:

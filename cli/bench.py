@@ -81,15 +81,11 @@ def show(out: Screen, result: BenchResult) -> None:
 
 
 SHOWN = {
-    "linear_share_of_bound": ("share of bound", "{:.0%}"),
     "first_speedup": ("first of 8", "{:.2f} x"),
     "bound_speedup": ("at most", "{:.2f} x"),
-    "share_of_least": ("share of least", "{:.0%}"),
     "image_size": ("pixels", "{:.0f}"),
     "softmax_kept_mib": ("softmax keeps, MiB", "{:,.2f}"),
     "linear_kept_mib": ("linear keeps, MiB", "{:,.2f}"),
-    "memory_ratio": ("memory / forward's", "{:.2f}"),
-    "memory_ratio_above_weights": ("without weights", "{:.2f}"),
 }
 """Derived figures that the table shows; --json has all."""
 

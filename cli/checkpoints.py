@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -13,7 +14,6 @@ from linearize.core.errors import UnsupportedModelError
 from linearize.jobs import events
 from linearize.jobs.config import ExportJob, InitJob
 from linearize.jobs.events import Event
-from linearize.modeling.plan import Plan
 
 
 def init(job: InitJob, args: argparse.Namespace) -> object:
@@ -33,7 +33,14 @@ def init(job: InitJob, args: argparse.Namespace) -> object:
 def inspect(args: argparse.Namespace) -> object:
     """Print the facts."""
     info = inspect_checkpoint(args.model)
-    plan = info.plan if info.converted else _plan_of_original(args.model)
+    plan = info.plan
+    if not info.converted:
+        from linearize.checkpoint.loading import load_model
+        from linearize.conversion.plan import plan as plan_of
+
+        # A conversion that is not carried out: it lists every attention and whether it can be converted.
+        with contextlib.suppress(UnsupportedModelError):
+            plan = plan_of(load_model(args.model).model, "hedgehog")
     if args.json:
         named = {"plan": None if plan is None else plan.to_dict(), "provenance": dict(info.provenance.values)}
         return asdict(info) | named
@@ -43,17 +50,6 @@ def inspect(args: argparse.Namespace) -> object:
     if plan is not None:
         out.print(plan_table(plan))
     return None
-
-
-def _plan_of_original(name: str) -> Plan | None:
-    """Plan a conversion that is not carried out: it lists every attention and whether it can be converted."""
-    from linearize.checkpoint.loading import load_model
-    from linearize.conversion.plan import plan
-
-    try:
-        return plan(load_model(name).model, "hedgehog")
-    except UnsupportedModelError:
-        return None
 
 
 def export(job: ExportJob, args: argparse.Namespace) -> object:

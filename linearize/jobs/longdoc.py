@@ -305,19 +305,17 @@ def _score(job: LongdocJob, score: float) -> str:
 
 def _gain(job: LongdocJob, differences: tuple[SideDifference, ...], minus: str) -> tuple[int, str]:
     """Return 1 for a gain, -1 for a loss, 0 for noise; and by which metric, if accuracy and macro-F1 differ."""
-    by_metric = {one.by: _sign(job, one) for one in differences if one.minus == minus}
+    by_metric: dict[str, int] = {}
+    for one in differences:
+        if one.minus == minus:
+            gains = (one.value < 0) == job.task.lower_is_better
+            by_metric[one.by] = 0 if one.within_noise else 1 if gains else -1
     signs = set(by_metric.values())
     if len(signs) <= 1:
         return sum(signs), ""
     words = {1: "better", 0: "within the noise", -1: "worse"}
     # If one is within the noise, the other decides; if they contradict each other, nothing is shown.
     return sum(signs), f" (by {' and '.join(f'{name}: {words[sign]}' for name, sign in by_metric.items())})"
-
-
-def _sign(job: LongdocJob, one: SideDifference) -> int:
-    if one.within_noise:
-        return 0
-    return 1 if (one.value < 0) == job.task.lower_is_better else -1
 
 
 def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:

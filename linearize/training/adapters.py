@@ -106,7 +106,12 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
     from safetensors.torch import save
 
     targets = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    whole = _trained_modules(model)
+    trained: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" not in name:
+            before, kernel, _ = name.partition(".linear_attention.")
+            trained[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
+    whole = list(trained)
     tensors = {
         f"{PEFT}{name.replace('.default.', '.')}": tensor
         for name, tensor in model.state_dict().items()
@@ -122,16 +127,6 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
     # A tensor with two names is written twice: safetensors cannot share memory.
     plain = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     return {ADAPTER_CONFIG: written, "adapter_model.safetensors": save(plain, {"format": "pt"})}
-
-
-def _trained_modules(model: PreTrainedModel) -> list[str]:
-    """Return the names of the modules that are trained in full: kernels, and modules after the body."""
-    trained: dict[str, None] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "lora_" not in name:
-            before, kernel, _ = name.partition(".linear_attention.")
-            trained[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
-    return list(trained)
 
 
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from linearize.core.errors import ConfigError, DataError
@@ -93,6 +92,13 @@ class TaskType:
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return a batch of rows."""
+        raise NotImplementedError
+
+    def read_labels(self, view: View) -> None:
+        """Find out what the labels mean; numbers have no names."""
+
+    def numbered(self, examples: Sequence[Example]) -> Sequence[float]:
+        """Return the labels of examples as numbers."""
         raise NotImplementedError
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
@@ -182,31 +188,8 @@ def first_output(outputs: Any) -> Any:
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-class LabelledRows(TaskType):
-    """Rows with one label each: `ClassLabels` or `NumberLabels`.
-
-    Attributes:
-        no_label: the label of a row without one.
-        dtype: of the labels in a batch.
-    """
-
-    no_label: ClassVar[float]
-    dtype: ClassVar[torch.dtype]
-
-    def read_labels(self, view: View) -> None:
-        """Find out what the labels mean."""
-        raise NotImplementedError
-
-    def numbered(self, examples: Sequence[Example]) -> Sequence[float]:
-        """Return the labels of examples as numbers."""
-        raise NotImplementedError
-
-
-class ClassLabels(LabelledRows):
+class ClassLabels(TaskType):
     """Rows with a class each."""
-
-    no_label = IGNORED
-    dtype = torch.long
 
     def read_labels(self, view: View) -> None:
         """Find the class names in the order of their numbers: the task's, the data's, or the numbers that occur.
@@ -249,16 +232,11 @@ class ClassLabels(LabelledRows):
         return (np.full(len(labels), number) for number in range(len(self.task.labels or ())))
 
 
-class NumberLabels(LabelledRows):
+class NumberLabels(TaskType):
     """Rows with a number each."""
 
     numeric = True
     distance = "squared error to the teacher"
-    no_label = math.nan
-    dtype = torch.float32
-
-    def read_labels(self, view: View) -> None:
-        """Numbers have no names."""
 
     def numbered(self, examples: Sequence[Example]) -> list[float]:
         """Return the numbers of examples.

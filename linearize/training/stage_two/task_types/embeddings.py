@@ -5,7 +5,7 @@ Texts are read whole or in chunks (`task_types.text`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,22 +34,21 @@ class Embedder(nn.Module):
 
     Args:
         model: a model without a head.
-        compare: what is measured [N] of the first and second embeddings [N, D] of N rows.
     """
 
-    def __init__(self, model: nn.Module, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.compare = model, compare
+        self.model = model
 
     def forward(
         self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
     ) -> dict[str, Tensor]:
-        """Embed 2 N texts [2 N, T] -> `logits` [N, ...], what `compare` returns.
+        """Embed 2 N texts [2 N, T] -> `logits` [N], the cosines of the first and second texts of N rows.
 
         Embeddings of chunks [chunks, T] are averaged over the texts that they belong to, `owners` [chunks].
         """
         embeddings = self.embed(**fields) if owners is None else mean_over_chunks(self.embed, owners, fields)
-        logits = self.compare(*embeddings.chunk(2))
+        logits = functional.cosine_similarity(*embeddings.chunk(2))
         # The trainer wants a loss; nothing is trained.
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
 
@@ -185,7 +184,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the cosines of the model's embeddings; the labels' scale does not matter for a correlation."""
-        return Embedder(model, functional.cosine_similarity)
+        return Embedder(model)
 
 
 class Duplicates(ClassLabels, Similarity):  # type: ignore[misc]

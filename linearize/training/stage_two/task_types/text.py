@@ -6,6 +6,7 @@ A text's chunks do not overlap, and each has the tokenizer's special tokens arou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from linearize.training.stage_two.prepared import (
     text_facts,
     tokenise,
 )
-from linearize.training.stage_two.task_types.base import ClassLabels, LabelledRows, NumberLabels, TaskType
+from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskType
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,7 +183,7 @@ class Texts(TaskType):
         return pad(self.tokenizer, rows)
 
 
-class _TextRows(Texts, LabelledRows):
+class _TextRows(Texts):
     head = HEADS["text-classification"]
     columns = 2
     row_labels = True
@@ -218,7 +219,8 @@ class _TextRows(Texts, LabelledRows):
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return padded token fields, of chunks if the rows are read as chunks, and labels [B]."""
-        return {**self.padded(rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=self.dtype)}
+        dtype = torch.float32 if self.numeric else torch.long
+        return {**self.padded(rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=dtype)}
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the model, or the mean of its logits over each text's chunks."""
@@ -252,16 +254,17 @@ class _TextRows(Texts, LabelledRows):
         firsts, seconds = [e.value for e in examples], [str(e.pair) for e in examples]
         sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
         pairs = self.tokenised([firsts[first] for first, _ in sources], [seconds[second] for _, second in sources])
-        return [{**row, "sources": places, "labels": self.no_label} for row, places in zip(pairs, sources, strict=True)]
+        label = math.nan if self.numeric else IGNORED
+        return [{**row, "sources": places, "labels": label} for row, places in zip(pairs, sources, strict=True)]
 
 
 def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str | None]]:
     return [example.value for example in examples], [example.pair for example in examples]
 
 
-class TextClassification(_TextRows, ClassLabels):
+class TextClassification(ClassLabels, _TextRows):
     """Texts, or pairs of texts, with a class each."""
 
 
-class TextRegression(_TextRows, NumberLabels):
+class TextRegression(NumberLabels, _TextRows):
     """Texts, or pairs of texts, with a number each."""
