@@ -26,6 +26,12 @@ EPILOG = """examples:
 
 linearize VERB --help explains a verb."""
 
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "critical",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
+"""Settings of libraries; errors say what their logs would."""
 INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 """The disk, the quota or a limit on files: errors that need no traceback."""
@@ -51,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Checkpoints record the line that made them (`linearize.jobs.advice`).
     before, sys.argv = sys.argv, ["linearize", *arguments]
     # Long work shows its own progress, which these would overwrite.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     if argv is None:
         sys.unraisablehook = _interrupt_again
     try:

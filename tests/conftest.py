@@ -5,6 +5,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As the command line sets them; they are read when `datasets` is imported.
+os.environ.setdefault("DATASETS_VERBOSITY", "critical")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 # The ops in PyTorch are what is tested, whatever was compiled here, unless asked for; tests/native turns the other on.
 os.environ.setdefault("LINEARIZE_NATIVE", "0")
 # readline, which pytest loads, sets the size of a screen that is not there; tests that want one say so.

@@ -64,7 +64,7 @@ def load_hub(name: str, split: str, most: int | None = None) -> Dataset:
         raise DataError(f"got data set {name!r}: no such file or folder, and not a Hub name (owner/name); check it.")
     reason = unreachable(repo)
     try:
-        with quiet(), _offline(reason is not None):
+        with _offline(reason is not None):
             table = load_dataset(repo, config or None, split=split, streaming=most is not None)
             return table if most is None else first_rows(table, most)
     except Exception as error:  # Foreign data sets may raise anything.
@@ -94,28 +94,6 @@ def first_rows(table: Dataset | IterableDataset, most: int) -> Dataset:
         return table.select(range(min(most, len(table))))
     table = table if table.features is None else table.decode(False)
     return Dataset.from_list(list(table.take(most)), features=table.features)
-
-
-@contextmanager
-def quiet(logs: bool = False) -> Iterator[None]:
-    """Hide the progress bars of `datasets`, as only the command line prints.
-
-    Args:
-        logs: Whether to hide its log lines as well, if the raised error says the same.
-    """
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-    from datasets.utils import logging as datasets_logging
-
-    shown, level = not are_progress_bars_disabled(), datasets_logging.get_verbosity()
-    disable_progress_bars()
-    if logs:
-        datasets_logging.set_verbosity(datasets_logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets_logging.set_verbosity(level)
-        if shown:
-            enable_progress_bars()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, TypeVar, cast
 from linearize.core.errors import DataError, first_line
 from linearize.core.heads import Modality
 from linearize.core.parsing import MOST_TEXT, read_json
-from linearize.data.hub import cause, first_rows, quiet
+from linearize.data.hub import cause, first_rows
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, is_image, zip_images
 
 if TYPE_CHECKING:
@@ -203,13 +203,12 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
             raise DataError(f"got {str(file)!r}, a .gz file with a bracket in its path, expected none; rename it.")
     builder, options = READERS.get(kind, (kind, {}))
     try:
-        with quiet(logs=True):
-            names = [glob.escape(str(file)) for file in files]
-            table = load_dataset(builder, data_files=names, split="train", streaming=most is not None, **options)
-            table = table if most is None else first_rows(table, most)
-            # Arrow's readers of JSON and parquet do not check that texts are UTF-8.
-            for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
-                batch.validate(full=True)
+        names = [glob.escape(str(file)) for file in files]
+        table = load_dataset(builder, data_files=names, split="train", streaming=most is not None, **options)
+        table = table if most is None else first_rows(table, most)
+        # Arrow's readers of JSON and parquet do not check that texts are UTF-8.
+        for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
+            batch.validate(full=True)
     except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
         if "corresponds to no data" in str(error):
             raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one.") from error
