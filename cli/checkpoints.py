@@ -66,7 +66,7 @@ def export(job: ExportJob, args: argparse.Namespace) -> object:
     with at_work(out, "exporting") as work:
         result = export_checkpoint(job, on_event)
     out.print(f"Saved {result.output}.")
-    return result.to_dict()
+    return asdict(result)
 
 
 def push(args: argparse.Namespace) -> object:

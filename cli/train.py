@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
@@ -108,7 +109,7 @@ def finetune(job: TuneJob, args: argparse.Namespace) -> object:
     if work.findings is not None:
         show_findings(out, work.findings)
     figures = {name: getattr(result, name) for name in ("metrics", "score", "steps", "selection")}
-    findings = {} if work.findings is None else work.findings.to_dict()
+    findings = {} if work.findings is None else asdict(work.findings)
     return {"output": str(target), **figures, "findings": findings}
 
 

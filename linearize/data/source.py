@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from linearize.checkpoint.fingerprint import data_digest, spread
-from linearize.core.errors import ConfigError, DataError
+from linearize.core.errors import DataError
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder
 from linearize.data.records import Example, Records
@@ -231,16 +231,14 @@ class Source:
         Yields:
             ``input_ids`` and ``attention_mask`` (``token_type_ids`` too if the tokenizer has them), long [B, T]; or
             ``pixel_values``, float [B, C, H, W].
-
-        Raises:
-            ConfigError: If a number is out of range.
         """
-        if start < 0 or world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(
-                f"got start {start}, rank {rank} and world_size {world_size}, "
-                "expected start of at least 0 and a rank below world_size."
-            )
-        return self._batches(start, rank, world_size)
+        size = self._config.batch_size
+        mine = slice(rank * size, (rank + 1) * size)
+        for items in self._train.batches(size * world_size, start):
+            if self._encoder.needs_all:
+                yield self._encoder(self._train.fetch(items), mine)
+            else:
+                yield self._encoder(self._train.fetch(items[mine]), slice(None))
 
     @property
     def row_length(self) -> int:
@@ -257,45 +255,32 @@ class Source:
         groups = [held[begin : begin + size] for begin in range(0, len(held), size)]
         return [self._encoder(self._held.fetch(group), slice(None)) for group in groups]
 
-    def _batches(self, start: int, rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
-        size = self._config.batch_size
-        mine = slice(rank * size, (rank + 1) * size)
-        for items in self._train.batches(size * world_size, start):
-            if self._encoder.needs_all:
-                yield self._encoder(self._train.fetch(items), mine)
-            else:
-                yield self._encoder(self._train.fetch(items[mine]), slice(None))
-
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 """What a model reads of a batch; the rest are labels."""
 
 
+@dataclass(frozen=True)
 class RowBatches:
     """Batches of rows that are made already, such as a task's, for stage one and the alignment.
 
-    Args:
+    Attributes:
         train: Rows to learn from, by number.
         held: Rows to measure on.
         collate: Makes a batch of tensors from rows.
         digest: Identifies the rows.
         batch_size: Rows per batch and process.
-        holdout: How many of the rows to measure on are used.
+        holdout: How many of the rows to measure on are used, at most.
         seed: Seed of the order of the training rows, which is new for each pass.
     """
 
-    def __init__(
-        self,
-        train: Any,
-        held: Any,
-        collate: Callable[[list[Any]], dict[str, Tensor]],
-        digest: Callable[[], str],
-        batch_size: int,
-        holdout: int,
-        seed: int,
-    ) -> None:
-        self.train, self.held, self.collate, self.digest = train, held, collate, digest
-        self.batch_size, self.holdout, self.seed = batch_size, min(holdout, len(held)), seed
+    train: Any
+    held: Any
+    collate: Callable[[list[Any]], dict[str, Tensor]]
+    digest: Callable[[], str]
+    batch_size: int
+    holdout: int
+    seed: int
 
     @property
     def steps_per_epoch(self) -> int:
@@ -313,8 +298,9 @@ class RowBatches:
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
         """Return the rows to measure on as batches; the last one may be smaller."""
-        begins = range(0, self.holdout, self.batch_size)
-        return [self._batch(self.held, range(begin, min(begin + self.batch_size, self.holdout))) for begin in begins]
+        numbers = range(min(self.holdout, len(self.held)))
+        begins = range(0, len(numbers), self.batch_size)
+        return [self._batch(self.held, numbers[begin : begin + self.batch_size]) for begin in begins]
 
     def _batch(self, rows: Any, numbers: Iterable[int]) -> dict[str, Tensor]:
         batch = self.collate([rows[number] for number in numbers])

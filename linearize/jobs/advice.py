@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,10 +101,6 @@ class Findings:
                 "the model takes, have not been measured."
             )
         return [*lines, f"Load it: {self.load}", f"Next, {self.why}: {self.command}"]
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        return asdict(self)
 
 
 def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstLayer | None:

@@ -82,7 +82,7 @@ class ConvertResult:
             "distillation": None if self.distillation is None else distillation_record(self.distillation),
             "alignment": None if self.alignment is None else alignment_record(self.alignment),
             "seconds": self.seconds,
-            "findings": None if self.findings is None else self.findings.to_dict(),
+            "findings": None if self.findings is None else asdict(self.findings),
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from linearize.attention.interface import linear_attentions
@@ -37,10 +37,6 @@ class ExportResult:
     output: str
     graphs: dict[str, dict[str, object]]
     checked: dict[str, Checked]
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        return asdict(self)
 
 
 def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResult:

@@ -7,6 +7,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -183,18 +184,11 @@ def run_alignment(context: Context, config: AlignConfig, teacher: PreTrainedMode
     context.on_event(Aligned(context.alignment))
 
 
-@contextlib.contextmanager
-def _reporter(context: Context, tag: str) -> Iterator[Callable[[StepReport | AlignStep], None]]:
+def _reporter(context: Context, tag: str) -> AbstractContextManager[Callable[[StepReport | AlignStep], None]]:
     """Give a function that reports every step to the trackers and to the caller."""
     assert isinstance(context.job, StageOneJob | AlignJob)
     names = context.job.report_to if is_main() else "none"
-    with reporter(names, f"{context.target}.tensorboard", tag) as write:
-
-        def on_step(report: StepReport | AlignStep) -> None:
-            write(report)
-            context.on_event(StepDone(report))
-
-        yield on_step
+    return reporter(names, f"{context.target}.tensorboard", tag, lambda report: context.on_event(StepDone(report)))
 
 
 def write(context: Context, files: Mapping[str, str | bytes]) -> None:

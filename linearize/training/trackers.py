@@ -47,7 +47,10 @@ def check_names(value: str, known: Collection[str], installed: Collection[str]) 
 
 @contextlib.contextmanager
 def reporter(
-    value: str, folder: str | Path, tag: str = "stage_one"
+    value: str,
+    folder: str | Path,
+    tag: str = "stage_one",
+    also: Callable[[StepReport | AlignStep], None] = lambda report: None,
 ) -> Iterator[Callable[[StepReport | AlignStep], None]]:
     """Give a function that reports a step, while the block runs.
 
@@ -55,6 +58,7 @@ def reporter(
         value: `none`, or names of Accelerate's trackers (tensorboard, wandb ...), separated by commas.
         folder: for the trackers that write files.
         tag: prefix of the curves' names.
+        also: called with every report too.
 
     Raises:
         UnknownNameError: for an unknown name.
@@ -74,6 +78,7 @@ def reporter(
         scalars = {f"{tag}/{name}": value for name, value in values.items() if value is not None}
         for tracker in trackers:
             tracker.log(scalars, step=report.step)
+        also(report)
 
     try:
         yield write

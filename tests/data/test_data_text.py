@@ -230,13 +230,6 @@ def test_too_little_data_is_refused(rows: Rows, gpt_tokenizer: Any) -> None:
         load_source(DataConfig(dataset=double, holdout=1), gpt_tokenizer, "text")
 
 
-@pytest.mark.parametrize("start_rank_world", [(-1, 0, 1), (0, 1, 1), (0, -1, 2), (0, 0, 0)])
-def test_bad_ranks_are_refused_at_once(rows: Rows, gpt_tokenizer: Any, start_rank_world: tuple[int, int, int]) -> None:
-    source = load_source(DataConfig(dataset=rows("a.jsonl", numbered(0, 9)), holdout=1), gpt_tokenizer, "text")
-    with pytest.raises(ConfigError, match="rank below world_size"):
-        source.train_batches(*start_rank_world)
-
-
 def test_what_does_not_fit_the_model_is_refused(rows: Rows, gpt_tokenizer: Any, image_processor: Any) -> None:
     path = rows("a.jsonl", numbered(0, 9))
     with pytest.raises(ConfigError, match="expected a tokenizer"):
