@@ -16,10 +16,9 @@ import yaml
 
 from linearize.checkpoint.output import atomic_folder, clear_leftovers
 from linearize.checkpoint.ownership import remove_weights
-from linearize.core.errors import CheckpointError, ConfigError, DataError
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback, Event, ignore
 from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text, write_file
-from linearize.data.local import looks_local
 from linearize.jobs.recipes.recipe import Cell, cells, check, plain, resolve
 from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_rows, repair
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
@@ -123,13 +122,8 @@ def check_data(recipe: Recipe) -> None:
         DataError: naming what is missing.
     """
     for job in resolve(recipe).values():
-        if job.data is not None:
-            if Path(job.data).expanduser().exists():
-                located(job.task, job.data)
-            elif recipe.data is not None and (looks_local(job.data) or job.data.count("/") > 1):
-                raise DataError(
-                    f"data: got {job.data!r}, which does not exist, expected a folder or a Hub name; check the path"
-                )
+        if job.data is not None and (recipe.data is not None or Path(job.data).expanduser().exists()):
+            located(job.task, job.data)
 
 
 def environment(recipe: Recipe) -> dict[str, object]:

@@ -83,7 +83,7 @@ def located(task: Task, given: Given) -> Given:
         return given
     root = Path(given).expanduser()
     if not exists(root):
-        if looks_local(given):
+        if looks_local(given) or given.count("/") > 1:
             raise DataError(f"data: got {given!r}, which does not exist, expected a file or a folder; check the path")
         return given
     if not root.is_dir():

@@ -21,7 +21,7 @@ from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
 from linearize.training.stage_two.prepare import Given, Splits, View
 from linearize.training.stage_two.prepared import IGNORED, Predictions, Row, TaskData
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, first_output
-from linearize.training.stage_two.task_types.text import Texts, mean_over_chunks, read_chunks
+from linearize.training.stage_two.task_types.text import Reader, Texts, mean_over_chunks, read_chunks
 
 SPAN = 512
 """Tokens of a part of a text that is read whole."""
@@ -29,51 +29,30 @@ SECOND = "second_"
 """Prefix of the second text's fields."""
 
 
-class Embedder(nn.Module):
-    """Embeds texts by the mean over their tokens' last hidden states, as sentence-transformers does.
+class Embedder(Reader):
+    """Embeds texts by the mean over their tokens' last hidden states, as sentence-transformers does."""
 
-    Args:
-        model: a model without a head.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
-    ) -> dict[str, Tensor]:
-        """Embed 2 N texts [2 N, T] -> `logits` [N], the cosines of the first and second texts of N rows.
+    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
+        """Embed 2 N texts [2 N, T] -> the cosines [N] of the first and second texts of N rows.
 
         Embeddings of chunks [chunks, T] are averaged over the texts that they belong to, `owners` [chunks].
         """
         embeddings = self.embed(**fields) if owners is None else mean_over_chunks(self.embed, owners, fields)
-        logits = functional.cosine_similarity(*embeddings.chunk(2))
-        # The trainer wants a loss; nothing is trained.
-        return {"loss": torch.zeros((), device=logits.device), "logits": logits}
+        return functional.cosine_similarity(*embeddings.chunk(2))
 
     def embed(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
         """Embed texts [N, T] -> [N, D]."""
         return pooled(self.model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask)
 
 
-class PartEmbedder(nn.Module):
+class PartEmbedder(Reader):
     """Embeds texts whole, and in parts: their chunks, or, read whole, spans of `SPAN` tokens ("late chunking").
 
     Source of late chunking: https://arxiv.org/abs/2409.04701
-
-    Args:
-        model: a model without a head.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
-    ) -> dict[str, Tensor]:
-        """Embed 2 N texts [2 N, T] -> `logits` [N, 1 + P, 2, D]: first the whole texts, then their parts.
+    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
+        """Embed 2 N texts [2 N, T] -> [N, 1 + P, 2, D]: first the whole texts, then their parts.
 
         A text of fewer parts ends in `IGNORED`, with which the trainer too fills up batches of fewer parts. A whole
         text is the mean over its tokens, or over its chunks.
@@ -88,8 +67,7 @@ class PartEmbedder(nn.Module):
             sides = list(both.chunk(2))
         most = max(side.shape[1] for side in sides)
         filled = [functional.pad(side, (0, 0, 0, most - side.shape[1]), value=IGNORED) for side in sides]
-        logits = torch.stack(filled, dim=2)
-        return {"loss": torch.zeros((), device=logits.device), "logits": logits}
+        return torch.stack(filled, dim=2)
 
     def spans(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
         """Embed texts [n, T] and their spans -> [n, 1 + P, D]; the text first."""

@@ -129,18 +129,36 @@ def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mappin
     return sums / count[:, None]
 
 
-class ChunkMean(nn.Module):
-    """Returns the mean of a classifier's logits, or of a regression's number, over each text's chunks."""
+class Reader(nn.Module):
+    """What is measured of a model: texts go in, something to score comes out, and nothing is trained.
+
+    Args:
+        model: the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, owners: Tensor, labels: Tensor | None = None, **fields: Tensor) -> dict[str, Tensor]:
-        """Read chunks [chunks, T] -> `logits` [texts, C]."""
-        logits = mean_over_chunks(lambda **part: self.model(**part).logits, owners, fields)
-        # The trainer wants a loss; only the task's score is read.
+    def forward(
+        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
+    ) -> dict[str, Tensor]:
+        """Read a batch, in chunks if `owners` says whose each is -> `logits`; the trainer wants a loss too."""
+        logits = self.read(owners, **fields)
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
+
+    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
+        """Return what is scored."""
+        raise NotImplementedError
+
+
+class ChunkMean(Reader):
+    """Returns the mean of a classifier's logits, or of a regression's number, over each text's chunks."""
+
+    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
+        """Read chunks [chunks, T] -> [texts, C]."""
+        assert owners is not None
+        return mean_over_chunks(lambda **part: self.model(**part).logits, owners, fields)
 
 
 class Texts(TaskType):
