@@ -40,9 +40,8 @@ from linearize.jobs.convert import (
 from linearize.jobs.events import Callback, Noted, Started, ignore
 from linearize.jobs.finetune import check_output, open_tuning
 from linearize.jobs.longdoc import check_options, examine, steps
-from linearize.jobs.longdoc_quick import quick
 from linearize.jobs.stages import Context, check_states
-from linearize.jobs.task_config import LongdocJob, TuneJob
+from linearize.jobs.task_config import LongdocJob, TuneJob, quick
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig

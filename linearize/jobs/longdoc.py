@@ -37,8 +37,7 @@ from linearize.jobs.evaluate import (
 )
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
-from linearize.jobs.longdoc_quick import quick
-from linearize.jobs.task_config import LongdocJob, TuneJob
+from linearize.jobs.task_config import LongdocJob, TuneJob, quick
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import TuneConfig

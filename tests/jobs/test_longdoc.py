@@ -13,12 +13,11 @@ from support.tiny import SMALLER, original
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.cli import main
 from linearize.core.errors import ConfigError, DataError, LinearizeError
-from linearize.jobs import events, longdoc_quick
+from linearize.jobs import events, task_config
 from linearize.jobs.dry_run import dry_run
 from linearize.jobs.evaluate import SideDifference, SideResult, SideTime, Times, evaluate_checkpoint
 from linearize.jobs.longdoc import Lengths, examine, in_batches, run_longdoc, verdict, write_texts
-from linearize.jobs.longdoc_quick import quick
-from linearize.jobs.task_config import EvaluateJob, LongdocJob
+from linearize.jobs.task_config import EvaluateJob, LongdocJob, quick
 from linearize.training.stage_two.config import TuneConfig
 
 FEW = {"distill_steps": 2, "align_steps": 2, "steps": 4, "batch_size": 8, "batch_tokens": 64, "save_every": 1}
@@ -209,15 +208,15 @@ def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch
     given = {"max_length": None, "distill_steps": 1000, "align_steps": 400, "batch_size": 32, "batch_tokens": 16_384}
     given["steps"] = None
     assert quick(job(place, **given)).rows.limit is None
-    monkeypatch.setattr(longdoc_quick, "length_limit", lambda name: 512)
+    monkeypatch.setattr("linearize.training.stage_two.load.length_limit", lambda name: 512)
     sizes = {}
     for name, parameters in (("minilm", 10_646_784), ("bert-base", 85_054_464)):
-        monkeypatch.setattr(longdoc_quick, "_parameters", lambda model, parameters=parameters: parameters)
+        monkeypatch.setattr(task_config, "_parameters", lambda model, parameters=parameters: parameters)
         found = quick(job(place, **given, quick=True))
         sizes[name] = (found.max_length, found.rows.limit, found.rows.validation_limit, found.distill_steps)
         assert (found.tune.batch_size, found.tune.epochs, found.batch_tokens) == (8, 2.0, 4096)
         spent = 6 * parameters * 2 * found.rows.limit * (512 + found.max_length)
-        assert spent <= longdoc_quick.QUICK * 0.5 or found.rows.limit == 16
+        assert spent <= task_config.QUICK * 0.5 or found.rows.limit == 16
     assert sizes["minilm"][0] == 1024 and sizes["minilm"][1] > 4 * sizes["bert-base"][1] >= 64
     stays = {"limit": 20, "validation_limit": 7, "distill_steps": 3, "max_length": 600, "batch_size": 4}
     found = quick(job(place, **given | stays, quick=True))
