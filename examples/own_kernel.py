@@ -21,9 +21,8 @@ from torch import Tensor
 import linearize
 from linearize.core.events import Event
 from linearize.core.registry import KernelInfo, StageOne, option
-from linearize.jobs.recipes.formats import to_markdown
 from linearize.jobs.recipes.recipe import load_recipe
-from linearize.jobs.recipes.results import tables
+from linearize.jobs.recipes.results import tables, to_markdown
 from linearize.jobs.recipes.run import CellDone, CellStarted, run_recipe
 from linearize.kernels.base import FeatureMap, Features, draw_normal, project
 
