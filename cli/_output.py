@@ -269,7 +269,8 @@ class StepProgress:
         losses = list(report.losses.values())
         layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
         text = f"loss {report.loss:.3f}{layers}"
-        self.bar.update(self.task, description=self.stage(report), completed=report.step, loss=text)
+        stage = self.stage(report)
+        self.bar.update(self.task, description=stage, total=report.steps, completed=report.step, loss=text)
         if report.held_out is not None:
             self.bar.console.print(self._line(report))
 

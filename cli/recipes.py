@@ -9,10 +9,9 @@ from pathlib import Path
 import yaml
 from rich.console import Group
 
-from linearize.cli._output import Screen, StepProgress, console, log_line, print_json, table
+from linearize.cli._output import at_work, console, print_json, table
 from linearize.core.errors import ConfigError, printable
-from linearize.core.events import Callback, Event
-from linearize.jobs.events import DataOpened, Logged, StepDone
+from linearize.core.events import Event
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
 from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables, to_markdown
 from linearize.jobs.recipes.schema import Recipe
@@ -48,7 +47,7 @@ def recipes(args: argparse.Namespace) -> object:
 
 def run(args: argparse.Namespace) -> object:
     """Run the recipe, or show what would be run."""
-    from linearize.jobs.recipes.run import check_data, run_recipe
+    from linearize.jobs.recipes.run import CellDone, CellStarted, check_data, run_recipe
 
     recipe = load_recipe(args.recipe, args.changes)
     name = Path(args.recipe).stem
@@ -59,10 +58,22 @@ def run(args: argparse.Namespace) -> object:
         return plain(recipe)
     out = console(to_stderr=args.json)
     folder = args.output or f"runs/{name}"
-    try:
-        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=_show_events(out))
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"finished stages are in {folder}; continue with --resume") from None
+
+    def on_event(event: Event) -> None:
+        match event:
+            case CellStarted(number, count, key):
+                out.print(f"[{number}/{count}] {key}")
+            case CellDone(row):
+                work.progress.stop()
+                share = "" if row["recovered"] is None else f", {row['recovered']:.1f} % of softmax above chance"
+                if row["recovered"] is None and row["original"] is not None:
+                    share = ", softmax is not above chance"
+                out.print(f"{row['cell']}: score {row['score']:.4f}{share}")
+            case _:
+                work(event)
+
+    with at_work(out, "opening the run", lambda: f"finished stages are in {folder}; continue with --resume") as work:
+        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=on_event)
     out.print(results_table(make_table(recipe, rows, name)))
     out.print(f"Results: {folder}/results.jsonl")
     return rows
@@ -79,29 +90,6 @@ def _show(recipe: Recipe, name: str) -> None:
         out.print(f"  {cell.key}: {', '.join(cell.job.task.score)} on {data}", soft_wrap=True)
     for line in recipe.differs:
         out.print(f"Differs from the paper: {line}")
-
-
-def _show_events(out: Screen) -> Callback:
-    from linearize.jobs.recipes.run import CellDone, CellStarted
-
-    def on_event(event: Event) -> None:
-        match event:
-            case CellStarted(number, count, key):
-                out.print(f"[{number}/{count}] {key}")
-            case DataOpened(description):
-                out.print(f"  data: {description}", soft_wrap=True)
-            case Logged(entry):
-                out.print(f"  {log_line(entry)}", soft_wrap=True)
-            case StepDone(report) if report.held_out is not None:
-                stage = StepProgress.stage(report)
-                out.print(f"  {stage} {report.step}/{report.steps}: held out {report.held_out:.4f}")
-            case CellDone(row):
-                share = "" if row["recovered"] is None else f", {row['recovered']:.1f} % of softmax above chance"
-                if row["recovered"] is None and row["original"] is not None:
-                    share = ", softmax is not above chance"
-                out.print(f"  {row['cell']}: score {row['score']:.4f}{share}")
-
-    return on_event
 
 
 def results(args: argparse.Namespace) -> None:

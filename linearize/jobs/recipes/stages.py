@@ -177,6 +177,7 @@ class Runner:
             folder=work,
             resume=True,
             on_log=lambda entry: self.on_event(Logged(entry)),
+            on_step=lambda report: self.on_event(StepDone(report)),
             tensorboard=self.folder / "tensorboard" / stage.folder,
             teacher=teacher,
         )
