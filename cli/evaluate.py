@@ -16,7 +16,6 @@ from linearize.cli._output import (
     console,
     fidelity_table,
     number,
-    summary_of,
     table,
 )
 from linearize.evaluation.options import CompareOptions, ReportOptions
@@ -67,18 +66,11 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
         return f"finished steps are in {folder}; continue with the same line and --resume"
 
     def on_event(event: Event) -> None:
-        match event:
-            case events.Started(what):
-                work.progress.stop()
-                work(event)
-                out.print(what[0].upper() + what[1:], style="bold" if what.startswith("step") else None)
-            case events.Distilled(stage_one):
-                work.progress.stop()
-                out.print(summary_of(stage_one))
-            case events.Planned() | events.Concluded():
-                pass
-            case _:
-                work(event)
+        work(event)
+        if isinstance(event, events.Started):
+            work.progress.stop()
+            what = event.what[0].upper() + event.what[1:]
+            out.print(what, style="bold" if event.what.startswith("step") else None)
 
     with at_work(out, "looking at model and data", kept) as work:
         result = run_longdoc(job, on_event)
