@@ -312,17 +312,20 @@ class Work:
         beat: says in a log what is being done.
         progress: the bar.
         findings: what the job found, once it is over.
+        saved: whether its result was written.
     """
 
     def __init__(self, out: Screen, what: str, learns: str) -> None:
         self.out, self.learns = out, learns
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
         self.findings: Findings | None = None
+        self.saved = False
         self._last: Report | None = None
 
     def __call__(self, event: Event) -> None:
         """Show an event."""
         out, beat = self.out, self.beat
+        self.saved = self.saved or isinstance(event, events.Saved)
         match event:
             case events.Planned(plan):
                 out.print(plan_table(plan))

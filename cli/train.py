@@ -138,21 +138,13 @@ def search(job: SearchJob, args: argparse.Namespace) -> object:
 def demo(job: DemoJob, args: argparse.Namespace) -> object:
     """Convert a small model, and show the gain."""
     out = console(to_stderr=args.json)
-    saved = []
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, events.Saved):
-            saved.append(event.output)
-        if isinstance(event, events.Planned):
-            prepare_native(args, "cpu", out)
-        else:
-            work(event)
+    prepare_native(args, "cpu", out)
 
     def kept() -> str:
-        return f"the converted model is in {job.output}" if saved else "nothing was written"
+        return f"the converted model is in {job.output}" if work.saved else "nothing was written"
 
     with at_work(out, "loading the model", kept, LEARNS) as work:
-        result = run_demo(job, on_event)
+        result = run_demo(job, work)
     row = result.comparison
     names = {"softmax": "softmax (SDPA)", "linear": f"linear ({job.kernel})"}
     rows = [[name, f"{row.seconds(side):.2f}", mebibytes(row.memory(side))] for side, name in names.items()]
