@@ -33,7 +33,7 @@ def test_finetune_evaluate_compare(checkpoint, sets, tmp_path, capsys):
     code, out, err = out_of(capsys, "evaluate", target, *common, "--compare", target, "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert found["score"] == found["original_score"] and found["figures"].keys() == {"matthews"}
+    assert found["score"] == found["sides"][1]["score"] and found["figures"].keys() == {"matthews"}
     code, out, _ = out_of(capsys, "evaluate", target, *common)
     assert code == 0 and "matthews" in out and "score (matthews)" in out
     code, _, err = out_of(capsys, "finetune", checkpoint, *common, *tune)
