@@ -74,7 +74,7 @@ def test_rows_compared_with_a_control(proof, tmp_path, capsys, monkeypatch):
     assert "points above softmax" in capsys.readouterr().out
     assert main(["results", str(folder), "--against", "softmax", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["row"] == "softmax"
-    for more, told in ((["elu"], "unknown row 'elu'"), (["softmax", "--format", "csv"], "expected table or json")):
+    for more, told in ((["elu"], "unknown row 'elu'"), (["softmax", "--format", "md"], "expected table or json")):
         assert main(["results", str(folder), "--against", *more]) == 2
         assert told in capsys.readouterr().err
 

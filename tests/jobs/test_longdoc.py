@@ -214,8 +214,8 @@ def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch
         monkeypatch.setattr(task_config, "_parameters", lambda model, parameters=parameters: parameters)
         found = quick(job(place, **given, quick=True))
         sizes[name] = (found.max_length, found.rows.limit, found.rows.validation_limit, found.distill_steps)
-        assert (found.tune.batch_size, found.tune.epochs, found.batch_tokens) == (8, 2.0, 4096)
-        spent = 6 * parameters * 2 * found.rows.limit * (512 + found.max_length)
+        assert (found.tune.batch_size, found.tune.epochs, found.batch_tokens) == (8, 1.0, 4096)
+        spent = 6 * parameters * found.rows.limit * (512 + found.max_length)
         assert spent <= task_config.QUICK * 0.5 or found.rows.limit == 16
     assert sizes["minilm"][0] == 1024 and sizes["minilm"][1] > 4 * sizes["bert-base"][1] >= 64
     stays = {"limit": 20, "validation_limit": 7, "distill_steps": 3, "max_length": 600, "batch_size": 4}

@@ -38,7 +38,8 @@ class Embedder(Reader):
         Embeddings of chunks [chunks, T] are averaged over the texts that they belong to, `owners` [chunks].
         """
         embeddings = self.embed(**fields) if owners is None else mean_over_chunks(self.embed, owners, fields)
-        return functional.cosine_similarity(*embeddings.chunk(2))
+        first, second = embeddings.chunk(2)
+        return functional.cosine_similarity(first, second)
 
     def embed(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
         """Embed texts [N, T] -> [N, D]."""
