@@ -42,7 +42,6 @@ REMOVED = {
     "distill --extra-pairs": PAIRS,
     "align --extra-pairs": PAIRS,
     "convert --plot": "linearize search --plot draws the search",
-    "results --plot": "draw what --format json prints",
 }
 """Options of earlier versions, of any verb or of one, and what to do instead."""
 LAST = "output"

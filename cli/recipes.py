@@ -12,8 +12,10 @@ from rich.console import Group
 from linearize.cli._output import at_work, console, print_json, table
 from linearize.core.errors import ConfigError, printable
 from linearize.core.events import Event
+from linearize.core.parsing import check_file
+from linearize.jobs.recipes.formats import FORMATS, write_results_plot
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
-from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables, to_markdown
+from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables
 from linearize.jobs.recipes.schema import Recipe
 
 
@@ -96,18 +98,22 @@ def results(args: argparse.Namespace) -> None:
     """Print the tables."""
     made = tables(args.folder)
     kind = "json" if args.json else args.format
+    if args.plot:
+        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
+        write_results_plot(made, args.plot)
+        console(to_stderr=kind != "table").print(f"Picture: {args.plot}")
     compared = None
     if args.against is not None:
-        if kind == "md":
-            raise ConfigError("--against: got format md, expected table or json; leave --format out")
+        if kind not in ("table", "json"):
+            raise ConfigError(f"--against: got format {kind}, expected table or json; leave --format out")
         from linearize.jobs.recipes.against import against
 
         compared = against(args.folder, args.against)
     if kind == "json":
         print_json([asdict(table) for table in made] if compared is None else asdict(compared))
         return
-    if kind == "md":
-        print(to_markdown(made), end="")
+    if kind in FORMATS:
+        print(FORMATS[kind](made), end="")
         return
     out = console()
     for one in made:

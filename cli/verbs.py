@@ -80,12 +80,13 @@ class Recipes(Verb):
 
 
 class Results(Verb):
-    """Show the table of a recipe's run with the paper's figures; also as Markdown or JSON.
+    """Show the table of a recipe's run with the paper's figures; also as Markdown, CSV, LaTeX or a picture.
 
     examples:
       linearize results runs/minilm-glue
       linearize results runs
-      linearize results runs/minilm-glue --format md
+      linearize results runs/minilm-glue --format latex
+      linearize results runs --format csv --plot results.png
       linearize results runs/minilm-glue --against softmax
 
     A cell shows our figure, in brackets the share of softmax's score above chance (if softmax is above chance), and
@@ -100,9 +101,11 @@ class Results(Verb):
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the folder and the format."""
-        add, formats = parser.add_argument, ("table", "md", "json")
+        add, formats = parser.add_argument, ("table", "md", "csv", "latex", "json")
         add("folder", metavar="FOLDER", help="folder of a run, or of runs")
         add("--format", choices=formats, default="table", metavar="F", help=f"{', '.join(formats)} (table)")
+        add("--plot", metavar="FILE.png", help="draw means and deviations, and the paper's figures")
+        add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
         beside = (
             "also show how far each row is above this one, with paired intervals, and on how many tasks it is as good"
         )
