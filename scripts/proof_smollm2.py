@@ -1,7 +1,7 @@
 """What each part of a hybrid is worth on a language model, with controls, compared on the same inputs.
 
-    python scripts/proof_smollm2.py SMOLLM2 --converted recall=DIR window=DIR unscaled=DIR kernel=DIR exact=DIR \\
-        wide=DIR --text test.txt --offset 160000 --output proof.json
+    python scripts/proof_smollm2.py SMOLLM2 --converted narrow=DIR window=DIR unscaled=DIR kernel=DIR exact=DIR \\
+        recall=DIR --text test.txt --offset 160000 --output proof.json
 
 SMOLLM2 is the softmax original; the folders are what `linearize convert` made of it (docs/benchmarks/proof.md has the
 commands). `COLUMNS` says which of them a column reads, and what is added or removed without further training. Figures
@@ -75,15 +75,15 @@ class Column:
 
 COLUMNS = {
     "softmax": Column(None),
-    "window only": Column("recall", kernel=False, hybrid={"exact_keys": 0, "softmax_heads": ()}),
+    "window only": Column("narrow", kernel=False, hybrid={"exact_keys": 0, "softmax_heads": ()}),
     "kernel only": Column("kernel"),
     "kernel and window, no scales": Column("unscaled"),
     "kernel and window": Column("window"),
     "kernel and window, exact keys": Column("exact"),
-    "kernel and window, exact keys, softmax heads": Column("recall"),
-    "window only, exact keys, softmax heads": Column("recall", kernel=False),
-    "kernel, window of 256, 64 exact keys, softmax heads": Column("wide"),
-    "window of 256, 64 exact keys, softmax heads": Column("wide", kernel=False),
+    "kernel and window, exact keys, softmax heads": Column("narrow"),
+    "window only, exact keys, softmax heads": Column("narrow", kernel=False),
+    "kernel, window of 256, 64 exact keys, softmax heads": Column("recall"),
+    "window of 256, 64 exact keys, softmax heads": Column("recall", kernel=False),
     "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
 }
 

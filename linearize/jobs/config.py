@@ -37,7 +37,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "causal": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=True),
         "recall": Preset(
-            {"kernel": "hedgehog", "window": 128, "sinks": 4, "exact_keys": 32, "keep_softmax_heads": "5%"}, causal=True
+            {"kernel": "hedgehog", "window": 256, "sinks": 4, "exact_keys": 64, "keep_softmax_heads": "5%"}, causal=True
         ),
         "encoder": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=False),
     }

@@ -122,14 +122,14 @@ def test_all_of_it(tmp_path, monkeypatch):
     words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     original("llama", "AutoModelForCausalLM").save_pretrained(tmp_path / "softmax")
     words.save_pretrained(tmp_path / "softmax")
-    for name, form in {"recall": {"exact_keys": 2, "softmax_heads": "0:1"}, "window": {}}.items():
+    for name, form in {"narrow": {"exact_keys": 2, "softmax_heads": "0:1"}, "window": {}}.items():
         model = linearize.convert(
             original("llama", "AutoModelForCausalLM"), "hedgehog", window=4, scale="linear", **form
         )
         linearize.save(stir(model), tmp_path / name)
     (tmp_path / "text.txt").write_text(" ".join(WORDS * 40))
     monkeypatch.setattr(proof, "NEW_TOKENS", 3)
-    folders = [f"{name}={tmp_path / name}" for name in ("recall", "window")]
+    folders = [f"{name}={tmp_path / name}" for name in ("narrow", "window")]
     sizes = {"rows": 4, "length": 48, "long-rows": 2, "long-length": 64, "needles": 60, "needle-rows": 2, "offset": 7}
     line = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     output = tmp_path / "proof.json"
