@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> str:
             model=args.model,
             kernel="hedgehog",
             # Softmax among the nearest tokens, the kernel for all that is further away.
-            window=64,
+            window=128,
             dataset=args.dataset,
             distill_steps=args.distill_steps,
             packing=True,

@@ -55,7 +55,7 @@ CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
 """Converted checkpoints under the names that README.md gives them, for the other documents."""
 WORDS = {
     "vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2",
-    "sentence-transformers/all-MiniLM-L6-v2": "MINILM",
+    "sentence-transformers/all-MiniLM-L6-v2": "MINILM", "smollm2-chat": "gpt2-linear",
 }  # fmt: skip
 LAYERS = "{1: softmax, 3: ", "{0: softmax, 1: "
 """Numbers of layers in a recipe's row, and those of a model that has two."""
@@ -148,6 +148,7 @@ EXAMPLES = {
     "own_kernel": ["--kernels", "softmax,squared_relu", *[c for c in RECIPES["minilm-glue"] if "{name" not in c][1:]],
     "generation": ["--distill-steps", "2", "--tokens", "8", "--dataset", "corpus.txt"],
     "images": ["--distill-steps", "1", "--untrained"],
+    "chat": ["--tokens", "8"],
 }  # fmt: skip
 
 
@@ -226,7 +227,7 @@ def write_reviews(root, rows):
 
 
 def write_glue(root, rows):
-    for name in ("cola", "stsb", "mrpc"):
+    for name in ("cola", "sst2", "stsb", "mrpc"):
         (root / name).mkdir(parents=True)
     for split, count in (("train", 24), ("validation", 8), ("test", 8)):
         single = [{"sentence": row["text"], "label": row["label"]} for row in rows[:count]]
@@ -235,7 +236,7 @@ def write_glue(root, rows):
             for number, (one, other) in enumerate(itertools.pairwise(rows[: count + 1]))
         ]
         classes = [{**pair, "label": number % 2} for number, pair in enumerate(pairs)]
-        for name, found in (("cola", single), ("stsb", pairs), ("mrpc", classes)):
+        for name, found in (("cola", single), ("sst2", single), ("stsb", pairs), ("mrpc", classes)):
             (root / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
