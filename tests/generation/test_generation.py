@@ -8,13 +8,14 @@ import pytest
 import torch
 import transformers
 from support.generation import GREEDY, assert_same_beams, causal, generate_and_check, prompts
-from support.tiny import converted, inputs_of, original
+from support.tiny import converted, inputs_of, original, stir
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 import linearize
-from linearize.attention.cache import LinearizeCache, given_cache
+from linearize.attention.cache import LinearizeCache, cache_argument, given_cache
+from linearize.conversion.plan import set_trained_length
 from linearize.core.errors import ConfigError, LinearizeError
 
 CAUSAL = ["gpt2", "llama", "qwen2", "mistral", "gemma3"]
@@ -293,3 +294,26 @@ def test_the_cache_function_bound_to_another_model():
         max_cache_length=8,
     )
     assert type(given_cache(made)) is DynamicCache
+
+
+@torch.no_grad()
+def test_a_model_that_fades_is_cropped_packed_and_padded():
+    """Tokens are counted per row and document, and again after a crop."""
+    model = stir(converted("llama", "AutoModelForCausalLM", window=3, sinks=1, scale="linear")).eval()
+    set_trained_length(model, 6)
+    ids = torch.arange(5, 45)[None]
+    whole = model(ids, use_cache=False).logits
+    cache = model.new_cache(crop=8)
+    given = cache_argument(model, cache)
+    model(ids[:, :30], **given)
+    cache.crop(-5)
+    steps = torch.cat([model(ids[:, i : i + 1], **given).logits for i in range(25, 40)], dim=1)
+    torch.testing.assert_close(steps, whole[:, 25:], rtol=1e-4, atol=1e-5)
+    packed = model(ids, position_ids=torch.cat([torch.arange(18), torch.arange(22)])[None], use_cache=False).logits
+    parts = [model(part, use_cache=False).logits for part in ids.split([18, 22], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(parts, dim=1), rtol=1e-4, atol=1e-5)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :13] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    padded = model.generate(ids.repeat(2, 1), attention_mask=mask, **options)
+    assert torch.equal(padded[0, 40:], model.generate(ids[:, 13:], **options)[0, 27:])
