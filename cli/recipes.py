@@ -100,8 +100,6 @@ def results(args: argparse.Namespace) -> None:
     kind = "json" if args.json else args.format
     if args.plot:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
-        write_results_plot(made, args.plot)
-        console(to_stderr=kind != "table").print(f"Picture: {args.plot}")
     compared = None
     if args.against is not None:
         if kind not in ("table", "json"):
@@ -109,6 +107,9 @@ def results(args: argparse.Namespace) -> None:
         from linearize.jobs.recipes.against import against
 
         compared = against(args.folder, args.against)
+    if args.plot:
+        write_results_plot(made, args.plot)
+        console(to_stderr=kind != "table").print(f"Picture: {args.plot}")
     if kind == "json":
         print_json([asdict(table) for table in made] if compared is None else asdict(compared))
         return

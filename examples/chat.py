@@ -36,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> str:
     cache = model.new_cache()
     given = cache_argument(model, cache)
     out = model.generate(**inputs, **given, max_new_tokens=args.tokens, do_sample=False)
-    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in layer.state.values())
     answer = str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
-    print(f"{out.shape[1]:,} tokens, a state of {held / 2**20:.1f} MiB: {answer}")
+    print(f"{out.shape[1]:,} tokens, a state of {cache.nbytes() / 2**20:.1f} MiB: {answer}")
     return answer
 
 

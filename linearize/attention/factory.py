@@ -100,8 +100,7 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
             "choose another kernel, or use sinks"
         )
     length = hybrid.trained_length
-    can_fade = window is not None and hybrid.scale != SCALES[0] and shape.causal
-    if length is not None and not (can_fade and type(length) is int and length > 0):
+    if length is not None and not (hybrid.can_fade(shape.causal) and type(length) is int and length > 0):
         raise ConfigError(
             f"trained-length: got {length!r}, expected a number of tokens, 1 or more, for a causal layer with a window "
             "and scales; leave it out"

@@ -111,11 +111,13 @@ class FeatureMapMixer(Mixer):
         more: MixerState = {}
         if self.softmax_heads is not None:
             exact, more = self.softmax_heads.attend(call)
+        state, positions = call.state, None
         if self.counts:
-            counted = _count(call.k, call.key_padding_mask, None if call.state is None else call.state["seen"])
-            call, more = replace(call, positions=(counted - 1).clamp(min=0)), more | {"seen": counted[:, -1]}
-        if call.state is not None:
-            call = replace(call, state={name: x for name, x in call.state.items() if name not in OWN})
+            counted = _count(call.k, call.key_padding_mask, None if state is None else state["seen"])
+            positions, more = (counted - 1).clamp(min=0), more | {"seen": counted[:, -1]}
+        if state is not None:
+            state = {name: x for name, x in state.items() if name not in OWN}
+        call = replace(call, positions=positions, state=state)
         out, after = choose(self, call).run(self, call)
         if exact is not None and self.softmax_heads is not None:
             out = out.index_copy(1, torch.tensor(self.softmax_heads.heads, device=out.device), exact.to(out.dtype))
@@ -143,16 +145,17 @@ class FeatureMapMixer(Mixer):
         if self.key_scale is None:
             return None, None
         q, k = call.without_padding()
-        if self.query_scale is None:
-            return None, self.key_scale(k)
-        return self._faded(self.query_scale(q), call.positions), self.key_scale(k)
+        return self._learned(q, call.positions, queries=True), self._learned(k, call.positions, queries=False)
 
-    def _faded(self, scale: Tensor, positions: Tensor | None) -> Tensor:
-        """Let the queries' log-scales [B, H, T] fade after the trained length; the queries are the last tokens."""
-        length = self.hybrid.trained_length
-        if length is None or positions is None:
-            return scale
-        return scale + fade(positions[:, None, -scale.shape[2] :], length)
+    def _learned(self, x: Tensor, positions: Tensor | None, *, queries: bool) -> Tensor | None:
+        """Return the learned log-scales; those of queries, the last of the tokens, fade after the trained length."""
+        log_scale, length = self.query_scale if queries else self.key_scale, self.hybrid.trained_length
+        if log_scale is None:
+            return None
+        learned: Tensor = log_scale(x)
+        if length is None or positions is None or not queries:
+            return learned
+        return learned + fade(positions[:, None, -x.shape[2] :], length)
 
     def map_tokens(
         self,
@@ -168,12 +171,13 @@ class FeatureMapMixer(Mixer):
         Args:
             x: the tokens; they have been through `inputs`, and padding is zero.
             scaling: the host's factor of the scores.
-            positions: [B, T], for positional kernels.
+            positions: [B, T], if tokens are counted.
             learned: their learned log-scales, if they were computed before.
             queries: whether they are queries.
         """
-        map, log_scales = self.keys, self.query_scale if queries else self.key_scale
-        batch, groups, given, places = x.shape[0], 1, x, positions
+        map, batch, groups = self.keys, x.shape[0], 1
+        if learned is None:
+            learned = self._learned(x, positions, queries=queries)
         if queries and self.queries is not None:
             map = self.queries
         elif queries and (groups := self.shape.heads // self.shape.key_heads) > 1:
@@ -194,9 +198,6 @@ class FeatureMapMixer(Mixer):
             phi = phi.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
             if log_scale is not None:
                 log_scale = log_scale.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
-        if learned is None and log_scales is not None:
-            learned = log_scales(given)
-            learned = self._faded(learned, places) if queries else learned
         if learned is not None:
             log_scale = learned if log_scale is None else log_scale + learned
         return Features(phi, log_scale)

@@ -19,7 +19,7 @@ from linearize.conversion.positions import PositionReport, extend_positions
 from linearize.conversion.probe import trial_runs
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.registry import HYBRID, SCALES, Hybrid, kernel_info, make_config
+from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
 from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
 from linearize.modeling.model import attach, change_class, is_linearized
@@ -252,7 +252,7 @@ def set_trained_length(model: PreTrainedModel, tokens: int) -> None:
     fading = {
         layer.module: dataclasses.replace(layer.hybrid, trained_length=max(tokens, layer.hybrid.trained_length or 0))
         for layer in Plan.from_dict(model.config.linearize).converted
-        if layer.shape.causal and layer.hybrid.window is not None and layer.hybrid.scale != SCALES[0]
+        if layer.hybrid.can_fade(layer.shape.causal)
     }
     if fading:
         change_hybrids(model, fading)

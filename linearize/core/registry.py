@@ -149,6 +149,10 @@ class Hybrid:
     softmax_heads: tuple[int, ...] = ()
     trained_length: int | None = None
 
+    def can_fade(self, causal: bool) -> bool:
+        """Tell whether a layer of this direction can have a trained length."""
+        return causal and self.window is not None and self.scale != SCALES[0]
+
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
         """Read the additions among a layer's arguments, which may be text (as typed on a command line)."""

@@ -161,7 +161,8 @@ def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | Non
     weights = [w for part in (*_feature_maps(mixer), *learned) for w in part._parameters.values()]
     key = [scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
     length, name, faded = mixer.hybrid.trained_length, "native.packed", None
-    if length is not None and positions is not None:
+    # Up to the trained length nothing fades, and steps share what is packed without a buffer.
+    if length is not None and positions is not None and float(positions.max()) >= length:
         assert mixer.query_scale is not None and mixer.query_scale.bias is not None
         name = f"{name}.{threading.get_ident()}"
         faded = mixer.query_scale.bias.float() + fade(positions[0], length)
