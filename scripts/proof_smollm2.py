@@ -56,6 +56,20 @@ QUESTIONS = (
 )
 
 
+ASKED = (
+    "What is {}?",
+    "Explain {} to a child.",
+    "Name facts about {}.",
+    "Why does {} matter?",
+    "Write about {}.",
+)
+TOPICS = ("gravity", "photosynthesis", "the Roman Empire", "money", "sleep")
+PASSAGE = 500
+"""Tokens of a passage that is asked about."""
+ANSWERED = 10
+"""Chats of each kind that a converted model answers; it predicts the original's tokens in all."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the table: a converted checkpoint, and what is different about its layers.
@@ -235,6 +249,41 @@ def generations(model: Any, tokenizer: Any, rows: Sequence[Tensor]) -> dict[str,
     return {"tokens": found, "texts": [tokenizer.decode(answer) for answer in found]}
 
 
+def chats(tokenizer: Any, passages: Tensor) -> list[Tensor]:
+    """Return chats as rows [1, T]: short questions, then one about every passage of passages [R, L]."""
+    short = [question.format(topic) for topic in TOPICS for question in ASKED]
+    long = [f"What is the following text about?\n\n{tokenizer.decode(passage)}" for passage in passages]
+    rows = []
+    for question in (*short, *long):
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        rows.append(prompt if torch.is_tensor(prompt) else prompt["input_ids"])
+    return rows
+
+
+def answers(model: Any, tokenizer: Any, rows: Sequence[Tensor], original: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Answer chats, and return how often a model continues the original's answers with the original's next token.
+
+    The original (`original` is None) answers all chats, a converted model the first `ANSWERED` of each kind.
+    """
+    if original is None:
+        return generations(model, tokenizer, rows)
+    half = len(rows) // 2
+    read = [i for i in range(len(rows)) if i % half < ANSWERED]
+    own = generations(model, tokenizer, [rows[i] for i in read])
+    right = []
+    for row, answer in zip(rows, original["tokens"], strict=True):
+        said = logits(model, torch.tensor([*row[0].tolist(), *answer]), last=len(answer) + 1).argmax(dim=-1).tolist()
+        right.append(sum(map(int.__eq__, said[:-1], answer)) / len(answer))
+    same = same_tokens(own["tokens"], [original["tokens"][i] for i in read])
+    kinds = {"short": slice(half), "long": slice(half, None)}
+    return own | {
+        "same": {"short": sum(same[:ANSWERED]) / ANSWERED, "long": sum(same[ANSWERED:]) / ANSWERED},
+        "next": {kind: sum(right[part]) / half for kind, part in kinds.items()},
+        "next_rows": [round(x, 4) for x in right],
+    }
+
+
 def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[float]:
     """Return, for every answer, the share of places with the same token."""
     return [sum(map(int.__eq__, a, b)) / NEW_TOKENS for a, b in zip(ours, theirs, strict=True)]
@@ -329,6 +378,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     """Measure and write; figures that --output has already are kept."""
     args = parse(words)
+    folders = dict(pair.split("=", 1) for pair in args.converted)
     tokenizer = AutoTokenizer.from_pretrained(args.original)
     ids = torch.tensor(tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"])[args.offset :]
     long, rest = ids.split([args.long_rows * args.long_length, len(ids) - args.long_rows * args.long_length])
@@ -336,6 +386,7 @@ def main(words: list[str] | None = None) -> None:
     passages, rest = rest.split([args.rows * args.length // 4, len(rest) - args.rows * args.length // 4])
     vocabulary = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     items = cloze_items(ids, args.long_rows, args.long_length, vocabulary, args.cloze)
+    asked = chats(tokenizer, rest[-len(ASKED) * len(TOPICS) * PASSAGE :].view(-1, PASSAGE))
     starts = prompts(tokenizer, rows.view(args.rows, -1)[:4, : args.length // 2])
     measures: dict[str, Callable[[Any], Any]] = {
         "rows": lambda model: reading(model, rows.view(args.rows, -1)),
@@ -352,8 +403,8 @@ def main(words: list[str] | None = None) -> None:
         },
         "long rows": lambda model: reading(model, long.view(args.long_rows, -1), items),
         "generations": lambda model: generations(model, tokenizer, starts),
+        "answers": lambda model: answers(model, tokenizer, asked, table["softmax"].get("answers")),
     }
-    folders = dict(pair.split("=", 1) for pair in args.converted)
     output = Path(args.output)
     done: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {"columns": {}}
     done["settings"] = {name: getattr(args, name) for name in

@@ -128,7 +128,9 @@ def test_all_of_it(tmp_path, monkeypatch):
         )
         linearize.save(stir(model), tmp_path / name)
     (tmp_path / "text.txt").write_text(" ".join(WORDS * 40))
-    monkeypatch.setattr(proof, "NEW_TOKENS", 3)
+    sizes = {"NEW_TOKENS": 3, "TOPICS": ("ant",), "ASKED": ("{}", "see {}"), "PASSAGE": 6, "ANSWERED": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(proof, name, value)
     folders = [f"{name}={tmp_path / name}" for name in ("narrow", "window")]
     sizes = {"rows": 4, "length": 48, "long-rows": 2, "long-length": 64, "needles": 60, "needle-rows": 2, "offset": 7}
     line = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
@@ -150,6 +152,16 @@ def test_all_of_it(tmp_path, monkeypatch):
         loss = original("llama", "AutoModelForCausalLM")(ids, labels=ids).loss
     assert table["softmax"]["rows"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     assert table["softmax"]["generations"]["same"] == [1.0] * 8
+    answers = {name: figures["answers"] for name, figures in table.items()}
+    assert len(answers["softmax"]["tokens"]) == 4 and {len(of["tokens"]) for of in answers.values()} == {4, 2}
+    again = [torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]])]
+    model = original("llama", "AutoModelForCausalLM").eval()
+    theirs = proof.answers(model, words, again, None)
+    ours = proof.answers(model, words, again, theirs)
+    assert ours["tokens"] == theirs["tokens"] and ours["next_rows"] == [1.0, 1.0]
+    assert ours["same"] == ours["next"] == {"short": 1.0, "long": 1.0}
+    wrong = {"tokens": [[(t + 1) % 30 for t in of] for of in theirs["tokens"]]}
+    assert proof.answers(model, words, again, wrong)["same"] == {"short": 0.0, "long": 0.0}
     difference = found["differences"]["window only"]["softmax"]["nats, rows"]
     nats = [math.log(table[name]["rows"]["perplexity"]) for name in ("window only", "softmax")]
     assert difference["value"] == pytest.approx(nats[0] - nats[1], abs=1e-4)
