@@ -45,7 +45,7 @@ EXACT_KEYS = (0, 0.5)
 """Exact keys to choose from in addition to the reference's, as shares of its window."""
 HELD_OUT = 8
 """Rows on which choices are compared, at most."""
-TOKENS = 4096
+TOKENS = 2048
 """Tokens of the rows on which scales are fitted, and of those on which choices are compared; one row has more if it is
 longer."""
 
