@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from linearize.core.errors import ConfigError
-from linearize.core.options import Option, convert, kind_of, make, options_of
+from linearize.core.options import convert, kind_of, make, options_of
 from linearize.core.parsing import parse_yaml, read_text
 
 Config = TypeVar("Config")
@@ -61,26 +61,22 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argp
     for title in sorted({option.group: None for option in options if option.group}, key=lambda title: title == LAST):
         groups[title] = parser.add_argument_group(title)
     for option in options:
-        _add(groups[option.group], option)
+        group, metadata = groups[option.group], option.metadata
+        how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": option.help.replace("%", "%%")}
+        how |= {key: metadata[key] for key in ("nargs", "const", "metavar") if key in metadata}
+        if metadata.get("positional"):
+            group.add_argument(option.name, **({} if option.required else {"nargs": "?"}) | how)
+            continue
+        if option.kind is bool:
+            how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+        else:
+            how = {"metavar": METAVARS.get(option.kind, "NAME"), "required": option.required} | how
+            if option.kind in METAVARS:
+                how["type"] = option.kind
+            if metadata.get("repeat"):
+                how["action"] = "append"
+        group.add_argument(f"--{option.name.replace('_', '-')}", dest=option.name, **how)
     return {title: group for title, group in groups.items() if title is not None}
-
-
-def _add(parser: argparse._ActionsContainer, option: Option) -> None:
-    metadata = option.metadata
-    how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": option.help.replace("%", "%%")}
-    how |= {key: metadata[key] for key in ("nargs", "const", "metavar") if key in metadata}
-    if metadata.get("positional"):
-        parser.add_argument(option.name, **({} if option.required else {"nargs": "?"}) | how)
-        return
-    if option.kind is bool:
-        how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
-    else:
-        how = {"metavar": METAVARS.get(option.kind, "NAME"), "required": option.required} | how
-        if option.kind in METAVARS:
-            how["type"] = option.kind
-        if metadata.get("repeat"):
-            how["action"] = "append"
-    parser.add_argument(f"--{option.name.replace('_', '-')}", dest=option.name, **how)
 
 
 def take_options(args: argparse.Namespace, config: type[Config]) -> Config:

@@ -137,11 +137,15 @@ def plan_table(plan: Plan) -> Group:
     """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
     from linearize.conversion.plan import expectations
 
-    groups = [list(layers) for _, layers in itertools.groupby(plan.layers, _alike)]
-    rows = [
-        [_span([layer.index for layer in group]), _folded([layer.module for layer in group]), *_alike(group[0])[:-1]]
-        for group in groups
-    ]
+    rows = []
+    for (*facts, _), layers in itertools.groupby(plan.layers, _alike):
+        group = list(layers)
+        known = [str(layer.index) for layer in group if layer.index is not None]
+        numbers = "-".join(dict.fromkeys([*known[:1], *known[-1:]]))
+        # Their names differ in numbers only: `layer.0-5.self`.
+        parts = zip(*(re.split(r"(\d+)", layer.module) for layer in group), strict=True)
+        module = "".join(part[0] if len(set(part)) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+        rows.append([numbers, module, *facts])
     title = f"{plan.architecture}: {len(plan.converted)} of {len(plan.layers)} attentions become linear"
     columns = ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"]
     if not any(row[-1] for row in rows):
@@ -161,17 +165,6 @@ def _alike(layer: LayerPlan) -> tuple[str, ...]:
         layer.reason,
         re.sub(r"\d+", "#", layer.module),
     )
-
-
-def _span(numbers: Sequence[int | None]) -> str:
-    known = [str(number) for number in numbers if number is not None]
-    return "-".join(dict.fromkeys([*known[:1], *known[-1:]]))
-
-
-def _folded(modules: Sequence[str]) -> str:
-    """Name modules that differ in numbers only: `layer.0-5.self`."""
-    parts = zip(*(re.split(r"(\d+)", module) for module in modules), strict=True)
-    return "".join(part[0] if len(set(part)) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 LARGE = 1e5

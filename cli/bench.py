@@ -13,7 +13,7 @@ from linearize.core.parsing import check_file
 from linearize.evaluation.bench.job import BenchResult, checked, make_suites, run_bench
 from linearize.evaluation.bench.meter import DTYPES
 from linearize.evaluation.bench.models import OfModel
-from linearize.evaluation.bench.rows import Row, Variant, faster_from, write_plot
+from linearize.evaluation.bench.rows import Row, faster_from, write_plot
 from linearize.evaluation.bench.suites import AttentionSuite
 from linearize.evaluation.options import BenchOptions
 
@@ -99,7 +99,10 @@ def _table(what: str, rows: list[Row]) -> Group:
     columns += [f"{name}, MiB" for name in remembered]
     cells = []
     for row in rows:
-        line = [f"{row.tokens:,}", *(_seconds(one) for one in row.variants.values())]
+        line = [f"{row.tokens:,}"]
+        for one in row.variants.values():
+            timing = one.timing
+            line.append(one.problem or "-" if timing is None else f"{timing.seconds:.4g} ({timing.spread:.0%})")
         line.append("-" if row.speedup is None else f"{row.speedup:.2f} x")
         for key in derived:
             value = row.figures.get(key)
@@ -109,9 +112,3 @@ def _table(what: str, rows: list[Row]) -> Group:
             line.append("-" if taken is None else f"{taken / 2**20:,.1f}")
         cells.append(line)
     return table(f"{what}: medians (spread)", columns, cells, right=tuple(range(len(columns))))
-
-
-def _seconds(variant: Variant) -> str:
-    if variant.timing is None:
-        return variant.problem or "-"
-    return f"{variant.timing.seconds:.4g} ({variant.timing.spread:.0%})"

@@ -79,7 +79,9 @@ def kernels(args: argparse.Namespace) -> None:
     elif args.name:
         _explain(facts[0])
     else:
-        _list(facts)
+        names = ("feature_size", "extra_parameters_bert_base", "state_bytes_bert_base")
+        rows = [_row(kernel_info(fact["name"]), *(fact[name] for name in names), FORWARD) for fact in facts]
+        _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows)
 
 
 COLUMNS = ["kernel", "features", "parameters", "state, MiB", "KL", "faster", "choose it"]
@@ -125,13 +127,6 @@ def _row(info: KernelInfo, features: int | None, parameters: int, state: int | N
         "times_faster": None if speed is None else speed.times,
         "choose": info.choose or info.summary,
     }
-
-
-def _list(facts: list[dict[str, Any]]) -> None:
-    """Print all kernels."""
-    names = ("feature_size", "extra_parameters_bert_base", "state_bytes_bert_base")
-    rows = [_row(kernel_info(fact["name"]), *(fact[name] for name in names), FORWARD) for fact in facts]
-    _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows)
 
 
 def _mebibytes(count: int | None) -> str:

@@ -115,14 +115,11 @@ def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstL
         return None
     module = max(figures, key=lambda name: figures[name])
     value, mean = figures[module], sum(figures.values()) / len(figures)
-    index = next((layer.index for layer in plan.converted if _inside(layer.module, module)), None)
-    return WorstLayer(module, index, figure, value, mean)
-
-
-def _inside(attention: str, module: str) -> bool:
-    """Tell whether an attention, named from the base model on, is or lies in a module of the whole model."""
+    # The plan names attentions from the base model on, and the figures name modules from the whole model on.
     parts = module.split(".")
-    return any(f"{attention}.".startswith(f"{'.'.join(parts[start:])}.") for start in range(len(parts)))
+    inner = tuple(f"{'.'.join(parts[start:])}." for start in range(len(parts)))
+    index = next((layer.index for layer in plan.converted if f"{layer.module}.".startswith(inner)), None)
+    return WorstLayer(module, index, figure, value, mean)
 
 
 def growth(errors: Mapping[str, float]) -> dict[str, float]:
@@ -195,36 +192,31 @@ def next_command(context: Context) -> tuple[str, str]:
 
 def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findings:
     """Say what stage two was measured on, and which command comes next."""
+    from linearize.training.stage_two.tasks import TASKS
+
     target, task, seen = str(job.target()), job.task, None
     if task.modality == "text":
         rows = (data.validation[place] for place in range(len(data.validation)))
         seen = max((len(row["input_ids"]) for row in rows), default=None)
     if is_linearized(model):
-        why, command = "to measure it", line("evaluate", target, _of_evaluation(job))
+        usual = TASKS[task.name]
+        options: dict[str, object] = {
+            "task": task.name,
+            "columns": task.columns if task.columns != usual.columns else None,
+            "label_column": task.label if task.label != usual.label else None,
+            "labels": task.labels if task.labels != usual.labels else None,
+            "split": task.validation[0] if task.exact_validation else None,
+            "dataset": job.dataset,
+            "max_length": job.data.max_length,
+            "stride": job.data.stride,
+            "device": job.device if job.device != "auto" else None,
+            "compare": job.teacher,
+        }
+        why, command = "to measure it", line("evaluate", target, options)
     else:
         options = {"dataset": job.dataset, "text_column": task.columns or None}
         why, command = "to make it linear", line("convert", target, options)
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
-
-
-def _of_evaluation(job: TuneJob) -> dict[str, object]:
-    """Return the options that measure a model on the task that it was tuned on."""
-    from linearize.training.stage_two.tasks import TASKS
-
-    task = job.task
-    usual = TASKS[task.name]
-    return {
-        "task": task.name,
-        "columns": task.columns if task.columns != usual.columns else None,
-        "label_column": task.label if task.label != usual.label else None,
-        "labels": task.labels if task.labels != usual.labels else None,
-        "split": task.validation[0] if task.exact_validation else None,
-        "dataset": job.dataset,
-        "max_length": job.data.max_length,
-        "stride": job.data.stride,
-        "device": job.device if job.device != "auto" else None,
-        "compare": job.teacher,
-    }
 
 
 def typed() -> list[str]:
@@ -254,21 +246,22 @@ def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
     earlier = provenance.get("commands")
     commands = list(earlier) if isinstance(earlier, list) else []
     words = without(typed(), (*SWITCHES, *PLACES))
-    command = shlex.join(["linearize", *map(_without_folders, words)])
+    named = [name_of(x) if on_disk(x) else "".join(map(name_of, re.split("([,=])", x))) for x in words]
+    command = shlex.join(["linearize", *named])
     # The stages of one `longdoc` have the same line.
     return {"commands": commands if not words or commands[-1:] == [command] else [*commands, command]}
 
 
-def _without_folders(word: str) -> str:
-    return name_of(word) if on_disk(word) else "".join(name_of(part) for part in re.split("([,=])", word))
-
-
 def line(verb: str, model: str, options: Mapping[str, object]) -> str:
-    """Return a command line; values of None and False are left out."""
+    """Return a command line; values of None and False are left out, and parts (name, weight) become name=weight."""
     words = []
     for name, value in options.items():
         if value is not None and value is not False:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [_text(value)])]
+            words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, list | tuple):
+            words.append(",".join("=".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value))
+        elif value is not None and not isinstance(value, bool):
+            words.append(str(value))
     return shlex.join(["linearize", verb, model, *words])
 
 
@@ -281,10 +274,3 @@ def data_options(job: object) -> dict[str, object]:
         if (known[name].places[0][0] == "data" or name in ("device", "seed"))
         and value not in (known[name].default, None, [])
     }
-
-
-def _text(value: object) -> str:
-    """Write a value as it is typed; parts such as (name, weight) become name=weight."""
-    if not isinstance(value, list | tuple):
-        return str(value)
-    return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)

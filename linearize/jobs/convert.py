@@ -377,7 +377,13 @@ def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrain
     context = Context(job, loaded, on_event, provenance, earlier)
     teacher = None
     if job.teacher is not None:
-        teacher = _load_teacher(context, job.teacher)
+        if model_type(job.teacher) == "linearize":
+            raise ConfigError(f"teacher: {job.teacher!r} is converted itself; give the original that it was made from")
+        original = load_model(job.teacher)
+        teacher = original.model
+        check_teacher(loaded.model, teacher)
+        if hasattr(loaded.processor, "get_vocab") and hasattr(original.processor, "get_vocab"):
+            check_processor(job.teacher, original.processor, loaded.processor)
     elif weights_were_trained(provenance):
         tuned = "finetuning" in provenance
         name = "TUNED-ORIGINAL" if tuned else provenance.get("base_model", "ORIGINAL")
@@ -394,13 +400,3 @@ def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrain
             "out: the checkpoint's own softmax has its longer positions"
         )
     return context, teacher
-
-
-def _load_teacher(context: Context, name: str) -> PreTrainedModel:
-    if model_type(name) == "linearize":
-        raise ConfigError(f"teacher: {name!r} is converted itself; give the original that it was made from")
-    student, teacher = context.loaded, load_model(name)
-    check_teacher(student.model, teacher.model)
-    if hasattr(student.processor, "get_vocab") and hasattr(teacher.processor, "get_vocab"):
-        check_processor(name, teacher.processor, student.processor)
-    return teacher.model

@@ -199,7 +199,14 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     """
     check_alone("dry run")
     if isinstance(job, TuneJob):
-        return _of_tuning(job, on_event)
+        check_output(job)
+        opened = open_tuning(job, on_event)
+        whole, trial = size_of(opened.model), _Trial(on_event, next(opened.model.parameters()).device.type)
+        trial.run("stage two", lambda: [_stage_two(job, opened)])
+        trained = sum(parameter.nbytes for parameter in opened.model.parameters() if parameter.requires_grad)
+        length = job.data.max_length if job.task.modality == "text" else None
+        # The trainer keeps two checkpoints, weights and two moments each, and has three while it writes one.
+        return trial.bill(str(job.target()), opened.data.description, length, whole + 3 * (whole + 2 * trained))
     return _of_longdoc(job, on_event) if isinstance(job, LongdocJob) else _of_training(job, on_event)
 
 
@@ -358,17 +365,6 @@ def _step_and_evaluation(seconds: list[float]) -> tuple[float, float]:
         return (gaps or seconds)[-1], 0.0
     step = sum(gaps[:-1]) / len(gaps[:-1])
     return step, max(0.0, gaps[-1] - step)
-
-
-def _of_tuning(job: TuneJob, on_event: Callback) -> Bill:
-    check_output(job)
-    opened = open_tuning(job, on_event)
-    whole, trial = size_of(opened.model), _Trial(on_event, next(opened.model.parameters()).device.type)
-    trial.run("stage two", lambda: [_stage_two(job, opened)])
-    trained = sum(parameter.nbytes for parameter in opened.model.parameters() if parameter.requires_grad)
-    length = job.data.max_length if job.task.modality == "text" else None
-    # The trainer keeps two checkpoints, weights and two moments each, and has three while it writes one.
-    return trial.bill(str(job.target()), opened.data.description, length, whole + 3 * (whole + 2 * trained))
 
 
 class _Enough(Exception):

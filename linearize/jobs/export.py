@@ -15,7 +15,6 @@ from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
 if TYPE_CHECKING:
-    from linearize.export.graphs import Graph
     from linearize.export.onnx import Checked
 
 RECORD = "export.json"
@@ -75,20 +74,18 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
             checked = onnx.check(graphs, model, folder, min(CHECKED_TOKENS, longest or CHECKED_TOKENS))
             for name, check in checked.items():
                 on_event(Noted(f"{name}.onnx differs from PyTorch by {check.difference:.1e} of {check.largest:.1e}"))
-            described = {f"{graph.name}.onnx": _described(graph) for graph in graphs}
+            described: dict[str, dict[str, object]] = {}
+            for graph in graphs:
+                inputs = {
+                    name: {
+                        "dtype": str(x.dtype).removeprefix("torch."),
+                        "shape": [graph.sizes[name].get(axis, size) for axis, size in enumerate(x.shape)],
+                    }
+                    for name, x in graph.inputs.items()
+                }
+                described[f"{graph.name}.onnx"] = {"inputs": inputs, "outputs": list(graph.outputs)}
             record = {"model": job.model, "weights": onnx.WEIGHTS, "graphs": described}
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             if loaded.processor is not None:
                 loaded.processor.save_pretrained(folder)
         return ExportResult(job.output, described, checked)
-
-
-def _described(graph: Graph) -> dict[str, object]:
-    inputs = {
-        name: {
-            "dtype": str(x.dtype).removeprefix("torch."),
-            "shape": [graph.sizes[name].get(axis, size) for axis, size in enumerate(x.shape)],
-        }
-        for name, x in graph.inputs.items()
-    }
-    return {"inputs": inputs, "outputs": list(graph.outputs)}

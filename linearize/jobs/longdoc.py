@@ -263,7 +263,7 @@ def verdict(
     failed = [side.name for side in sides if not side.learned]
     if failed and not (sides[0].learned or sides[-1].learned):
         whom = "no side is" if len(failed) == len(sides) else f"{', '.join(failed)}: not"
-        level = "" if chance is None else f" ({_score(job, chance)})"
+        level = "" if chance is None else f" ({100 * chance:.2f})" if job.task.percent else f" ({chance:.3f})"
         # Sides that all give one answer never differ, so count what two independent guesses would vary.
         guesses = [(2**0.5 * low, 2**0.5 * high) for low, high in (side.interval for side in sides if side.interval)]
         more = f"Give more steps or rows; {_finest(job, [one.interval for one in differences] + guesses, rows)}"
@@ -296,10 +296,6 @@ def _finest(job: LongdocJob, intervals: list[tuple[float, float]], rows: int) ->
     widest = max(((high - low) / 2 for low, high in intervals), default=0.0)
     size = f"{100 * widest:.0f} points" if job.task.percent else f"{widest:.2f}"
     return f"{rows:,} rows cannot show differences below about {size}."
-
-
-def _score(job: LongdocJob, score: float) -> str:
-    return f"{100 * score:.2f}" if job.task.percent else f"{score:.3f}"
 
 
 def _gain(job: LongdocJob, differences: tuple[SideDifference, ...], minus: str) -> tuple[int, str]:

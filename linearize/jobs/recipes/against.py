@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from linearize.core.errors import DataError, unknown_name
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.jobs.recipes.recipe import Cell, cells
 from linearize.jobs.recipes.results import RECIPE, ResultRow, read_run
-from linearize.jobs.recipes.schema import SOFTMAX, Recipe
+from linearize.jobs.recipes.schema import SOFTMAX
 from linearize.jobs.recipes.stages import RECORD, stages_of
 from linearize.training.stage_two.metrics import draws, percentiles
 from linearize.training.stage_two.tasks import Task
@@ -97,7 +96,9 @@ def against(folder: str | Path, row: str) -> Against:
     if row not in names:
         raise unknown_name("row", row, names)
     done = [cell for cell in table if cell.key in measured]
-    units = {cell.key: _units(recipe, root, cell) for cell in done}
+    # What was scored in each cell; nothing if that is not recorded.
+    records = {cell.key: read_json(root / stages_of(recipe, cell)["done"].folder / RECORD, MOST_TEXT) for cell in done}
+    units = {key: tuple(map(np.asarray, record.get("units") or ())) for key, record in records.items()}
     tasks = tuple(dict.fromkeys(cell.job.name for cell in table))
     gaps: dict[str, dict[str, Gap]] = {name: {} for name in names if name != row}
     needed: dict[str, list[float]] = {}
@@ -132,12 +133,6 @@ def half(needed: Sequence[float]) -> float:
 
 def _scale(task: Task) -> float:
     return 100.0 if task.percent else 1.0
-
-
-def _units(recipe: Recipe, root: Path, cell: Cell) -> tuple[np.ndarray, ...]:
-    """Return what was scored in a cell; nothing if that is not recorded."""
-    record: dict[str, Any] = read_json(root / stages_of(recipe, cell)["done"].folder / RECORD, MOST_TEXT)
-    return tuple(map(np.asarray, record.get("units") or ()))
 
 
 def _gap(

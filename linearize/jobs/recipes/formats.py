@@ -12,7 +12,6 @@ from linearize.jobs.recipes.results import CHANCE, Table, lines_of, notes_of, to
 from linearize.jobs.recipes.schema import SOFTMAX
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 CSV = ("run", "row", "task", "mean", "deviation", "seeds", "seeds_wanted", "recovered_percent", "paper")
@@ -49,12 +48,10 @@ def to_latex(tables: Sequence[Table]) -> str:
 
 
 def _latex_row(texts: Sequence[str]) -> str:
-    return " & ".join(map(_latex, texts)) + r" \\"
-
-
-def _latex(text: str) -> str:
     # The sign between mean and deviation is LaTeX already.
-    return r"$\pm$".join("".join(LATEX.get(sign, sign) for sign in part) for part in text.split(r"$\pm$"))
+    sign = r"$\pm$"
+    escaped = (sign.join("".join(LATEX.get(x, x) for x in part) for part in text.split(sign)) for text in texts)
+    return " & ".join(escaped) + r" \\"
 
 
 FORMATS: dict[str, Callable[[Sequence[Table]], str]] = {"md": to_markdown, "csv": to_csv, "latex": to_latex}
@@ -69,35 +66,29 @@ def write_results_plot(tables: Sequence[Table], path: str) -> None:
 
 def results_figure(tables: Sequence[Table]) -> Figure:
     """Draw each task of each table: points with error bars (one standard deviation), and the paper's as crosses."""
-    from linearize.fidelity.plots_style import axes_grid, new_figure, tidy
+    from linearize.fidelity import plots_style as style
 
     panels = [(table, column) for table in tables for column in table.columns]
     columns = min(4, len(panels))
     height = (0.9 + 0.22 * max(len(table.rows) for table in tables)) * -(-len(panels) // columns)
-    figure = new_figure(max(3.2, 2.4 * columns), height)
-    for axes, (table, column) in zip(axes_grid(figure, len(panels), columns), panels, strict=True):
-        _draw(axes, table, column)
-        tidy(axes, column if len(tables) == 1 else f"{table.title.partition(':')[0]}: {column}")
+    figure = style.new_figure(max(3.2, 2.4 * columns), height)
+    for axes, (table, column) in zip(style.axes_grid(figure, len(panels), columns), panels, strict=True):
+        labels = [label for label in table.rows if label != CHANCE]
+        chance = table.rows[CHANCE][column].ours if CHANCE in table.rows else None
+        if chance is not None:
+            axes.axvline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label=CHANCE)
+        for place, label in enumerate(labels):
+            entry = table.rows[label][column]
+            color = style.SOFTMAX if label == SOFTMAX else style.LINEAR
+            if entry.ours is not None:
+                axes.errorbar(entry.ours, place, xerr=entry.deviation, fmt="o", color=color, markersize=4, capsize=2)
+            if entry.paper is not None:
+                axes.plot(entry.paper, place, "x", color=style.THIRD, markersize=5)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        style.tidy(axes, column if len(tables) == 1 else f"{table.title.partition(':')[0]}: {column}")
     figure.supxlabel(
         "ours: points, bars of one standard deviation; paper: crosses; dotted: chance",
         fontsize=7,
     )
     return figure
-
-
-def _draw(axes: Axes, table: Table, column: str) -> None:
-    from linearize.fidelity import plots_style as style
-
-    labels = [label for label in table.rows if label != CHANCE]
-    chance = table.rows[CHANCE][column].ours if CHANCE in table.rows else None
-    if chance is not None:
-        axes.axvline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label=CHANCE)
-    for place, label in enumerate(labels):
-        entry = table.rows[label][column]
-        color = style.SOFTMAX if label == SOFTMAX else style.LINEAR
-        if entry.ours is not None:
-            axes.errorbar(entry.ours, place, xerr=entry.deviation, fmt="o", color=color, markersize=4, capsize=2)
-        if entry.paper is not None:
-            axes.plot(entry.paper, place, "x", color=style.THIRD, markersize=5)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -0.5)

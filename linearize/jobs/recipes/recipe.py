@@ -246,20 +246,20 @@ def cells(recipe: Recipe) -> list[Cell]:
 def plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as plain data, without empty values: what `recipe.yaml` in a run's folder holds."""
     values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
-    values["kernels"] = [row.name if _bare(row) else _plain_row(row) for row in recipe.kernels]
+    rows: list[object] = []
+    for row in recipe.kernels:
+        line: dict[str, object] = _without_empty(dataclasses.asdict(row))
+        if row.layers:
+            # A single layer's kernel without arguments is its name.
+            line["layers"] = {
+                number: kernel.name if _bare(kernel) else _without_empty(dataclasses.asdict(kernel))
+                for number, kernel in row.layers.items()
+            }
+        rows.append(row.name if _bare(row) else line)
+    values["kernels"] = rows
     if isinstance(recipe.tasks, dict):
         # A task without changes stays, as an empty section.
         values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
-    return values
-
-
-def _plain_row(row: Row) -> dict[str, object]:
-    """Return a row of the table as plain data. A single layer's kernel without arguments is its name."""
-    values: dict[str, object] = _without_empty(dataclasses.asdict(row))
-    if row.layers:
-        kernels = row.layers.items()
-        named = {n: k.name if _bare(k) else _without_empty(dataclasses.asdict(k)) for n, k in kernels}
-        values["layers"] = named
     return values
 
 
@@ -312,7 +312,8 @@ def _change(values: dict[str, Any], change: str) -> None:
         value = [value]
     # A name keeps what the recipe says about that row or task.
     if parts == ["kernels"] and isinstance(value, list):
-        known = {_label(row): row for row in values.get("kernels", [])}
+        rows = values.get("kernels", [])
+        known = {row.get("label") or row.get("name") if isinstance(row, dict) else row: row for row in rows}
         value = [known.get(row, row) if isinstance(row, str) else row for row in value]
     if parts == ["tasks"] and isinstance(value, list) and isinstance(tasks, dict):
         value = {name: tasks.get(name, {}) for name in value}
@@ -330,7 +331,3 @@ def _change(values: dict[str, Any], change: str) -> None:
             else figures
             for row, figures in values["figures"].items()
         }
-
-
-def _label(row: object) -> object:
-    return row.get("label") or row.get("name") if isinstance(row, dict) else row

@@ -155,7 +155,12 @@ def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: in
         if several:
             line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
         table[label] = line
-    chances = {column: Entry(_chance(rows, column), None, None, len(recipe.seeds)) for column in columns}
+    # What guessing reaches on a task: the validation rows, and so this level, are the same for all rows.
+    levels = {
+        column: [_scaled(x, x["chance"]) for x in rows if x.get("task") == column and x.get("chance") is not None]
+        for column in columns
+    }
+    chances = {column: Entry(_mean(levels[column]), None, None, len(recipe.seeds)) for column in columns}
     if any(entry.ours is not None for entry in chances.values()) and CHANCE not in table:
         table[CHANCE] = chances | ({AVERAGE: _average(list(chances.values()), None, [])} if several else {})
     if several:
@@ -180,14 +185,6 @@ def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | No
     # The share over all seeds is unknown if softmax learned nothing with one of them.
     recovered = None if label == SOFTMAX else _mean(shares)
     return Entry(_mean(scores), paper, recovered, len(mine), _deviation(scores))
-
-
-def _chance(rows: Sequence[ResultRow], column: str) -> float | None:
-    """Return what guessing reaches on a task: the validation rows, and so this level, are the same for all rows."""
-    levels = [
-        _scaled(row, level) for row in rows if row.get("task") == column and (level := row.get("chance")) is not None
-    ]
-    return _mean(levels)
 
 
 def _scaled(row: ResultRow, score: float) -> float:

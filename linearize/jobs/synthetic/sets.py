@@ -236,7 +236,14 @@ class Pathfinder(MadeSet):
             )
         order = np.random.default_rng(self.seed).permutation(len(entries))
         count = max(1, round(self.validation * len(entries)))
-        read = [_read(root, *entry, self.side) for entry in entries]
+        read: list[dict[str, object]] = []
+        for name, label in entries:
+            try:
+                data = (root / name).read_bytes()
+            except OSError as error:
+                why = error.strerror
+                raise DataError(f"pathfinder: cannot read image {name!r} ({why}); copy the files again") from error
+            read.append({"text": pixel_text(decode(data, name), self.side), "label": label})
         parts = {"validation": order[:count], "train": order[count:]}
         return {name: [read[i] for i in sorted(part)] for name, part in parts.items()}, self.reads
 
@@ -258,14 +265,6 @@ def _entry(line: str, file: Path) -> tuple[str, int]:
     if len(fields) < FEWEST_FIELDS or fields[3] not in ("0", "1"):
         raise DataError(f"pathfinder: got {line!r} in {file.name}, expected folder, file, number and label (0 or 1)")
     return f"{fields[0]}/{fields[1]}", int(fields[3])
-
-
-def _read(root: Path, name: str, label: int, side: int) -> dict[str, object]:
-    try:
-        data = (root / name).read_bytes()
-    except OSError as error:
-        raise DataError(f"pathfinder: cannot read image {name!r} ({error.strerror}); copy the files again") from error
-    return {"text": pixel_text(decode(data, name), side), "label": label}
 
 
 SETS: dict[str, type[MadeSet]] = {

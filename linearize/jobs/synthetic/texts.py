@@ -272,8 +272,10 @@ def documents(
             f"documents: got {len(others)} other texts of at least {config.words} words, expected at least the "
             f"{config.parts} of a document"
         )
-    if config.decides == "last":
-        _check_classes(labels)
+    counts = Counter(labels)
+    if config.decides == "last" and (len(counts) < 2 or min(counts.values()) < 2):
+        found = ", ".join(f"{name}: {many}" for name, many in sorted(counts.items(), key=str))
+        raise DataError(f"documents: got texts of the classes {found}, expected two classes or more, each with two")
     chance = np.random.default_rng(seed)
     rows: list[dict[str, object]] = []
     for _ in range(count):
@@ -298,13 +300,6 @@ def _two(config: Documents, labels: Sequence[int | str], chance: np.random.Gener
     apart = int(chance.integers(config.apart, config.parts))
     place = int(chance.integers(config.parts - apart))
     return [place, place + apart], [first, second]
-
-
-def _check_classes(labels: Sequence[int | str]) -> None:
-    counts = Counter(labels)
-    if len(counts) < 2 or min(counts.values()) < 2:
-        found = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items(), key=str))
-        raise DataError(f"documents: got texts of the classes {found}, expected two classes or more, each with two")
 
 
 RELEASED = {"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv"}
@@ -381,18 +376,13 @@ def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
         wanted = f" of {config.shortest} characters or more" if config.shortest else ""
         raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least two for pairs")
     order = np.random.default_rng(config.seed).permutation(len(texts))
-    cut = [_cut(texts[i], config.overlap) for i in order]
+    starts = [(texts[i], max(0, len(texts[i]) // 2 - config.overlap // 2)) for i in order]
+    cut = [(text[: begin + config.overlap], text[begin:]) for text, begin in starts]
     made: list[dict[str, object]] = []
     for place, (first, second) in enumerate(cut):
         for other, label in ((second, 1), (cut[(place + 1) % len(cut)][1], 0)):
             made.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": label})
     return made
-
-
-def _cut(text: str, overlap: int) -> tuple[str, str]:
-    middle = len(text) // 2
-    begin = max(0, middle - overlap // 2)
-    return text[: begin + overlap], text[begin:]
 
 
 def _pair(row: list[str], name: str) -> dict[str, object]:
