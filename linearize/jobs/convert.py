@@ -179,7 +179,17 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
         decided = apply_file(loaded.model, decided, file, longest_input(job, loaded))
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     if job.chooses_windows:
-        decided = _choose_windows(context, job, decided, length)
+        from linearize.kernel_search.windows import choose_windows
+
+        # On rows as long as the model takes before it is converted.
+        open_data(context, length if job.max_length is None else within(loaded, length), "a number to --window")
+        on_event(Started("choosing the windows"))
+        chosen = choose_windows(loaded.model, context.source, decided)
+        context.provenance["plan"] = {"why": {str(number): why for number, why in chosen.why.items()}}
+        on_event(Noted(f"{chosen.text}."))
+        decided = chosen.plan
+        if job.plan_out is not None and is_main():
+            write_plan(job.plan_out, decided, chosen.why)
     on_event(Planned(decided))
     put_in_kernels(context, decided)
     if context.source is None and (job.distill.steps or job.align.steps or job.chooses_heads):
@@ -192,20 +202,6 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
         decided = keep_heads(loaded.model, decided, count, rows)
         on_event(Planned(decided))
     return context, decided
-
-
-def _choose_windows(context: Context, job: ConvertJob, decided: Plan, length: int) -> Plan:
-    """Choose every layer's window on rows of a length, as far as the model takes it before it is converted."""
-    from linearize.kernel_search.windows import choose_windows
-
-    open_data(context, length if job.max_length is None else within(context.loaded, length), "a number to --window")
-    context.on_event(Started("choosing the windows"))
-    chosen = choose_windows(context.loaded.model, context.source, decided)
-    context.provenance["plan"] = {"why": {str(number): why for number, why in chosen.why.items()}}
-    context.on_event(Noted(f"{chosen.text}."))
-    if job.plan_out is not None and is_main():
-        write_plan(job.plan_out, chosen.plan, chosen.why)
-    return chosen.plan
 
 
 def check_kernel(job: ConvertJob) -> None:

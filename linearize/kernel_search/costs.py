@@ -102,13 +102,23 @@ def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: C
         length: tokens.
         on_event: called before the measurement.
     """
-    known = _read()
+    folder = cache_folder()
+    known: dict[str, Cost] = {}
+    if folder is not None:
+        # A damaged file counts as empty.
+        with contextlib.suppress(OSError, ValueError):
+            known = convert(dict[str, Cost], read_json(folder / FILE), FILE)
     keys = {label: _key(suite, length) for label, suite in suites.items()}
     missing = {label: suite for label, suite in suites.items() if keys[label] not in known}
     if missing:
         measured = _measure(missing, length, on_event)
         known |= {keys[label]: cost for label, cost in measured.items()}
-        _write({key: cost for key, cost in known.items() if not cost.noisy})
+    if missing and folder is not None:
+        # A new file is renamed; if that fails, a later search measures again.
+        with contextlib.suppress(OSError, ConfigError):
+            folder.mkdir(parents=True, exist_ok=True)
+            values = {key: asdict(cost) for key, cost in known.items() if not cost.noisy}
+            write_file(folder / FILE, "costs", json.dumps(values, indent=0).encode())
     return {label: known[key] for label, key in keys.items()}
 
 
@@ -138,24 +148,3 @@ def _key(suite: AttentionSuite, length: int) -> str:
         "config": asdict(make_config(kernel_info(sizes.kernel), sizes.kernel_args)),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _read() -> dict[str, Cost]:
-    """Return the costs in the cache; a damaged file counts as empty."""
-    folder = cache_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError, ValueError):
-            costs: dict[str, Cost] = convert(dict[str, Cost], read_json(folder / FILE), FILE)
-            return costs
-    return {}
-
-
-def _write(costs: Mapping[str, Cost]) -> None:
-    """Replace the cache by a new file that is renamed; if that fails, a later search measures again."""
-    folder = cache_folder()
-    if folder is None:
-        return
-    with contextlib.suppress(OSError, ConfigError):
-        folder.mkdir(parents=True, exist_ok=True)
-        values = {key: asdict(cost) for key, cost in costs.items()}
-        write_file(folder / FILE, "costs", json.dumps(values, indent=0).encode())

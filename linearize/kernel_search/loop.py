@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -33,7 +33,7 @@ from linearize.kernel_search.result import (
     short,
 )
 from linearize.kernel_search.table import Choice, Table, rung_steps
-from linearize.kernel_search.trainer import Candidates, Key, SearchTrainer, errors
+from linearize.kernel_search.trainer import Candidates, SearchTrainer, errors
 from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
@@ -171,7 +171,13 @@ class _Search(Run):
         saved = self.load(self.candidates.weights())
         if saved is not None:
             # A resumed search keeps the costs that it began with.
-            self.costs = _saved_costs(saved)
+            known: Mapping[str, Mapping[str, Any]] = saved.record["costs"]
+            # Earlier states also have peak memory.
+            names = [field.name for field in fields(Cost)]
+            self.costs = {
+                int(number): {label: Cost(*(cost[name] for name in names)) for label, cost in row.items()}
+                for number, row in known.items()
+            }
         else:
             # The main process measures, and the others get its figures.
             device, dtype = self.accelerator.device, next(self.carrier.parameters()).dtype
@@ -233,7 +239,14 @@ class _Search(Run):
         self.train([])
         for n, label in trainer.dropped:
             self.table.rows[n][label].diverged = True
-        self._measure_errors(keys, before + self.progress.step)
+        self.on_event(Started("measuring the candidates on held-out data"))
+        options: dict[str, Any] = {"accelerator": self.accelerator, "precision": self.config.precision}
+        measured = errors(self.carrier, self.candidates, keys, self.whole.held_out, **options)
+        for (n, label), error in measured.items():
+            self.candidates.modules[n, label].requires_grad_(False)
+            entry = self.table.rows[n][label]
+            entry.error, entry.steps = error, before + self.progress.step
+            entry.diverged = entry.diverged or not math.isfinite(error)
         if number + 1 < rungs:
             kept = min(self.config.softmax_layers, len(self.table.rows) - 1) / len(self.table.rows)
             # What a linear layer may take if all of them take the same share of softmax's time.
@@ -243,16 +256,6 @@ class _Search(Run):
         self.on_event(
             Noted(f"Search, rung {number + 1} of {rungs}: {left}; best so far: {short(self.best or ()) or 'none'}")
         )
-
-    def _measure_errors(self, keys: list[Key], steps: int) -> None:
-        self.on_event(Started("measuring the candidates on held-out data"))
-        options: dict[str, Any] = {"accelerator": self.accelerator, "precision": self.config.precision}
-        measured = errors(self.carrier, self.candidates, keys, self.whole.held_out, **options)
-        for (number, label), error in measured.items():
-            self.candidates.modules[number, label].requires_grad_(False)
-            entry = self.table.rows[number][label]
-            entry.error, entry.steps = error, steps
-            entry.diverged = entry.diverged or not math.isfinite(error)
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         """Train the candidates of a rung for one step, and end the rung if its share of a limited time is over."""
@@ -368,15 +371,6 @@ class _Search(Run):
     def last_state(self) -> RunState | None:
         """Return the state of the finished search; None before its last rung."""
         return self.current_state() if self.number + 1 == self.table.rungs else None
-
-
-def _saved_costs(saved: RunState) -> Costs:
-    def cost(values: Mapping[str, Any]) -> Cost:
-        # Earlier states also have peak memory.
-        return Cost(values["share"], values["seconds"], values["softmax_seconds"], values["noisy"])
-
-    record: Mapping[str, Mapping[str, Any]] = saved.record["costs"]
-    return {int(number): {label: cost(values) for label, values in row.items()} for number, row in record.items()}
 
 
 __all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "search"]

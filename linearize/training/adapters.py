@@ -149,14 +149,21 @@ def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[s
     Raises:
         ConfigError: if the model has no such module.
     """
+    from linearize.attention.interface import linear_attentions
+    from linearize.conversion.probe import probe
+
     if endings is not None:
         wanted = tuple(part.strip() for part in endings.split("+"))
         targets = [name for name, module in model.named_modules() if _linear(module) and name.split(".")[-1] in wanted]
         if not targets:
             raise ConfigError(f"lora: no linear module is called {' or '.join(wanted)}; leave targets out to find them")
         return targets
-    targets = []
-    for host in _hosts(model):
+    hosts, targets = list(linear_attentions(model)), []
+    if not hosts:
+        # The attentions of a softmax model are found by a trial run.
+        names = {id(module): name for name, module in model.named_modules()}
+        hosts = list(dict.fromkeys(names[id(call.module)] for call in probe(model) if id(call.module) in names))
+    for host in hosts:
         module = model.get_submodule(host)
         targets += [
             f"{host}.{name}"
@@ -166,19 +173,6 @@ def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[s
     if not targets:
         raise ConfigError(f"lora: {type(model).__name__} has no linear maps in its attentions; name targets=...")
     return sorted(set(targets))
-
-
-def _hosts(model: PreTrainedModel) -> list[str]:
-    """Return the names of the attention modules; those of a softmax model are found by a trial run."""
-    from linearize.attention.interface import linear_attentions
-
-    converted = list(linear_attentions(model))
-    if converted:
-        return converted
-    from linearize.conversion.probe import probe
-
-    names = {id(module): name for name, module in model.named_modules()}
-    return list(dict.fromkeys(names[id(call.module)] for call in probe(model) if id(call.module) in names))
 
 
 def _linear(module: nn.Module) -> bool:

@@ -64,7 +64,14 @@ def reporter(
         UnknownNameError: for an unknown name.
         ConfigError: if a tracker's package is not installed.
     """
-    trackers = [] if value.strip() in ("", NONE) else _trackers(value, folder)
+    trackers: list[GeneralTracker] = []
+    if value.strip() not in ("", NONE):
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+        installed = [str(name) for name in get_available_trackers()]
+        kinds = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
+        # Without a run's name the files go into the folder itself.
+        trackers = [kind("", str(folder)) if kind.requires_logging_directory else kind("linearize") for kind in kinds]
     started = False
 
     def write(report: StepReport | AlignStep) -> None:
@@ -85,16 +92,6 @@ def reporter(
     finally:
         for tracker in trackers if started else ():
             tracker.finish()
-
-
-def _trackers(value: str, folder: str | Path) -> list[GeneralTracker]:
-    """Make the trackers without starting them."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
-    installed = [str(name) for name in get_available_trackers()]
-    classes = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
-    # Without a run's name the files go into the folder itself.
-    return [kind("", str(folder)) if kind.requires_logging_directory else kind("linearize") for kind in classes]
 
 
 def check_report_to(value: str) -> tuple[str, ...]:

@@ -181,24 +181,19 @@ class BenchModel:
             return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **hybrid).eval()
         loaded = load_converted(self.model, device=self.device)
         self._check_reads(loaded.modality)
-        self._check_size(loaded.model)
-        return move(loaded.model, dtype=DTYPES[self.dtype])
-
-    def _check_size(self, model: PreTrainedModel) -> None:
-        """Refuse inputs of a size that a converted checkpoint does not take."""
-        length, size = current_length(model), current_image_size(model)
+        length, size = current_length(loaded.model), current_image_size(loaded.model)
         if self.image_size is not None:
             if size is not None and size != (self.image_size, self.image_size):
                 raise ConfigError(
                     f"image-size: got {self.image_size}, but {self.model!r} takes pictures of {size[0]} x {size[1]} "
                     "pixels; leave it out, or convert with --image-size"
                 )
-            return
-        if length is not None and length < self.longest and not runs_beyond_limit(model):
+        elif length is not None and length < self.longest and not runs_beyond_limit(loaded.model):
             raise ConfigError(
                 f"lengths: got {self.longest:,}, but {self.model!r} takes at most {length:,} tokens; leave it out, or "
                 "convert with --max-length"
             )
+        return move(loaded.model, dtype=DTYPES[self.dtype])
 
     def inputs(self, tokens: int) -> dict[str, Tensor]:
         """Make an input of so many tokens, or a picture."""

@@ -198,8 +198,14 @@ def answer(found: Gathered) -> str:
 
 
 def _close(found: Gathered) -> str:
-    score = _score(found)
-    parts = [] if score is None else [score]
+    # What stage two and the original reached, by the checkpoint's record.
+    tuned = found.info.provenance.part("finetuning")
+    score, theirs, chance = tuned.number("score"), tuned.part("original").number("score"), tuned.number("chance")
+    parts = []
+    if score is not None:
+        more = "" if theirs is None else f", the original {theirs:.3f}"
+        more += "" if chance is None else f", chance {chance:.3f}"
+        parts.append(f"by its own record this model reaches {score:.3f} on {tuned.text('task')}{more}")
     if found.outputs is not None:
         whose = "its" if parts else "this model's"
         parts.append(f"{whose} outputs have a mean cosine of {found.outputs.cosine:.3f} to the original's")
@@ -212,17 +218,6 @@ def _close(found: Gathered) -> str:
         else f"error of the heads' output {error:.3f}"
     )
     return f"this model's attention was compared with its own softmax only ({how})"
-
-
-def _score(found: Gathered) -> str | None:
-    """Say what stage two and the original reached, by the checkpoint's record."""
-    tuned = found.info.provenance.part("finetuning")
-    score, theirs, chance = tuned.number("score"), tuned.part("original").number("score"), tuned.number("chance")
-    if score is None:
-        return None
-    more = "" if theirs is None else f", the original {theirs:.3f}"
-    more += "" if chance is None else f", chance {chance:.3f}"
-    return f"by its own record this model reaches {score:.3f} on {tuned.text('task')}{more}"
 
 
 def _fast(found: Gathered) -> str:

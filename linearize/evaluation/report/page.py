@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -139,15 +139,11 @@ def template() -> Template:
         autoescape=True,
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-        finalize=_shown,
+        # Characters that would steer a terminal or turn a text's direction; jinja2 escapes markup after this.
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
     return environment.get_template(TEMPLATE)
-
-
-def _shown(value: Any) -> Any:
-    """Replace characters that would steer a terminal or turn a text's direction; jinja2 escapes markup after this."""
-    return value if isinstance(value, Markup) else printable(str(value))
 
 
 def _checkpoint(found: Gathered) -> Iterator[Section]:

@@ -177,7 +177,18 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
         build(DataOptions, {**recipe.rows, **row.rows}, f"{where}.kernels[{place}].rows")
     jobs = resolve(recipe, where)
     for name, job in jobs.items():
-        _check_teacher(recipe, job, f"{where}.tasks.{name}")
+        place = f"{where}.tasks.{name}"
+        if job.finetune.teacher and recipe.flow == "scratch":
+            raise ConfigError(
+                f"{place}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no tuned softmax "
+                "model; leave it out"
+            )
+        if job.rows.extra_pairs and not job.finetune.teacher:
+            raise ConfigError(f"{place}.rows.extra_pairs: re-paired texts have no label; set finetune.teacher to true")
+        try:
+            check_extra_pairs(job.task, job.rows)
+        except ConfigError as error:
+            raise ConfigError(f"{place}.rows: {error}") from error
     for row_name, figures in recipe.figures.items():
         for name in figures:
             if name not in jobs and name != AVERAGE:
@@ -275,20 +286,6 @@ def _without_empty(value: Any) -> Any:
         return value
     kept = {key: _without_empty(part) for key, part in value.items()}
     return {key: part for key, part in kept.items() if part is not None and part not in ({}, [], "")}
-
-
-def _check_teacher(recipe: Recipe, job: Job, where: str) -> None:
-    if job.finetune.teacher and recipe.flow == "scratch":
-        raise ConfigError(
-            f"{where}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no tuned softmax "
-            "model; leave it out"
-        )
-    if job.rows.extra_pairs and not job.finetune.teacher:
-        raise ConfigError(f"{where}.rows.extra_pairs: re-paired texts have no label; set finetune.teacher to true")
-    try:
-        check_extra_pairs(job.task, job.rows)
-    except ConfigError as error:
-        raise ConfigError(f"{where}.rows: {error}") from error
 
 
 def _change(values: dict[str, Any], change: str) -> None:

@@ -385,22 +385,17 @@ class _Run(Run):
             trainer.interrupts.release()
             return
         progress.step = step
-        if held_out_loss is not None:
-            self._judge(held_out_loss)
+        if held_out_loss is not None and progress.better(held_out_loss):
+            self.best_weights = trainer.snapshot()
+        elif held_out_loss is not None and progress.rises >= 2:
+            # After two losses that are worse than the best one, return to it at half the rate.
+            if progress.halved >= config.patience:
+                progress.stopped = "early stopping"
+            else:
+                trainer.restore(self.best_weights)
+                self._slow_down()
         done = self.before + step
         self.finish_step(AlignStep(done, config.steps, trainer.phase, terms, loss, held_out_loss, rate, self.seconds))
-
-    def _judge(self, loss: float) -> None:
-        """Compare a held-out loss with the best one; after two worse ones, return to it at half the rate."""
-        progress = self.progress
-        if progress.better(loss):
-            self.best_weights = self.trainer.snapshot()
-        elif progress.rises >= 2:
-            if progress.halved >= self.config.patience:
-                progress.stopped = "early stopping"
-                return
-            self.trainer.restore(self.best_weights)
-            self._slow_down()
 
     def _slow_down(self) -> None:
         progress, trainer = self.progress, self.trainer

@@ -169,7 +169,16 @@ class _Run(Run):
         with frozen(self.model):
             # `frozen` does not cover a spread-out copy, which is discarded afterwards.
             self.frozen.eval().requires_grad_(False)
-            self._train_layers(held_out)
+            saved = self.load(kernels_of(self.layers))
+            for loss in self.layers:
+                loss.layer.train().requires_grad_(True)
+            trainer, start = KernelTrainer(self.frozen, self.layers, self.config, self.accelerator), math.inf
+            if saved is None:
+                process = self.accelerator.process_index, self.accelerator.num_processes
+                start_scales(trainer, self.data.train_batches(0, *process), held_out)
+                start = trainer.evaluate(held_out)
+            self.begin(0, 0, self.config.steps, trainer, saved, start)
+            self.train(held_out)
         after = measure_layers(self.frozen, held_out)
         if self.frozen is not self.model:
             # The kernels were on the accelerator; they return to the rest of the given model.
@@ -178,18 +187,6 @@ class _Run(Run):
         return DistillResult(
             steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, self.seconds, self.state
         )
-
-    def _train_layers(self, held_out: list[dict[str, Tensor]]) -> None:
-        saved = self.load(kernels_of(self.layers))
-        for loss in self.layers:
-            loss.layer.train().requires_grad_(True)
-        trainer, start = KernelTrainer(self.frozen, self.layers, self.config, self.accelerator), math.inf
-        if saved is None:
-            process = self.accelerator.process_index, self.accelerator.num_processes
-            start_scales(trainer, self.data.train_batches(0, *process), held_out)
-            start = trainer.evaluate(held_out)
-        self.begin(0, 0, self.config.steps, trainer, saved, start)
-        self.train(held_out)
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1

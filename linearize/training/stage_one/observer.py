@@ -294,19 +294,16 @@ class KernelTrainer(Trainer):
     ) -> Tensor | None:
         losses = self.by_host.get(id(layer))
         if losses:
-            targets, sample = Targets(q.detach(), k.detach(), scaling, layer.shape.causal, mask), self._sample(q)
+            targets = Targets(q.detach(), k.detach(), scaling, layer.shape.causal, mask)
+            count, tokens, sample = self.config.query_sample, q.shape[2], None
+            if self.training and count is not None and count < tokens:
+                # The positions of the queries in the loss.
+                sample = torch.randperm(tokens, generator=self.sampler)[:count].sort().values.to(q.device)
             for loss in losses:
                 loss.add(targets, v.detach(), train=self.training, sample=sample)
         if self.config.feed == "student":
             return layer(q, k, v, mask, scaling)
         return frozen_output(layer, q, k, v, mask, scaling)
-
-    def _sample(self, q: Tensor) -> Tensor | None:
-        """Draw the positions of the queries in the loss; None: all."""
-        count, tokens = self.config.query_sample, q.shape[2]
-        if not self.training or count is None or count >= tokens:
-            return None
-        return torch.randperm(tokens, generator=self.sampler)[:count].sort().values.to(q.device)
 
     def _check(self, loss: LayerLoss, step: int) -> None:
         if not math.isfinite(loss.total):

@@ -197,8 +197,31 @@ class ClassLabels(TaskType):
         Raises:
             DataError: if the labels are neither names nor whole numbers from 0, or there is only one.
         """
-        if self.task.labels is None:
-            self.task = dataclasses.replace(self.task, labels=_class_names(self.task, view))
+        if self.task.labels is not None:
+            return
+        name, column, names = self.task.name, self.task.label, view.records.names
+        labels: list[object] = list(names or ())
+        if names is None:
+            found = {example.label for example in view.fetch(range(len(view)))}
+            labels = sorted(found, key=lambda label: (str(type(label)), label))
+            numbers = [label for label in labels if isinstance(label, int | float) and _whole(label) and label >= 0]
+            if len(numbers) < len(labels):
+                raise DataError(
+                    f"task {name}: got the label {next(x for x in labels if x not in numbers)!r} in column {column!r}, "
+                    "expected class names or whole numbers from 0; use task text-regression for numbers of other kinds"
+                )
+            if max(numbers) >= MOST_CLASSES:
+                raise DataError(
+                    f"task {name}: got the label {max(numbers)!r} in column {column!r}, expected class numbers from 0 "
+                    f"below {MOST_CLASSES:,}; number the classes again, or use task text-regression"
+                )
+            names = tuple(str(number) for number in range(int(max(numbers)) + 1))
+        if len(labels) < 2:
+            raise DataError(
+                f"task {name}: got the one class {labels[0]!r} in column {column!r}, expected at least two; add rows "
+                "of others, or name all classes (--labels A,B)"
+            )
+        self.task = dataclasses.replace(self.task, labels=names)
 
     def numbered(self, examples: Sequence[Example]) -> list[int]:
         """Return the class numbers of examples.
@@ -268,37 +291,5 @@ class NumberLabels(TaskType):
         yield np.full((len(labels), 1), float(np.mean(labels)))
 
 
-def _class_names(task: Task, view: View) -> tuple[str, ...]:
-    if (names := view.records.names) is not None:
-        if len(names) < 2:
-            raise _one_class(task, names[0])
-        return names
-    labels = sorted(
-        {example.label for example in view.fetch(range(len(view)))}, key=lambda label: (str(type(label)), label)
-    )
-    numbers = [label for label in labels if isinstance(label, int | float) and _whole(label) and label >= 0]
-    if len(numbers) < len(labels):
-        raise DataError(
-            f"task {task.name}: got the label {next(x for x in labels if x not in numbers)!r} in column "
-            f"{task.label!r}, expected class names or whole numbers from 0; use task text-regression for numbers of "
-            "other kinds"
-        )
-    if max(numbers) >= MOST_CLASSES:
-        raise DataError(
-            f"task {task.name}: got the label {max(numbers)!r} in column {task.label!r}, expected class numbers from 0 "
-            f"below {MOST_CLASSES:,}; number the classes again, or use task text-regression"
-        )
-    if len(labels) < 2:
-        raise _one_class(task, labels[0])
-    return tuple(str(number) for number in range(int(max(numbers)) + 1))
-
-
 def _whole(number: float) -> bool:
     return math.isfinite(number) and number == int(number)
-
-
-def _one_class(task: Task, only: object) -> DataError:
-    return DataError(
-        f"task {task.name}: got the one class {only!r} in column {task.label!r}, expected at least two; add rows of "
-        "others, or name all classes (--labels A,B)"
-    )

@@ -169,9 +169,15 @@ class QuestionAnswering(TaskType):
         self.fast_tokenizer("question answering", "which knows its characters")
         splits = self.open_splits(given, raw=True)
         held = splits.validation
+        question, context = self.task.columns
         for table in (held, splits.train):
-            self._check_texts(table)
-        whole = tokenise(self.tokenizer, held[self.task.columns[0]], held[self.task.columns[1]], None)
+            need_columns(table, (question, context, str(self.task.label)), "question answering")
+            for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
+                if not all(isinstance(text, str) for text in texts):
+                    raise DataError(
+                        f"question answering: got row {owner} without {question} or {context}, expected both texts"
+                    )
+        whole = tokenise(self.tokenizer, held[question], held[context], None)
         lengths = [len(row["input_ids"]) for row in whole]
         if self.options.auto_length:
             # Rows are padded to this length.
@@ -179,7 +185,7 @@ class QuestionAnswering(TaskType):
             self.options = dataclasses.replace(self.options, max_length=most)
         validation = self._rows(held)
         self.measured = validation
-        self.texts = list(held[self.task.columns[1]])
+        self.texts = list(held[context])
         self.answers = [entry["text"] for entry in held[str(self.task.label)]]
         facts: Facts = row_facts(lengths, self.options)
         # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
@@ -209,15 +215,6 @@ class QuestionAnswering(TaskType):
             mine, theirs = (getattr(side, name).masked_fill(padded, FAR_BELOW) for side in (student, teacher))
             losses.append(logits_loss(mine, theirs, temperature=temperature))
         return torch.stack(losses).mean()
-
-    def _check_texts(self, table: Dataset) -> None:
-        question, context = self.task.columns
-        need_columns(table, (question, context, str(self.task.label)), "question answering")
-        for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
-            if not all(isinstance(text, str) for text in texts):
-                raise DataError(
-                    f"question answering: got row {owner} without {question} or {context}, expected both texts"
-                )
 
     def _rows(self, table: Dataset) -> list[Row]:
         question, context = self.task.columns
