@@ -322,8 +322,6 @@ class Work:
         match event:
             case events.Planned(plan):
                 out.print(plan_table(plan))
-            case events.PositionsExtended(report):
-                out.print(f"Inputs: {report.note}")
             case events.DataOpened(description):
                 out.print(f"{self.learns}: {description}")
                 beat.what = "measuring the start"

@@ -38,25 +38,21 @@ def prepare_native(args: argparse.Namespace, device: str, out: Screen | None) ->
     elif out is None or int(os.environ.get("WORLD_SIZE", "1")) > 1 or check_device(device) != "cpu":
         return
     elif building.worth_building():
-        _build_once(out)
+        start = time.perf_counter()
+        try:
+            with out.status("compiling the native op, once"):
+                building.build()
+                building.check_agreement(building.agreement())
+        except ConfigError as error:
+            building.note_failure(error)
+            why = str(error).removeprefix("native op: ")
+            out.print(f"Native op: not compiled, continuing without it ({why}).", soft_wrap=True)
+        else:
+            seconds = time.perf_counter() - start
+            text = f"Native op: compiled once in {seconds:.0f} s and used on this CPU from now on"
+            out.print(f"{text} (--no-native turns it off; linearize native --remove deletes it).", soft_wrap=True)
     elif why := building.obstacle():
         out.print(f"Native op: not compiled, continuing without it ({why}).", soft_wrap=True)
-
-
-def _build_once(out: Screen) -> None:
-    start = time.perf_counter()
-    try:
-        with out.status("compiling the native op, once"):
-            building.build()
-            building.check_agreement(building.agreement())
-    except ConfigError as error:
-        building.note_failure(error)
-        why = str(error).removeprefix("native op: ")
-        out.print(f"Native op: not compiled, continuing without it ({why}).", soft_wrap=True)
-        return
-    seconds = time.perf_counter() - start
-    text = f"Native op: compiled once in {seconds:.0f} s and used on this CPU from now on"
-    out.print(f"{text} (--no-native turns it off; linearize native --remove deletes it).", soft_wrap=True)
 
 
 def native(args: argparse.Namespace) -> None:

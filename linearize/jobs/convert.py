@@ -21,7 +21,7 @@ from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import keep_heads
 from linearize.jobs.advice import Findings, after_training
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob, check_preset
-from linearize.jobs.events import Callback, Concluded, Noted, Planned, PositionsExtended, Saved, Started, ignore
+from linearize.jobs.events import Callback, Concluded, Noted, Planned, Saved, Started, ignore
 from linearize.jobs.stages import (
     SKIP,
     Context,
@@ -298,7 +298,7 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
         context.positions = report
         if loaded.processor is not None:
             loaded.processor = extend_processor(loaded.processor, report, loaded.model)
-        context.on_event(PositionsExtended(report))
+        context.on_event(Noted(f"Inputs: {report.note}"))
         if context.source is not None and job.distill_length is not None:
             # A search has read rows of the old length.
             open_data(context, job.distill_length, SKIP)

@@ -49,23 +49,6 @@ TIMED_ROWS, TURNS = 8, 7
 
 
 @dataclass(frozen=True)
-class Side:
-    """One checkpoint, and how it reads the rows.
-
-    Attributes:
-        name: for tables.
-        model: folder or Hub name.
-        options: lengths and limits; with `chunks`, outputs are averaged over chunks of `max_length`.
-        without: the part of its attention that is removed (`linearize.fidelity.ablate.PARTS`), or None.
-    """
-
-    name: str
-    model: str
-    options: DataOptions
-    without: str | None = None
-
-
-@dataclass(frozen=True)
 class SideResult:
     """The score of one side, as plain data.
 
@@ -144,9 +127,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Read:
-    """A measured side: its rows, its model and its score."""
+    """A measured side: its score, its rows and its model.
 
-    side: Side
+    Attributes:
+        without: the part of its attention that was removed (`linearize.fidelity.ablate.PARTS`), or None.
+    """
+
+    without: str | None
     data: TaskData
     model: PreTrainedModel
     measured: Measured
@@ -175,33 +162,39 @@ class Sides:
     memory: bool = False
     read: list[Read] = field(default_factory=list)
 
-    def measure(self, side: Side) -> Read:
+    def measure(self, name: str, checkpoint: str, options: DataOptions, without: str | None = None) -> Read:
         """Measure one side; the rows are made with its own tokenizer or image processor.
+
+        Args:
+            name: of the side, for tables.
+            checkpoint: folder or Hub name.
+            options: lengths and limits; with `chunks`, outputs are averaged over chunks of `max_length`.
+            without: the part of its attention that is removed (`linearize.fidelity.ablate.PARTS`), or None.
 
         Raises:
             LinearizeError: one of its children, for everything the user can correct.
         """
         task = self.task
-        self.on_event(Started(f"measuring: {side.name}"))
-        processor = load_processor(side.model, task.modality)
-        data = prepare(task, processor, side.options, data=self.dataset)
-        model = next((read.model for read in self.read if read.side.model == side.model), None)
+        self.on_event(Started(f"measuring: {name}"))
+        processor = load_processor(checkpoint, task.modality)
+        data = prepare(task, processor, options, data=self.dataset)
+        model = next((read.model for read in self.read if read.result.model == checkpoint), None)
         if model is None:
-            check_trained(side.model, task)
-            model = move(load_for_task(side.model, data), self.device).eval()
+            check_trained(checkpoint, task)
+            model = move(load_for_task(checkpoint, data), self.device).eval()
             fit_tokenizer(model, processor)
-        facts = {"context": side.options.max_length, **data.facts}
+        facts = {"context": options.max_length, **data.facts}
         length = facts.get("max_length", facts["context"])
         note = beyond_training(model, task, length)
-        with ablated(model, side.without) if side.without is not None else nullcontext():
+        with ablated(model, without) if without is not None else nullcontext():
             measured = measure_with_interval(model, data, batch_size=self.batch_size or rows_per_batch(data.facts))
         balanced = measured.balanced
         scores = [measured] if balanced is None else [measured, balanced]
         result = SideResult(
-            name=side.name,
-            model=side.model,
+            name=name,
+            model=checkpoint,
             max_length=length if task.modality == "text" else None,
-            chunks=side.options.chunks,
+            chunks=options.chunks,
             cut_share=data.facts.get("cut_share"),
             score=measured.score,
             interval=measured.interval,
@@ -211,7 +204,7 @@ class Sides:
             learned=any(above_chance(task, one.score, chance=one.chance, interval=one.interval) for one in scores),
             balanced=None if balanced is None or balanced.interval is None else (balanced.score, balanced.interval),
         )
-        self.read.append(Read(side, data, model, measured, result))
+        self.read.append(Read(without, data, model, measured, result))
         return self.read[-1]
 
     def differences(self, ours: Read) -> tuple[SideDifference, ...]:
@@ -221,7 +214,7 @@ class Sides:
         """
         task, differences = self.task, []
         for other in (read for read in self.read if read is not ours):
-            names, pair = (ours.side.name, other.side.name), (ours.measured, other.measured)
+            names, pair = (ours.result.name, other.result.name), (ours.measured, other.measured)
             balanced = (ours.measured.balanced, other.measured.balanced)
             differences.append(score_difference(task, ", ".join(task.score), *names, *pair))
             differences.append(score_difference(task, BALANCED, *names, *balanced))
@@ -231,16 +224,21 @@ class Sides:
         """Time all sides in turns on some rows, short and long ones; measure their memory if the setup says so."""
         self.on_event(Started("timing all sides in turns"))
         text = self.task.modality == "text"
-        timed = [read for read in self.read if read.side.without is None]
+        timed = [read for read in self.read if read.without is None]
         rows = _spread_rows([read.data for read in timed], text=text)
         watch = NoiseWatch(self.device)
-        calls = {read.side.name: self._reading(read, rows) for read in timed}
+        calls = {read.result.name: self._reading(read, rows) for read in timed}
         timings = in_turns(calls, TURNS)
         noise = watch.stop()
         sides = []
         for read in timed:
-            timing = timings[read.side.name]
-            sides.append(SideTime(read.side.name, timing.seconds / len(rows), timing.spread, self._peak(read)))
+            timing, most, peak = timings[read.result.name], read.result.max_length, None
+            if self.memory and most is not None:
+                longest = read.data.facts.get("longest_row", most)
+                tokens, pieces = min(longest, most), -(-longest // most) if read.result.chunks else 1
+                together, head = min(pieces, max(1, TOKENS // tokens)), self.task.head.auto_class
+                peak = peak_of_reading(read.result.model, head, together, tokens, self.device)
+            sides.append(SideTime(read.result.name, timing.seconds / len(rows), timing.spread, peak))
         return Times(tuple(sides), len(rows), TURNS, noise.text, noise.too_noisy)
 
     def _reading(self, read: Read, numbers: Sequence[int]) -> Call:
@@ -257,17 +255,6 @@ class Sides:
                 model(**batch)
 
         return forward
-
-    def _peak(self, read: Read) -> int | None:
-        """Measure the peak memory of reading the longest row; None if that was not asked for."""
-        most = read.result.max_length
-        if not self.memory or most is None:
-            return None
-        longest = read.data.facts.get("longest_row", most)
-        pieces = -(-longest // most) if read.side.options.chunks else 1
-        tokens = min(longest, most)
-        head = self.task.head.auto_class
-        return peak_of_reading(read.side.model, head, min(pieces, max(1, TOKENS // tokens)), tokens, self.device)
 
 
 def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
@@ -385,18 +372,18 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
     sides = Sides(job.task, job.dataset, check_device(job.device), on_event, job.batch_size, job.memory)
     # First, so that a part that the model lacks is refused before slow work.
     for part in job.ablate:
-        sides.measure(Side(f"this model without its {part}", job.model, job.data, part))
-    ours = sides.measure(Side(OURS, job.model, job.data))
+        sides.measure(f"this model without its {part}", job.model, job.data, part)
+    ours = sides.measure(OURS, job.model, job.data)
     sides.read.sort(key=lambda read: read is not ours)
     measured, recovered, skipped = ours.measured, None, None
     if compared is not None and options is not None:
-        original = sides.measure(Side(ORIGINAL, compared, options))
+        original = sides.measure(ORIGINAL, compared, options)
         score, interval = original.measured.score, original.measured.interval
         recovered = recovery(ours.data.task, measured.score, score, chance=measured.chance, interval=interval)
         if pieces is not None:
             skipped = why_no_chunks(original.data, pieces.max_length)
             if skipped is None:
-                sides.measure(Side(CHUNKS, compared, pieces))
+                sides.measure(CHUNKS, compared, pieces)
             elif not original.data.chunkable and not original.data.facts.get("cut_share"):
                 skipped = None
     results = tuple(read.result for read in sides.read)

@@ -13,7 +13,6 @@ from linearize.core.events import Started as Started
 from linearize.core.events import ignore as ignore
 
 if TYPE_CHECKING:
-    from linearize.conversion.positions import PositionReport
     from linearize.jobs.advice import Findings
     from linearize.kernel_search.result import SearchResult, SearchStep
     from linearize.modeling.plan import Plan
@@ -34,13 +33,6 @@ class DataOpened(Event):
     """The data is open; one line describes it."""
 
     description: str
-
-
-@dataclass(frozen=True)
-class PositionsExtended(Event):
-    """The model now takes longer inputs."""
-
-    report: PositionReport
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from linearize.core.options import name_of, recorded
 from linearize.jobs.config import AlignJob, ConvertJob
 from linearize.jobs.convert import align_checkpoint, check_kernel, convert_checkpoint, make_plan
 from linearize.jobs.evaluate import (
-    Side,
     SideDifference,
     SideResult,
     Sides,
@@ -218,17 +217,17 @@ def compare(
     sides = Sides(job.task, job.dataset, device, on_event, memory=job.memory)
     short = replace(job.rows, max_length=lengths.original, seed=job.seed)
     original, linear = str(work / ORIGINAL), str(work / LINEAR)
-    sides.measure(Side(f"original at {lengths.original:,}", original, short))
+    sides.measure(f"original at {lengths.original:,}", original, short)
     notes = list(lengths.notes)
     pieces = chunk_options(original, short, job.chunk_length)
     reason = why_no_chunks(data, pieces.max_length)
     if reason is None:
-        sides.measure(Side(f"original, chunks of {pieces.max_length:,} averaged", original, pieces))
+        sides.measure(f"original, chunks of {pieces.max_length:,} averaged", original, pieces)
     elif lengths.longest > lengths.original:
         notes.append(reason)
     if lengths.linear > lengths.original:
-        sides.measure(Side(f"linear at {lengths.original:,}", linear, short))
-    full = sides.measure(Side(f"linear at {lengths.linear:,}", linear, replace(short, max_length=lengths.linear)))
+        sides.measure(f"linear at {lengths.original:,}", linear, short)
+    full = sides.measure(f"linear at {lengths.linear:,}", linear, replace(short, max_length=lengths.linear))
     differences = sides.differences(full)
     # The folders' names, without where they are on this machine.
     results = tuple(replace(side.result, model=Path(side.result.model).name) for side in sides.read)

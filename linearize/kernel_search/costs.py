@@ -111,8 +111,20 @@ def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: C
     keys = {label: _key(suite, length) for label, suite in suites.items()}
     missing = {label: suite for label, suite in suites.items() if keys[label] not in known}
     if missing:
-        measured = _measure(missing, length, on_event)
-        known |= {keys[label]: cost for label, cost in measured.items()}
+        first = next(iter(missing.values()))
+        watch = NoiseWatch(first.device)
+        on_event(Started(f"timing softmax and {len(missing)} candidates at {length:,} tokens"))
+        calls = {SOFTMAX: first.prepare("softmax", length)}
+        calls |= {label: suite.prepare("linear", length) for label, suite in missing.items()}
+        timings = in_turns(calls, aim=AIM, least=LEAST, most=MOST)
+        calls.clear()
+        gc.collect()
+        noisy = watch.stop().too_noisy
+        # The fastest turn: other work on the machine makes a call slower, never faster.
+        softmax = timings[SOFTMAX].fastest
+        for label in missing:
+            seconds = timings[label].fastest
+            known[keys[label]] = Cost(seconds / softmax, seconds, softmax, noisy)
     if missing and folder is not None:
         # A new file is renamed; if that fails, a later search measures again.
         with contextlib.suppress(OSError, ConfigError):
@@ -120,21 +132,6 @@ def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: C
             values = {key: asdict(cost) for key, cost in known.items() if not cost.noisy}
             write_file(folder / FILE, "costs", json.dumps(values, indent=0).encode())
     return {label: known[key] for label, key in keys.items()}
-
-
-def _measure(suites: Mapping[str, AttentionSuite], length: int, on_event: Callback) -> dict[str, Cost]:
-    first = next(iter(suites.values()))
-    watch = NoiseWatch(first.device)
-    on_event(Started(f"timing softmax and {len(suites)} candidates at {length:,} tokens"))
-    calls = {SOFTMAX: first.prepare("softmax", length)}
-    calls |= {label: suite.prepare("linear", length) for label, suite in suites.items()}
-    timings = in_turns(calls, aim=AIM, least=LEAST, most=MOST)
-    calls.clear()
-    gc.collect()
-    noisy = watch.stop().too_noisy
-    # The fastest turn: other work on the machine makes a call slower, never faster.
-    softmax = timings[SOFTMAX].fastest
-    return {label: Cost(timings[label].fastest / softmax, timings[label].fastest, softmax, noisy) for label in suites}
 
 
 def _key(suite: AttentionSuite, length: int) -> str:

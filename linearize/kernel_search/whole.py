@@ -25,7 +25,7 @@ from linearize.kernel_search.table import Choice
 from linearize.kernel_search.trainer import Candidates
 from linearize.modeling.plan import SOFTMAX
 from linearize.training.alignment.objective import FAR_BELOW, divergence, flat, is_regression, masked_rows, pooled
-from linearize.training.alignment.pair import Block, Outputs, find_blocks, run
+from linearize.training.alignment.pair import Outputs, find_blocks, run
 from linearize.training.stage_one.processes import autocast
 
 
@@ -95,9 +95,9 @@ class WholeModel:
         self.head = body_of(model) is not model
         self.numbers = is_regression(model.config)
         self.known: dict[Choice, WholeError] = {}
-        self.blocks: list[Block] = []
+        self.blocks: list[str] = []
         with contextlib.suppress(ConfigError):
-            self.blocks = find_blocks(model)[-1:]
+            self.blocks = list(find_blocks(model))[-1:]
 
     @property
     def figure(self) -> str:

@@ -129,24 +129,24 @@ def test_blockwise_gradients_are_those_of_the_blocks_under_the_teachers_inputs()
     mask, keep = batch["attention_mask"], batch["attention_mask"].bool()
     inputs, outputs, attended = {}, {}, {}
     handles = []
-    for block in pair.blocks:
-        module = pair.teacher.get_submodule(block.name)
+    for name, attention in pair.blocks.items():
+        module = pair.teacher.get_submodule(name)
         handles.append(
             module.register_forward_hook(
-                lambda m, a, o, n=block.name: (inputs.update({n: a[0]}), outputs.update({n: o}))[0] and None
+                lambda m, a, o, n=name: (inputs.update({n: a[0]}), outputs.update({n: o}))[0] and None
             )
         )
-        child = pair.teacher.get_submodule(block.attention)
-        handles.append(child.register_forward_hook(lambda m, a, o, n=block.name: attended.update({n: o[0]})))
+        child = pair.teacher.get_submodule(attention)
+        handles.append(child.register_forward_hook(lambda m, a, o, n=name: attended.update({n: o[0]})))
     pair.teach(batch, head=False)
     for handle in handles:
         handle.remove()
     total = 0.0
-    for block in pair.blocks:
-        layer = model.get_submodule(block.name)
-        mine = layer.attention(inputs[block.name], mask)[0]
-        whole = layer(inputs[block.name], mask)
-        for got, target in ((mine, attended[block.name]), (whole, outputs[block.name])):
+    for name in pair.blocks:
+        layer = model.get_submodule(name)
+        mine = layer.attention(inputs[name], mask)[0]
+        whole = layer(inputs[name], mask)
+        for got, target in ((mine, attended[name]), (whole, outputs[name])):
             target = target[keep]
             spread = (target - target.mean(dim=0)).square().sum() / len(target)
             total = total + (got[keep] - target).square().sum() / len(target) / spread
@@ -351,9 +351,9 @@ def test_regression_logits_count_as_numbers():
 
 
 def test_blocks_of_nested_models():
-    assert [b.name for b in find_blocks(sharp("bert"))] == ["encoder.layer.0", "encoder.layer.1"]
-    assert find_blocks(sharp("bert"))[0].attention == "encoder.layer.0.attention"
-    assert find_blocks(sharp("gpt2", "AutoModelForCausalLM"))[0].attention == "transformer.h.0.attn"
+    assert list(find_blocks(sharp("bert"))) == ["encoder.layer.0", "encoder.layer.1"]
+    assert next(iter(find_blocks(sharp("bert")).values())) == "encoder.layer.0.attention"
+    assert next(iter(find_blocks(sharp("gpt2", "AutoModelForCausalLM")).values())) == "transformer.h.0.attn"
     assert len(find_blocks(sharp("bart"))) == 4
 
 
@@ -366,7 +366,7 @@ def test_timm():
         for parameter in plain.blocks.parameters():
             parameter.mul_(8 if parameter.ndim == 2 else 1)
     model = linearize.convert(wrap(plain, model_args=sizes))
-    assert find_blocks(model)[0].attention.endswith("blocks.0.attn")
+    assert next(iter(find_blocks(model).values())).endswith("blocks.0.attn")
     data = Fixed([{"pixel_values": torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))}])
     result = align(model, data, AlignConfig(**QUICK))
     assert result.after.loss < 0.8 * result.before.loss and result.after.logits is not None

@@ -128,30 +128,26 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
     """Make the suites one by one, one for each kernel and size of pictures."""
     for kernel in options.kernels or (KERNEL,):
         for size in sorted(set(options.image_sizes or ())) or (None,):
-            yield _suite(options, kernel, longest, size)
-
-
-def _suite(options: BenchOptions, kernel: str, longest: int, image_size: int | None) -> Suite:
-    info = kernel_info(kernel)
-    # Scales by default as `convert` chooses them.
-    scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
-    hybrid = Hybrid(options.window, options.sinks, options.exact_keys, scale)
-    named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
-    named |= {"kernel": kernel, "kernel_args": dict(options.kernel_args), "hybrid": hybrid}
-    if options.suite in OF_MODELS:
-        model = BenchModel(
-            options.model or BERT_BASE,
-            **named,
-            layers=options.layers,
+            info = kernel_info(kernel)
+            # Scales by default as `convert` chooses them.
+            scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
+            hybrid = Hybrid(options.window, options.sinks, options.exact_keys, scale)
+            named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
+            named |= {"kernel": kernel, "kernel_args": dict(options.kernel_args), "hybrid": hybrid}
+            if options.suite not in OF_MODELS:
+                sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
+                yield AttentionSuite(sizes, options.causal, options.backward)
+                continue
             # A token is decoded after its context.
-            longest=longest + (options.suite == "decode-model"),
-            image_size=image_size,
-        )
-        if model.converted and (options.kernels or options.kernel_args or hybrid != PLAIN):
-            raise ConfigError(f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out")
-        return OF_MODELS[options.suite](model)
-    sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
-    return AttentionSuite(sizes, options.causal, options.backward)
+            whole = longest + (options.suite == "decode-model")
+            model = BenchModel(
+                options.model or BERT_BASE, **named, layers=options.layers, longest=whole, image_size=size
+            )
+            if model.converted and (options.kernels or options.kernel_args or hybrid != PLAIN):
+                raise ConfigError(
+                    f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out"
+                )
+            yield OF_MODELS[options.suite](model)
 
 
 def run_tasks(

@@ -282,7 +282,6 @@ class OfModel(Suite):
         _ = self.model.linear
 
 
-@dataclass(frozen=True)
 class ModelSuite(OfModel):
     """One forward of a model."""
 
@@ -313,7 +312,6 @@ def side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
     return (model.linear, lambda *_: None) if model.converted else (model.original, None)
 
 
-@dataclass(frozen=True)
 class PairSuite(ModelSuite):
     """One forward of a converted model and of its own softmax, without the bound."""
 

@@ -177,18 +177,18 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
         build(DataOptions, {**recipe.rows, **row.rows}, f"{where}.kernels[{place}].rows")
     jobs = resolve(recipe, where)
     for name, job in jobs.items():
-        place = f"{where}.tasks.{name}"
+        here = f"{where}.tasks.{name}"
         if job.finetune.teacher and recipe.flow == "scratch":
             raise ConfigError(
-                f"{place}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no tuned softmax "
+                f"{here}.finetune.teacher: got {kind_of(job.finetune.teacher)}, but flow scratch has no tuned softmax "
                 "model; leave it out"
             )
         if job.rows.extra_pairs and not job.finetune.teacher:
-            raise ConfigError(f"{place}.rows.extra_pairs: re-paired texts have no label; set finetune.teacher to true")
+            raise ConfigError(f"{here}.rows.extra_pairs: re-paired texts have no label; set finetune.teacher to true")
         try:
             check_extra_pairs(job.task, job.rows)
         except ConfigError as error:
-            raise ConfigError(f"{place}.rows: {error}") from error
+            raise ConfigError(f"{here}.rows: {error}") from error
     for row_name, figures in recipe.figures.items():
         for name in figures:
             if name not in jobs and name != AVERAGE:

@@ -24,7 +24,7 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, blockwise_loss, measure, size_of
-from linearize.training.alignment.pair import Block, Pair, make_pair
+from linearize.training.alignment.pair import Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.observer import warm_cosine
 from linearize.training.stage_one.processes import Interrupts, autocast
@@ -40,13 +40,13 @@ from linearize.training.stage_one.run import (
 )
 
 
-def trained_parameters(student: nn.Module, blocks: list[Block], train: str) -> dict[str, nn.Parameter]:
+def trained_parameters(student: nn.Module, blocks: Mapping[str, str], train: str) -> dict[str, nn.Parameter]:
     """Return the trained weights by name: kernels always, others according to the option `train`."""
     within = {
         "kernels": (),
         "lora": (),
-        "attention": tuple(f"{block.attention}." for block in blocks),
-        "blocks": tuple(f"{block.name}." for block in blocks),
+        "attention": tuple(f"{attention}." for attention in blocks.values()),
+        "blocks": tuple(f"{name}." for name in blocks),
     }[train]
     return {
         name: parameter

@@ -26,7 +26,7 @@ from linearize.attention.interface import observed
 from linearize.core.errors import DataError
 from linearize.fidelity.teacher import run_body
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import Block, Outputs, Pair, first_tensor, hooked, keeper
+from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper
 
 TINY = 1e-12
 LOGITS_AT_ONCE = 1 << 24
@@ -202,7 +202,7 @@ class Objective:
         for batch in batches:
             tokens = size_of(batch).tokens
             total += tokens
-            with self._attentions(self.pair.teacher, *self.pair.blocks) as kept:
+            with self._attentions(self.pair.teacher, self.pair.blocks) as kept:
                 taught = self.pair.teach(batch, head=self.head)
             variances = [(self.states, name, variance(state, taught.mask)) for name, state in taught.states.items()]
             variances += [(self.attentions, name, variance(state, taught.mask)) for name, state in kept.items()]
@@ -245,42 +245,42 @@ class Objective:
         terms: dict[str, float] = {}
         mask, student = batch.get("attention_mask"), self.pair.student
 
-        def after(block: Block) -> Callable[..., None]:
-            module = student.get_submodule(block.name)
+        def after(name: str, attention: str) -> Callable[..., None]:
+            module, own = student.get_submodule(name), {name: attention}
 
             def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-                if block.name in terms:
+                if name in terms:
                     return
-                terms[block.name] = 0.0
-                target, attended = first_tensor(output).detach(), kept[block.name]
-                with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, block) as mine:
+                terms[name] = 0.0
+                target, attended = first_tensor(output).detach(), kept[name]
+                with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, own) as mine:
                     state = first_tensor(module(*args, **kwargs))
-                    error = self._error(state, target, mask, self.states[block.name])
-                    if block.attention != block.name:
-                        error = error + self._error(mine[block.name], attended, mask, self.attentions[block.name])
+                    error = self._error(state, target, mask, self.states[name])
+                    if attention != name:
+                        error = error + self._error(mine[name], attended, mask, self.attentions[name])
                     error = share.tokens * error
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
                             error.backward()
-                terms[block.name] = float(error.detach())
-                kept.pop(block.name, None)
+                terms[name] = float(error.detach())
+                kept.pop(name, None)
 
             return hook
 
         teacher, blocks = self.pair.teacher, self.pair.blocks
-        hooks = {block.name: after(block) for block in blocks}
-        with self._attentions(teacher, *blocks) as kept, hooked(teacher, hooks), self.pair.softmax(), torch.no_grad():
+        hooks = {name: after(name, attention) for name, attention in blocks.items()}
+        with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), self.pair.softmax(), torch.no_grad():
             run_body(teacher, batch)
         return terms
 
     @staticmethod
     @contextlib.contextmanager
-    def _attentions(model: nn.Module, *blocks: Block) -> Iterator[dict[str, Tensor]]:
+    def _attentions(model: nn.Module, blocks: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
         """Keep the outputs of attentions, after their output projection, by block."""
         kept: dict[str, Tensor] = {}
         # If teacher and student are one model, the student's call inside the teacher's comes second.
-        with hooked(model, {block.attention: keeper(kept, block.name, first=True) for block in blocks}):
+        with hooked(model, {attention: keeper(kept, name, first=True) for name, attention in blocks.items()}):
             yield kept
 
     def _pooled(self, side: Outputs) -> Tensor:

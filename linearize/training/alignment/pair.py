@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,19 +25,6 @@ from linearize.modeling.plan import Plan
 
 OUTPUT = "output"
 """Name of the last hidden state among the layers."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A layer of the model with a converted attention in it.
-
-    Attributes:
-        name: module name of the block.
-        attention: module name of the block's direct child that contains the attention and its output projection.
-    """
-
-    name: str
-    attention: str
 
 
 @dataclass
@@ -60,8 +47,10 @@ class Outputs:
         return next(reversed(self.states.values()))
 
 
-def find_blocks(model: PreTrainedModel) -> list[Block]:
-    """Return the blocks with a converted attention.
+def find_blocks(model: PreTrainedModel) -> dict[str, str]:
+    """Return the blocks with a converted attention: by module name that of the child that holds the attention.
+
+    The child is the block's direct one, and has the attention's output projection too; or it is the block itself.
 
     A block is a member of a list of modules: the outermost one with only one converted attention (in a model of stages
     the layers, not the stages).
@@ -70,7 +59,7 @@ def find_blocks(model: PreTrainedModel) -> list[Block]:
         ConfigError: if an attention is not inside a list of modules.
     """
     hosts = list(linear_attentions(model))
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, str] = {}
     for host in hosts:
         parts = host.split(".")
         candidates = []
@@ -86,8 +75,8 @@ def find_blocks(model: PreTrainedModel) -> list[Block]:
             )
         name = (unshared or candidates[-1:])[0]
         below = host.removeprefix(f"{name}.").split(".")[0] if host != name else ""
-        blocks.setdefault(name, Block(name, f"{name}.{below}" if below else name))
-    return list(blocks.values())
+        blocks.setdefault(name, f"{name}.{below}" if below else name)
+    return blocks
 
 
 class Pair:
@@ -96,7 +85,7 @@ class Pair:
     Attributes:
         student: the converted model that is trained.
         teacher: a converted model that runs with softmax; the student itself if only kernels are trained.
-        blocks: the blocks of both.
+        blocks: the blocks of both (`find_blocks`).
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -143,7 +132,7 @@ def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Call
     return hook
 
 
-def run(model: PreTrainedModel, blocks: list[Block], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
+def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
     """Run a model on a batch and return its hidden states; with `head` its logits too."""
     outputs, body = Outputs(mask=batch.get("attention_mask")), body_of(model)
 
@@ -153,7 +142,7 @@ def run(model: PreTrainedModel, blocks: list[Block], batch: Mapping[str, Tensor]
         if torch.is_tensor(last) and not any(last is state for state in outputs.states.values()):
             outputs.states[OUTPUT] = last
 
-    hooks = {block.name: keeper(outputs.states, block.name) for block in blocks}
+    hooks = {name: keeper(outputs.states, name) for name in blocks}
     with hooked(model, hooks), hooked(body, {"": keep_last}):
         result = run_module(model if head else body, model.config, batch)
     if head:

@@ -57,7 +57,12 @@ class TokenClassification(TaskType):
         if self.task.labels is None:
             self.task = dataclasses.replace(self.task, labels=self._tag_names(splits.train, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
-        lengths = self._whole_lengths(splits.validation[words], validation)
+        lengths = [len(row["input_ids"]) for row in validation]
+        for place, texts in enumerate(splits.validation[words]):
+            # Only full rows can have been cut.
+            if lengths[place] >= self.options.max_length:
+                coded = self.tokenizer(list(texts), is_split_into_words=True, verbose=False)
+                lengths[place] = len(coded["input_ids"])
         facts = row_facts(lengths, self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
@@ -81,15 +86,6 @@ class TokenClassification(TaskType):
     def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
         """Return the most frequent tag as the answer for all words."""
         return most_frequent(labels)
-
-    def _whole_lengths(self, texts: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[int]:
-        """Return the tokens of every row of words, uncut: only full rows can have been cut."""
-        lengths = [len(row["input_ids"]) for row in rows]
-        for place, length in enumerate(lengths):
-            if length >= self.options.max_length:
-                coded = self.tokenizer(list(texts[place]), is_split_into_words=True, verbose=False)
-                lengths[place] = len(coded["input_ids"])
-        return lengths
 
     def _tag_names(self, table: Dataset, label: str) -> tuple[str, ...]:
         """Return the tags in the order of their numbers: the column's, or those that occur."""
