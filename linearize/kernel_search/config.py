@@ -45,20 +45,15 @@ def parse_budget(given: str | Iterable[str] | Mapping[str, object]) -> dict[str,
             raise unknown_name("budget", name, (COST, SOFTMAX_LAYERS, TIME))
         if name in budget:
             raise ConfigError(f"budget: {name} is given twice; give it once")
-        budget[name] = _amount(name, text)
-    return budget
-
-
-def _amount(name: str, text: str) -> float:
-    if name == SOFTMAX_LAYERS:
-        if text.isdecimal() and int(text) < 2**31:
-            return int(text)
-    else:
         match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)([a-z]*)", text)
         units = UNITS if name == TIME else {"": 1.0}
-        if match is not None and match[2] in units and float(match[1]) > 0:
-            return float(match[1]) * units[match[2]]
-    raise _not_a_limit(f"{name}={text}")
+        if name == SOFTMAX_LAYERS and text.isdecimal() and int(text) < 2**31:
+            budget[name] = int(text)
+        elif name != SOFTMAX_LAYERS and match is not None and match[2] in units and float(match[1]) > 0:
+            budget[name] = float(match[1]) * units[match[2]]
+        else:
+            raise _not_a_limit(f"{name}={text}")
+    return budget
 
 
 def _not_a_limit(got: str) -> ConfigError:

@@ -89,7 +89,7 @@ class Table:
     @property
     def rungs(self) -> int:
         """How many rungs of halving there are, until two candidates per layer are left."""
-        return rungs_of(len(self.allowed))
+        return max(1, math.ceil(math.log2(max(1, len(self.allowed)))))
 
     def halve(self, limit: float, rung: int) -> None:
         """Keep the better half of each layer, the reference, and the best candidate within an equal share of a limit.
@@ -183,11 +183,6 @@ class Table:
     def load(self, data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
         """Read what `to_dict` returned."""
         self.rows = {int(n): {label: Entry(**values) for label, values in row.items()} for n, row in data.items()}
-
-
-def rungs_of(candidates: int) -> int:
-    """Return how many rungs halve so many candidates until two are left."""
-    return max(1, math.ceil(math.log2(max(1, candidates))))
 
 
 def rung_steps(steps: int, rungs: int) -> list[int]:

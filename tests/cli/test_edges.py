@@ -13,7 +13,6 @@ from support.command_lines import run
 
 from linearize.checkpoint import output
 from linearize.cli._output import console, number, plan_table
-from linearize.cli.kernels import _list, describe
 from linearize.core.registry import kernel_infos
 from linearize.modeling.plan import LayerPlan
 
@@ -143,8 +142,7 @@ def test_equal_rows_of_a_plan_are_one(capsys, monkeypatch):
 
 def test_kernels_fit_into_eighty_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    _list([describe(info) for info in kernel_infos()])
-    lines = capsys.readouterr().out.splitlines()
+    lines = run(capsys, "kernels")[1].splitlines()
     assert max(map(len, lines)) <= 80 and sum(line.startswith("│") for line in lines) >= len(kernel_infos())
 
 

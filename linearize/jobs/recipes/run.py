@@ -85,7 +85,13 @@ def run_recipe(
     device = check_device(recipe.device)
     _open_folder(recipe, folder, resume)
     table = cells(recipe)
-    chosen = _choose(table, only)
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
+            raise ConfigError(
+                f"only: got {pattern!r}, which matches no cell, expected a pattern of names such as {table[0].key!r}; "
+                "--dry-run lists the cells"
+            )
+    chosen = [cell for cell in table if not only or any(fnmatch.fnmatchcase(cell.key, one) for one in only)]
     rows = {row["cell"]: row for row in repair(folder)}
     runner = Runner(recipe, folder, device, on_event)
     for number, cell in enumerate(table, start=1):
@@ -103,16 +109,6 @@ def run_recipe(
     if all(cell.key in rows for cell in table):
         _sweep(recipe, folder)
     return [rows[cell.key] for cell in table if cell.key in rows]
-
-
-def _choose(table: list[Cell], only: Sequence[str]) -> list[Cell]:
-    for pattern in only:
-        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
-            raise ConfigError(
-                f"only: got {pattern!r}, which matches no cell, expected a pattern of names such as {table[0].key!r}; "
-                "--dry-run lists the cells"
-            )
-    return [cell for cell in table if not only or any(fnmatch.fnmatchcase(cell.key, pattern) for pattern in only)]
 
 
 def check_data(recipe: Recipe) -> None:

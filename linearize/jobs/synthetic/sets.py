@@ -228,7 +228,13 @@ class Pathfinder(MadeSet):
                 lines = read_text(file).splitlines()
             except (OSError, ValueError) as error:
                 raise DataError(f"pathfinder: cannot read {file.name!r} ({error}); copy the files again") from error
-            entries += [_entry(line, file) for line in lines if line.strip()]
+            for line in filter(str.strip, lines):
+                fields = line.split()
+                if len(fields) < FEWEST_FIELDS or fields[3] not in ("0", "1"):
+                    raise DataError(
+                        f"pathfinder: got {line!r} in {file.name}, expected folder, file, number and label (0 or 1)"
+                    )
+                entries.append((f"{fields[0]}/{fields[1]}", int(fields[3])))
         if not entries:
             raise DataError(
                 f"pathfinder: got no metadata/*.npy in {source!r}; expected the released files, such as those of "
@@ -258,13 +264,6 @@ def pixel_text(image: Image, side: int) -> str:
     if grey.size != (side, side):
         grey = grey.resize((side, side))
     return " ".join(map(str, np.asarray(grey).reshape(-1).tolist()))
-
-
-def _entry(line: str, file: Path) -> tuple[str, int]:
-    fields = line.split()
-    if len(fields) < FEWEST_FIELDS or fields[3] not in ("0", "1"):
-        raise DataError(f"pathfinder: got {line!r} in {file.name}, expected folder, file, number and label (0 or 1)")
-    return f"{fields[0]}/{fields[1]}", int(fields[3])
 
 
 SETS: dict[str, type[MadeSet]] = {

@@ -348,16 +348,22 @@ class Released(MadeSet):
         Raises:
             DataError: if a file is missing or has other columns.
         """
-        rows = {}
+        rows: dict[str, list[dict[str, object]]] = {}
         for split, name in RELEASED.items():
             path = Path(str(source)).expanduser() / name
             if not path.is_file():
                 raise DataError(f"retrieval: got no {name} in {source!r}; expected {self.reads} there")
             try:
                 lines = io.StringIO(read_text(path), newline="")
-                rows[split] = [_pair(row, name) for row in csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)]
+                read = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
             except (OSError, ValueError, csv.Error) as error:
                 raise DataError(f"retrieval: cannot read {name!r} ({error}); copy the files again") from error
+            other = next((row for row in read if len(row) != FIELDS or row[0] not in ("0", "1", "0.0", "1.0")), None)
+            if other is not None:
+                raise DataError(
+                    f"retrieval: got {len(other)} columns in a row of {name}, expected label, id, id, text, text"
+                )
+            rows[split] = [{"text1": row[3], "text2": row[4], "label": int(float(row[0]))} for row in read]
         return rows, "Long Range Arena's released pairs of papers"
 
 
@@ -383,9 +389,3 @@ def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
         for other, label in ((second, 1), (cut[(place + 1) % len(cut)][1], 0)):
             made.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": label})
     return made
-
-
-def _pair(row: list[str], name: str) -> dict[str, object]:
-    if len(row) != FIELDS or row[0] not in ("0", "1", "0.0", "1.0"):
-        raise DataError(f"retrieval: got {len(row)} columns in a row of {name}, expected label, id, id, text, text")
-    return {"text1": row[3], "text2": row[4], "label": int(float(row[0]))}
