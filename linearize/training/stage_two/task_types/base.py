@@ -19,7 +19,7 @@ from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.prepare import Given, Splits, View, open_splits
-from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData
+from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData, pad_with_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -91,8 +91,8 @@ class TaskType:
         raise NotImplementedError
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return a batch of rows."""
-        raise NotImplementedError
+        """Return a batch of rows: by default padded token fields and labels [B, T]."""
+        return pad_with_labels(self.tokenizer, rows)
 
     def read_labels(self, view: View) -> None:
         """Find out what the labels mean; numbers have no names."""

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.prepare import Given, need_columns
 from linearize.training.stage_two.prepared import (
     IGNORED,
     Row,
     TaskData,
-    pad_with_labels,
     row_facts,
 )
 
@@ -54,10 +51,6 @@ class Chat(CausalType):
         note = f"; {silent:,} left out, in which the assistant says nothing that fits" if silent else ""
         facts = row_facts(lengths, self.options)
         return TaskData(self, train, validation, splits.description + note, facts=facts)
-
-    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return padded conversations and labels [B, T]."""
-        return pad_with_labels(self.tokenizer, rows)
 
     def _rows(self, table: Dataset) -> tuple[list[Row], list[int], int]:
         """Return the rows, the lengths of the whole conversations, and how many have nothing to learn from."""

@@ -356,10 +356,6 @@ class Recall(LanguageType):
         facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
-    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return padded sequences and labels [B, T]."""
-        return pad_with_labels(self.tokenizer, rows)
-
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return the predicted tokens [B, T]."""
         guesses: Tensor = first_output(logits).argmax(dim=-1)

@@ -27,7 +27,6 @@ from linearize.training.stage_two.prepared import (
     Predictions,
     Row,
     TaskData,
-    pad_with_labels,
     row_facts,
     tokenise,
 )
@@ -65,10 +64,6 @@ class TokenClassification(TaskType):
                 lengths[place] = len(coded["input_ids"])
         facts = row_facts(lengths, self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
-
-    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return padded token fields and labels [B, T]."""
-        return pad_with_labels(self.tokenizer, rows)
 
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return the predicted tags [B, T] of logits [B, T, C]."""
