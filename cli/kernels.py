@@ -79,8 +79,10 @@ def kernels(args: argparse.Namespace) -> None:
     elif args.name:
         _explain(facts[0])
     else:
-        names = ("feature_size", "extra_parameters_bert_base", "state_bytes_bert_base")
-        rows = [_row(kernel_info(fact["name"]), *(fact[name] for name in names), FORWARD) for fact in facts]
+        rows = []
+        for fact in facts:
+            sizes = fact["feature_size"], fact["extra_parameters_bert_base"], fact["state_bytes_bert_base"]
+            rows.append(_row(kernel_info(fact["name"]), *sizes, FORWARD))
         _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows)
 
 

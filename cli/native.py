@@ -69,7 +69,7 @@ def native(args: argparse.Namespace) -> None:
         )
     loaded = engine()
     rows = building.agreement() if args.build and loaded is not None else []
-    facts = {
+    facts: dict[str, Any] = {
         "library": None if library is None else str(library),
         "built": library is not None,
         "used": loaded is not None,
@@ -85,7 +85,7 @@ def native(args: argparse.Namespace) -> None:
         building.check_agreement(rows)
         return
     words = {True: "yes", False: "no", None: "none found"}
-    lines = [("removed", file) for file in removed]
+    lines: list[tuple[str, object]] = [("removed", file) for file in removed]
     names = ("library", "built", "used", "threads", "bf16_products", "compiler", *(["problem"] if problem else []))
     lines += [(name.replace("_", " "), words.get(facts[name], facts[name])) for name in names]
     for label, text in lines:
@@ -93,8 +93,8 @@ def native(args: argparse.Namespace) -> None:
     if facts["built"] and not facts["used"]:
         out.print(f"It was built but is not used: {SWITCH}=0, or it does not load here.")
     if loaded is not None and not loaded.parallel:
-        text = "It runs in one thread, as its OpenMP is not that of torch; gcc's is (CC=gcc linearize native --build)."
-        out.print(text, soft_wrap=True)
+        note = "It runs in one thread, as its OpenMP is not that of torch; gcc's is (CC=gcc linearize native --build)."
+        out.print(note, soft_wrap=True)
     if rows:
         cells = [[row.kernel, row.direction, f"{row.error:.1e}"] for row in rows]
         out.print(table("largest difference to the ops in PyTorch, relative", ["kernel", "", ""], cells, right=(2,)))
