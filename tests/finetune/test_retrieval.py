@@ -109,11 +109,11 @@ def test_articles_are_put_together_of_lines(tmp_path):
     (tmp_path / "corpus").mkdir()
     for split in ("train", "validation"):
         (tmp_path / "corpus" / f"{split}.txt").write_text("".join(lines), encoding="utf-8")
-    made = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
-    assert [row["text"] for row in made.tables["validation"]] == ["a b = = Part = = c @-@ d"]
-    assert "1 train rows, 1 validation rows" in made.description
-    halves = make("articles", {"shortest": 2, "held": 0.5}, str(tmp_path / "corpus"))
-    assert [len(table) for table in halves.tables.values()] == [1, 1]
+    made, _, text = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
+    assert [row["text"] for row in made["validation"]] == ["a b = = Part = = c @-@ d"]
+    assert "1 train rows, 1 validation rows" in text
+    halves, _, _ = make("articles", {"shortest": 2, "held": 0.5}, str(tmp_path / "corpus"))
+    assert [len(table) for table in halves.values()] == [1, 1]
     with pytest.raises(DataError, match=r"too few to hold a share of 0\.1 out"):
         make("articles", {"shortest": 2, "held": 0.1}, str(tmp_path / "corpus"))
     with pytest.raises(DataError, match="got 2 articles, expected some of at least 300 words"):
@@ -128,13 +128,13 @@ def test_articles_that_open_alike(tmp_path):
     for split in ("train", "validation"):
         lines = [f"= {split} {n} =\n" + " ".join(f"{split}{n}w{m}" for m in range(6 + n)) for n in range(4)]
         (tmp_path / "corpus" / f"{split}.txt").write_text("\n".join(lines) + "\n")
-    plain = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
-    made = make("articles", {"shortest": 2, "opening": 5}, str(tmp_path / "corpus"))
-    assert "both halves beginning with the same 5 words" in made.description
+    plain, _, _ = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
+    made, _, text = make("articles", {"shortest": 2, "opening": 5}, str(tmp_path / "corpus"))
+    assert "both halves beginning with the same 5 words" in text
     opening = [f"train0w{m}" for m in range(5)]
     for split, skipped in (("train", 1), ("validation", 0)):
-        before = plain.tables[split]["text"][skipped:]
-        for text, old in zip(made.tables[split]["text"], before, strict=True):
+        before = plain[split]["text"][skipped:]
+        for text, old in zip(made[split]["text"], before, strict=True):
             words = text.split()
             halves = words[: len(words) // 2], words[len(words) // 2 :]
             assert all(half[:5] == opening for half in halves)
@@ -151,8 +151,8 @@ def test_needles_lie_at_their_depths(tmp_path):
         lines = [f"= {split} {n} =\n" + " ".join(f"{split}{n}w{m}" for m in range(200)) for n in range(8)]
         (tmp_path / "corpus" / f"{split}.txt").write_text("\n".join(lines) + "\n")
     for passkey in (False, True):
-        made = make("needles", {"words": 80, "documents": 20, "passkey": passkey}, str(tmp_path / "corpus"))
-        rows = list(made.tables["validation"])
+        made, _, _ = make("needles", {"words": 80, "documents": 20, "passkey": passkey}, str(tmp_path / "corpus"))
+        rows = list(made["validation"])
         assert sorted(row["depth"] for row in rows) == sorted([*range(10)] * 2)
         hay = [word for row in rows for word in row["text"].split() if word.startswith("validation")]
         assert len(hay) == len(set(hay))

@@ -95,13 +95,13 @@ def test_recall_ends_in_a_key_seen_before():
 
 
 def test_made_sets_have_tables_and_tokenizers():
-    made = make("listops", {"train": 3, "validation": 2, "shortest": 10, "longest": 60})
-    row = made.tables["train"][0]
-    ids = made.tokenizer(row["text"])["input_ids"]
-    assert ids[0] == made.tokenizer.cls_token_id and len(ids) == len(row["text"].split()) + 1
-    assert made.tokenizer.unk_token_id not in ids
-    made = make("associative-recall", {"train": 3, "validation": 2})
-    assert len(made.tokenizer(made.tables["train"][0]["text"])["input_ids"]) == 128
+    made, tokenizer, _ = make("listops", {"train": 3, "validation": 2, "shortest": 10, "longest": 60})
+    row = made["train"][0]
+    ids = tokenizer(row["text"])["input_ids"]
+    assert ids[0] == tokenizer.cls_token_id and len(ids) == len(row["text"].split()) + 1
+    assert tokenizer.unk_token_id not in ids
+    made, tokenizer, _ = make("associative-recall", {"train": 3, "validation": 2})
+    assert len(tokenizer(made["train"][0]["text"])["input_ids"]) == 128
 
 
 def test_pixels_of_an_image_set(tmp_path):
@@ -113,9 +113,9 @@ def test_pixels_of_an_image_set(tmp_path):
             folder.mkdir(parents=True)
             for number in range(3):
                 Image.new("RGB", (6, 6), (value,) * 3).save(folder / f"{number}.png")
-    made = make("pixels", {"side": 4}, str(tmp_path))
-    assert len(made.tables["train"]) == 6 and len(made.tables["validation"]) == 6
-    rows = made.tables["train"]
+    made, _, _ = make("pixels", {"side": 4}, str(tmp_path))
+    assert len(made["train"]) == 6 and len(made["validation"]) == 6
+    rows = made["train"]
     assert {(row["text"].split()[0], row["label"]) for row in rows} == {("0", 0), ("255", 1)}
     assert len(rows[0]["text"].split()) == 16
     values = np.arange(16, dtype=np.uint8).reshape(4, 4)
@@ -132,9 +132,9 @@ def test_pathfinder(tmp_path):
         Image.new("L", (32, 32), number).save(tmp_path / "imgs" / "0" / f"sample_{number}.png")
         lines.append(f"imgs/0 sample_{number}.png {number} {number % 2} 0.1 14 3")
     (tmp_path / "metadata" / "0.npy").write_text("\n".join(lines) + "\n")
-    made = make("pathfinder", {"validation": 0.2}, str(tmp_path))
-    rows = [*made.tables["train"], *made.tables["validation"]]
-    assert len(made.tables["validation"]) == 2 and len(rows) == 10
+    made, _, _ = make("pathfinder", {"validation": 0.2}, str(tmp_path))
+    rows = [*made["train"], *made["validation"]]
+    assert len(made["validation"]) == 2 and len(rows) == 10
     assert all(int(row["text"].split()[0]) % 2 == row["label"] for row in rows)
     (tmp_path / "imgs" / "0" / "sample_3.png").unlink()
     with pytest.raises(DataError, match=r"cannot read image .imgs/0/sample_3"):
@@ -166,12 +166,12 @@ def test_retrieval(tmp_path):
         with pytest.raises(ConfigError, match=r"retrieval, (shortest|overlap): got -1|expected less than longest"):
             made_texts.Halves(**wrong)
     (tmp_path / "set.txt").write_text("\n".join(texts * 6))
-    made = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
-    assert set(made.tables["train"].column_names) == {"text1", "text2", "label"}
+    made, _, _ = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
+    assert set(made["train"].column_names) == {"text1", "text2", "label"}
     for name in made_texts.RELEASED.values():
         (tmp_path / name).write_text('1\t3\t4\tone text\tanother\n0.0\t5\t6\ta "b\tc\n')
-    made = make("retrieval", {}, str(tmp_path))
-    assert made.tables["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}
+    made, _, _ = make("retrieval", {}, str(tmp_path))
+    assert made["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}
     with pytest.raises(DataError, match=r"got no new_aan_pairs.train.tsv"):
         make("retrieval", {}, str(tmp_path / "nowhere"))
 
@@ -186,9 +186,9 @@ def test_documents(tmp_path):
         lines = [f"{split}line{n} stands between and is long" for n in range(9)] + ["too short"] * 9
         (other / f"{split}.txt").write_text("\n".join(lines) + "\n")
     plain = {"words": 4, "parts": 3, "train": 40, "validation": 8}
-    made = make("documents", {"filler": "other", **plain}, str(texts))
+    made, _, _ = make("documents", {"filler": "other", **plain}, str(texts))
     places = set()
-    for split, table in made.tables.items():
+    for split, table in made.items():
         for row in table:
             parts = [part.split() for part in row["text"].split("\n")]
             assert [len(part) for part in parts] == [4, 4, 4]
@@ -198,8 +198,8 @@ def test_documents(tmp_path):
             assert all(part[0].startswith(f"{split}line") and part[1] == "stands" for part in parts)
             places.add(row["places"][0])
     assert places == {0, 1, 2}
-    again, other = (make("documents", {"filler": "other", **plain, "seed": seed}, str(texts)) for seed in (0, 1))
-    assert again.tables["train"][:] == made.tables["train"][:] != other.tables["train"][:]
+    again, other = (make("documents", {"filler": "other", **plain, "seed": seed}, str(texts))[0] for seed in (0, 1))
+    assert again["train"][:] == made["train"][:] != other["train"][:]
     with pytest.raises(DataError, match="got 0 other texts of at least 8 words, expected at least the 3"):
         make("documents", {"filler": "other", **plain, "words": 8}, str(texts))
     with pytest.raises(DataError, match="got data set 'othr': no such file or folder"):
@@ -217,10 +217,10 @@ def test_documents_of_two_texts_that_decide(tmp_path):
         (texts / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (other / f"{split}.txt").write_text("\n".join(f"{split}line{n} stands between" for n in range(9)) + "\n")
     options = {"decides": "last", "filler": "other", "words": 3, "parts": 6, "apart": 3, "train": 300}
-    made = make("documents", options | {"validation": 40}, str(texts))
-    assert "the last of two decides" in made.description
+    made, _, text = make("documents", options | {"validation": 40}, str(texts))
+    assert "the last of two decides" in text
     apart, first, same = set(), set(), 0
-    for split, table in made.tables.items():
+    for split, table in made.items():
         for row in table:
             parts = [part.split() for part in row["text"].split("\n")]
             assert len({part[0] for part in parts}) == 6, "no text comes twice"

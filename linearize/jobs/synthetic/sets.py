@@ -279,28 +279,18 @@ SETS: dict[str, type[MadeSet]] = {
 }
 
 
-@dataclass(frozen=True)
-class Made:
-    """A data set made here.
-
-    Attributes:
-        tables: `datasets.Dataset` by the name of the split.
-        tokenizer: for its vocabulary; None if any tokenizer will do.
-        description: one line.
-    """
-
-    tables: dict[str, Dataset]
-    tokenizer: PreTrainedTokenizerBase | None
-    description: str
-
-
-def make(name: str, options: Mapping[str, object] | None = None, source: str | None = None) -> Made:
+def make(
+    name: str, options: Mapping[str, object] | None = None, source: str | None = None
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase | None, str]:
     """Make a data set.
 
     Args:
         name: a key of `SETS`.
         options: its options.
         source: what it is made from, if it needs a source.
+
+    Returns:
+        The tables by the name of their split, a tokenizer for its vocabulary (None if any will do), and one line.
 
     Raises:
         UnknownNameError: for an unknown name or option.
@@ -317,7 +307,7 @@ def make(name: str, options: Mapping[str, object] | None = None, source: str | N
     counts = ", ".join(f"{len(table):,} {split} rows" for split, table in tables.items())
     tokens = maker.vocabulary()
     tokenizer = fixed_tokenizer(tokens, framed=maker.framed) if tokens else None
-    return Made(tables, tokenizer, f"{description}: {counts}")
+    return tables, tokenizer, f"{description}: {counts}"
 
 
 def make_options(name: str, options: Mapping[str, object]) -> MadeSet:
