@@ -98,6 +98,9 @@ COLUMNS = {
     "window only, exact keys, softmax heads": Column("narrow", kernel=False),
     "kernel, window of 256, 64 exact keys, softmax heads": Column("recall"),
     "window of 256, 64 exact keys, softmax heads": Column("recall", kernel=False),
+    "windows per layer, untrained": Column("layers-untrained"),
+    "windows per layer": Column("layers"),
+    "windows per layer, no kernel": Column("layers", kernel=False),
     "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
 }
 
