@@ -52,7 +52,7 @@ def test_a_class_without_a_head_has_none():
 def test_every_task_has_a_class_that_is_complete(name):
     kind = TASKS[name].type
     assert issubclass(kind, TaskType) and kind.head in HEADS.values()
-    for method in ("prepare", "collate", "units"):
+    for method in ("prepare", "units"):
         assert getattr(kind, method) is not getattr(TaskType, method), method
 
 

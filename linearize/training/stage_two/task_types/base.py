@@ -33,7 +33,7 @@ MOST_CLASSES = 100_000
 class TaskType:
     """How rows, labels, predictions and metrics of one type of task go together. An instance reads one data set.
 
-    A subclass states the class attributes, and writes `prepare`, `collate` and `units`; all else has a default.
+    A subclass states the class attributes, and writes `prepare` and `units`; all else has a default.
 
     Args:
         task: the task.
