@@ -326,7 +326,9 @@ def quick(words):
         # It was made from a model of 512 tokens.
         return QUICK["longdoc"].replace("--max-length 80", "--max-length 520")
     if words[0] != "bench" or words[1].startswith("-"):
-        return QUICK[words[0]]
+        # The small models have 8 heads.
+        fewer = " --keep-softmax-heads 2" if "--keep-softmax-heads" in words else ""
+        return f"{QUICK[words[0]]}{fewer}"
     return OF_MODEL if "--image-size" in words else f"{OF_MODEL} --lengths 16,32"
 
 
