@@ -117,7 +117,7 @@ def sides_table(
         length = "-" if side.max_length is None else f"{side.max_length:,}"
         cut = "-" if side.cut_share is None else f"{100 * side.cut_share:.1f} %"
         figures = [number(side.metrics.get(name), 4) for name in more]
-        row = [side.name, length, cut, percent(side.score, task), between(side.interval, task), *figures]
+        row = [side.name, length, cut, task.written(side.score), between(side.interval, task), *figures]
         cost = costs.get(side.name)
         if cost is not None:
             row.append(f"{cost.seconds:.3g}")
@@ -125,18 +125,13 @@ def sides_table(
                 row.append("-" if cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:,.0f}")
         rows.append(row)
     if chance is not None:
-        rows.append(["chance", "", "", percent(chance, task), *[""] * (len(columns) - 4)])
+        rows.append(["chance", "", "", task.written(chance), *[""] * (len(columns) - 4)])
     return table(title, columns, rows, right=tuple(range(1, len(columns))))
 
 
 def between(interval: tuple[float, float] | None, task: Task) -> str:
     """Write an interval."""
-    return "-" if interval is None else " to ".join(percent(end, task) for end in interval)
-
-
-def percent(score: float, task: Task) -> str:
-    """Write a score as papers do: shares as points."""
-    return f"{100 * score:.2f}" if task.percent else f"{score:.3f}"
+    return "-" if interval is None else " to ".join(task.written(end) for end in interval)
 
 
 def report(options: ReportOptions, args: argparse.Namespace) -> object:

@@ -231,14 +231,17 @@ def needles(model: Any, tokenizer: Any, ids: Tensor, length: int, count: int, na
     return right
 
 
+def in_template(tokenizer: Any, question: str) -> Tensor:
+    """Return a question in the chat's template as a row [1, T]."""
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    found: Tensor = prompt if torch.is_tensor(prompt) else prompt["input_ids"]
+    return found
+
+
 def prompts(tokenizer: Any, passages: Tensor) -> list[Tensor]:
     """Return questions in the chat's template, and passages [R, L] to continue, as rows [1, T]."""
-    rows = []
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-        rows.append(prompt if torch.is_tensor(prompt) else prompt["input_ids"])
-    return [*rows, *passages[:, None]]
+    return [*(in_template(tokenizer, question) for question in QUESTIONS), *passages[:, None]]
 
 
 @torch.no_grad()
@@ -256,12 +259,7 @@ def chats(tokenizer: Any, passages: Tensor) -> list[Tensor]:
     """Return chats as rows [1, T]: short questions, then one about every passage of passages [R, L]."""
     short = [question.format(topic) for topic in TOPICS for question in ASKED]
     long = [f"What is the following text about?\n\n{tokenizer.decode(passage)}" for passage in passages]
-    rows = []
-    for question in (*short, *long):
-        chat = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-        rows.append(prompt if torch.is_tensor(prompt) else prompt["input_ids"])
-    return rows
+    return [in_template(tokenizer, question) for question in (*short, *long)]
 
 
 def answers(model: Any, tokenizer: Any, rows: Sequence[Tensor], original: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def verdict(
     failed = [side.name for side in sides if not side.learned]
     if failed and not (sides[0].learned or sides[-1].learned):
         whom = "no side is" if len(failed) == len(sides) else f"{', '.join(failed)}: not"
-        level = "" if chance is None else f" ({100 * chance:.2f})" if job.task.percent else f" ({chance:.3f})"
+        level = "" if chance is None else f" ({job.task.written(chance)})"
         # Sides that all give one answer never differ, so count what two independent guesses would vary.
         guesses = [(2**0.5 * low, 2**0.5 * high) for low, high in (side.interval for side in sides if side.interval)]
         more = f"Give more steps or rows; {_finest(job, [one.interval for one in differences] + guesses, rows)}"

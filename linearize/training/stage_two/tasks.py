@@ -79,6 +79,10 @@ class Task:
             )
         return sum(metrics[name] for name in names) / len(names)
 
+    def written(self, score: float) -> str:
+        """Write a score as papers do: shares as points."""
+        return f"{100 * score:.2f}" if self.percent else f"{score:.3f}"
+
     @property
     def type(self) -> type[TaskType]:
         """The class that reads data of its type."""

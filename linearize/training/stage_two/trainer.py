@@ -142,12 +142,6 @@ def finetune(
     metrics, predictions, labels = trainer.measure()
     score = score_of(data, metrics, predictions, labels)
     state = trainer.state
-    if data.selection is None:
-        by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
-    else:
-        by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
-        if teacher is not None:
-            by = data.type.distance + (" and loss on the labels" if config.final_labels_weight else "")
     return TuneResult(
         metrics=metrics,
         score=score.score,
@@ -155,7 +149,7 @@ def finetune(
         best_step=int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]),
         stopped="early stopping" if state.global_step < state.max_steps else "steps",
         history=history,
-        selection={"by": by, "on": on, "rows": rows, "value": state.best_metric},
+        selection=_selection_record(data, config, teacher is not None, state.best_metric),
         interval=score.interval,
         chance=score.chance,
         adapter=end_training(model, config, adapter_of),
@@ -196,6 +190,17 @@ def _train(
             raise CheckpointError(
                 f"stage two: {str(folder)!r} cannot be written ({reason}); make room, then --resume"
             ) from error
+
+
+def _selection_record(data: TaskData, config: TuneConfig, taught: bool, value: float | None) -> dict[str, object]:
+    """Return how the kept state was chosen, as plain data."""
+    if data.selection is None:
+        by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
+    else:
+        by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
+        if taught:
+            by = data.type.distance + (" and loss on the labels" if config.final_labels_weight else "")
+    return {"by": by, "on": on, "rows": rows, "value": value}
 
 
 def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size: int = 64) -> Measured:
