@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from linearize.core.errors import ConfigError, UnknownNameError
-from linearize.core.options import check, effective, option, options_of
+from linearize.core.options import build, check, effective, option, options_of
+from linearize.core.parsing import parse_yaml
 from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, InitJob
 from linearize.jobs.task_config import EvaluateJob, TuneJob
@@ -118,3 +119,11 @@ def test_effective_options_make_the_same_job_again():
     found = effective(job)
     assert found["distill_steps"] == 30 and found["align_steps"] == 12 and found["learning_rate"] is None
     assert ConvertJob.of(**{name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}) == job
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_precision_no_is_a_word_in_yaml(precision):
+    values = parse_yaml(f"precision: {precision}\nlearning_rate: 0.001")
+    assert build(TuneConfig, values, "finetune").precision == precision
+    with pytest.raises(ConfigError, match="got true"):
+        build(TuneConfig, parse_yaml("precision: yes"), "finetune")

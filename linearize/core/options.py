@@ -361,6 +361,8 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
     for key, value in values.items():
         if key not in fields:
             raise ConfigError(f"{where}: {unknown_name(kind, str(key), fields)}")
+        if value is False and "no" in fields[key].metadata.get("choices", ()):
+            value = "no"  # which YAML 1.1 reads as false
         arguments[key] = convert(hints[key], value, f"{where}.{key}")
     for name in _required(cls):
         if name not in arguments:
