@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import DataError
-from linearize.fidelity.measure import weight_rows
-from linearize.fidelity.teacher import Rows, group, show, softmax_rows
+from linearize.fidelity.teacher import Rows, group, score_rows, show
 
 MAX_TOKENS = 1024
 """Most tokens of the input, as there are T x T numbers per layer and head."""
@@ -85,12 +84,10 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
     tokens = k.shape[2]
     rows = Rows(slice(0, tokens), torch.arange(tokens, device=q.device), tokens, layer.shape.causal)
     queries = group(q, k.shape[1])
-    softmax = softmax_rows(queries, k, rows, scaling)
-    if layer.mixer.info.normalized:
-        linear = weight_rows(layer, q, k, mask, scaling)(rows)
-    else:
+    softmax = score_rows(queries, k, rows, scaling).softmax(dim=-1).flatten(1, 2)
+    linear = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
+    if not layer.mixer.info.normalized:
         # Without a denominator their sum may be negative; the sum of magnitudes is not.
-        linear = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
         linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    softmax, linear = (x.flatten(1, 2)[0].float().cpu() for x in (softmax, linear))
+    softmax, linear = (x[0].float().cpu() for x in (softmax, linear))
     return LayerMaps(name, layer, softmax, linear, q[0].float().cpu(), k[0].float().cpu(), scaling)

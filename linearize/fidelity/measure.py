@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,11 +21,16 @@ from linearize.fidelity.teacher import (
     exact_states,
     group,
     has_rows,
+    pieces,
+    score_rows,
     show,
     softmax_output,
-    softmax_rows,
+    take,
 )
-from linearize.ops import Window, kernel_weights
+from linearize.kernels.base import Features
+from linearize.ops import kernel_weights
+from linearize.ops.window import NearKeys
+from linearize.ops.window_parts import TINY
 
 LOG_FLOOR = 1e-6
 """Least weight in the logarithm of the KL. Total variation and negative share have no floor."""
@@ -203,7 +209,7 @@ class _Sums:
         heads = {"output_error": (v.get("error", none) / power.clamp(min=1e-30)).sqrt()}
         if "kl" in v:
             heads |= {name: v[name] / queries for name in ("kl", "total_variation")}
-            heads["negative_share"] = v["negative"] / v["weights"].clamp(min=1)
+            heads["negative_share"] = v.get("negative", none) / v.get("weights", none).clamp(min=1)
         mean: dict[str, float] = {name: float(value.mean()) for name, value in heads.items()}
         return LayerFidelity(
             module,
@@ -261,58 +267,52 @@ def _add(
         restore()
         sums.add("window_error", (alone - target).square().sum(dim=-1) * valid)
     if layer.mixer.info.normalized:
-        _add_weights(sums, layer, q, k, mask, scaling, valid)
+        for batch, tokens in pieces(mask):
+            _add_weights(sums, layer, take(q, batch, tokens), take(k, batch, tokens), scaling)
     return target.to(v.dtype)
 
 
-def _add_weights(
-    sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float, valid: Tensor
-) -> None:
-    """Add the figures that compare normalised weights, block by block."""
+def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -> None:
+    """Add the figures that compare normalised weights, block by block; there is no padding."""
     mixer: Any = layer.mixer
     window = mixer.form(scaling) if has_rows(layer) else None
-    weights = weight_rows(layer, q, k, mask, scaling)
-    queries = group(q, k.shape[1])
-    valid = valid.reshape(*queries.shape[:-1])
-    for rows in all_rows(q, layer.shape.causal, mask):
-        t, w = softmax_rows(queries, k, rows, scaling), weights(rows)
-        keep = valid[..., rows.part]
-        visible = torch.ones_like(w, dtype=torch.bool) if rows.visible is None else rows.visible.expand_as(w)
-        kl = (t * (t.clamp(min=1e-30).log() - w.clamp(min=LOG_FLOOR).log())).sum(dim=-1)
-        sums.add("kl", kl * keep)
+    softmax_heads, key_heads = list(layer.hybrid.softmax_heads), k.shape[1]
+    queries, weights = group(q, key_heads), _weight_rows(layer, q, k, scaling)
+    for rows in all_rows(q, layer.shape.causal):
+        scores = score_rows(queries, k, rows, scaling)
+        t, w = scores.softmax(dim=-1), weights(rows, scores)
+        if softmax_heads:
+            w.flatten(1, 2)[:, softmax_heads] = t.flatten(1, 2)[:, softmax_heads]
+        sums.add("kl", (t * (t.clamp(min=1e-30).log() - w.clamp(min=LOG_FLOOR).log())).sum(dim=-1))
+        sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1))
         if window is not None:
-            sums.add("far", (t * _far(window, mask, rows, t)).sum(dim=-1) * keep)
-        sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1) * keep)
-        sums.add("negative", ((w < 0) & visible).float().sum(dim=-1) * keep)
-        sums.add("weights", visible.float().sum(dim=-1) * keep)
+            keys = torch.arange(rows.seen, device=k.device)
+            far = ~(window.holds(rows.places[:, None] - keys) | (keys < window.sinks))
+            sums.add("far", (t * far).sum(dim=-1))
+        if not mixer.positive:
+            # Hidden keys have the weight zero.
+            sums.add("negative", (w < 0).float().sum(dim=-1))
+            seen = rows.places + 1.0 if rows.causal else torch.full_like(t[0, 0, 0, :, 0], rows.seen)
+            sums.add("weights", seen.expand(t.shape[:-1]))
 
 
-def _far(window: Window, mask: Tensor | None, rows: Rows, weights: Tensor) -> Tensor:
-    """Tell which keys of a block [B, K, G, C, S] are neither in the window nor sinks: [B or 1, 1, 1, C, S]."""
-    total = rows.seen if mask is None else mask.shape[1]
-    real = torch.ones(1, max(total, rows.part.stop), device=weights.device) if mask is None else mask
-    place = real.long().cumsum(dim=-1)
-    distance = place[:, rows.part, None] - place[:, None, : rows.seen]
-    return ~(window.holds(distance) | (place <= window.sinks)[:, None, : rows.seen])[:, None, None]
-
-
-def weight_rows(
-    layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float
-) -> Callable[[Rows], Tensor]:
-    """Return a function from a block of rows to its signed normalised weights [B, K, G, C, seen]."""
-    if not has_rows(layer) or layer.hybrid.window is not None or layer.hybrid.softmax_heads:
-        whole = group(layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask), k.shape[1])
-        return lambda rows: whole[:, :, :, rows.part, : rows.seen]
+def _weight_rows(layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -> Callable[[Rows, Tensor], Tensor]:
+    """Return a function from a block and its scores to its signed normalised weights [B, K, G, C, seen]."""
     mixer: Any = layer.mixer
-    queries, (phi_k, log_scale) = mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
+    window = mixer.form(scaling) if has_rows(layer) else None
+    if not has_rows(layer) or (window is not None and not mixer.positive):
+        whole = group(mixer.weights(q, k, scaling=scaling), k.shape[1])
+        return lambda rows, scores: whole[:, :, :, rows.part, : rows.seen].clone()
+    queries, keys = mixer.mapped(q, k, scaling=scaling)
+    if window is not None:
+        return functools.partial(_hybrid_rows, queries, keys, NearKeys(window, _log_scale(keys)))
 
-    def rows_of(rows: Rows) -> Tensor:
+    def rows_of(rows: Rows, scores: Tensor) -> Tensor:
         # The queries of a causal block are the last of the tokens that it sees.
         weights = kernel_weights(
             queries.phi[:, :, rows.part],
-            phi_k[:, :, : rows.seen],
-            key_padding_mask=rows.mask,
-            log_scale=None if log_scale is None else log_scale[:, :, : rows.seen],
+            keys.phi[:, :, : rows.seen],
+            log_scale=None if keys.log_scale is None else keys.log_scale[:, :, : rows.seen],
             causal=rows.causal,
             eps=mixer.eps,
             floor=mixer.floor,
@@ -320,3 +320,27 @@ def weight_rows(
         return group(weights, k.shape[1])
 
     return rows_of
+
+
+def _log_scale(mapped: Features) -> Tensor:
+    """Return the log-scales [B, H, T] of queries or keys, zero without any."""
+    return mapped.phi.new_zeros(mapped.phi.shape[:3]) if mapped.log_scale is None else mapped.log_scale.float()
+
+
+def _hybrid_rows(queries: Features, keys: Features, near_keys: NearKeys, rows: Rows, scores: Tensor) -> Tensor:
+    """Return the weights of a positive kernel joined with a window, as `linearize.ops.window` defines them."""
+    key_heads = keys.phi.shape[1]
+    near = near_keys.rows(rows.places, rows.seen)
+    near = near.unflatten(0, (-1, key_heads)) if near.ndim == 4 else near
+    phi_q = group(queries.phi[:, :, rows.part].float(), key_heads)
+    factors = phi_q @ keys.phi[:, :, None, : rows.seen].float().transpose(-1, -2)
+    factors.masked_fill_(near, 1.0)
+    if rows.visible is not None:
+        factors.masked_fill_(~rows.visible, 0.0)
+    of_queries = group(_log_scale(queries)[:, :, rows.part, None], key_heads)
+    exponents = torch.where(near, scores, of_queries + _log_scale(keys)[:, :, None, None, : rows.seen])
+    # A key without weight must not decide the row's shift.
+    exponents.masked_fill_(factors <= TINY, -torch.inf)
+    exponents -= exponents.amax(dim=-1, keepdim=True)
+    weights = factors.mul_(exponents.exp_())
+    return weights.div_(weights.sum(dim=-1, keepdim=True))

@@ -153,26 +153,17 @@ class Rows:
         places: [C] their positions among the keys, ascending.
         seen: how many keys any of them sees: the first `seen`.
         causal: whether a row sees only keys up to its place.
-        mask: [B, seen] key padding mask, or None.
     """
 
     part: slice
     places: Tensor
     seen: int
     causal: bool
-    mask: Tensor | None = None
 
     @property
     def visible(self) -> Tensor | None:
-        """Which keys each row sees, [1 or B, 1, 1, C or 1, seen] bool; None if all rows see all of them."""
-        visible = None
-        if self.causal:
-            keys = torch.arange(self.seen, device=self.places.device)
-            visible = (keys <= self.places[:, None])[None, None, None]
-        if self.mask is None:
-            return visible
-        real = self.mask[:, None, None, None].bool()
-        return real if visible is None else visible & real
+        """Which keys each row sees, [C, seen] bool; None if all rows see all of them."""
+        return torch.arange(self.seen, device=self.places.device) <= self.places[:, None] if self.causal else None
 
     @property
     def edge(self) -> Tensor | None:
@@ -183,9 +174,7 @@ class Rows:
         return torch.arange(first, self.seen, device=self.places.device) > self.places[:, None]
 
 
-def row_blocks(
-    places: Tensor, keys: int, size: int, *, causal: bool, key_padding_mask: Tensor | None = None
-) -> Iterator[Rows]:
+def row_blocks(places: Tensor, keys: int, size: int, *, causal: bool) -> Iterator[Rows]:
     """Cut queries into blocks of `size` rows.
 
     Args:
@@ -193,31 +182,23 @@ def row_blocks(
         keys: how many keys there are.
         size: rows of a block.
         causal: whether a query sees only keys up to its place; then a block contains no later key.
-        key_padding_mask: [B, T], true at tokens, or None.
     """
     for start in range(0, len(places), size):
         part = slice(start, min(start + size, len(places)))
-        seen = int(places[part][-1]) + 1 if causal else keys
-        mask = None if key_padding_mask is None else key_padding_mask[:, :seen]
-        yield Rows(part, places[part], seen, causal, mask)
+        yield Rows(part, places[part], int(places[part][-1]) + 1 if causal else keys, causal)
 
 
-def all_rows(q: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Iterator[Rows]:
+def all_rows(q: Tensor, causal: bool) -> Iterator[Rows]:
     """Cut the queries q [B, H, T, D] of all T tokens into blocks that stay in the cache."""
     batch, heads, tokens, _ = q.shape
     size = max(1, min(tokens, BLOCK_NUMBERS // max(1, batch * heads * tokens)))
-    places = torch.arange(tokens, device=q.device)
-    return row_blocks(places, tokens, size, causal=causal, key_padding_mask=key_padding_mask)
+    return row_blocks(torch.arange(tokens, device=q.device), tokens, size, causal=causal)
 
 
-def softmax_rows(q: Tensor, k: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """Return softmax's weights of a block: q [B, K, G, R, D], k [B, K, T, D] -> [B, K, G, C, seen], fp32."""
+def score_rows(q: Tensor, k: Tensor, rows: Rows, scaling: float) -> Tensor:
+    """Return softmax's scores [B, K, G, C, seen] of a block, -inf where hidden; q [B, K, G, R, D], k [B, K, T, D]."""
     scores = (q[:, :, :, rows.part].float() * scaling) @ k[:, :, None, : rows.seen].float().transpose(-1, -2)
-    visible = rows.visible
-    if visible is None:
-        return scores.softmax(dim=-1)
-    # A row that sees nothing (left padding) is zero, not NaN.
-    return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num(nan=0.0)
+    return scores if rows.visible is None else scores.masked_fill_(~rows.visible, -torch.inf)
 
 
 def pieces(key_padding_mask: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:

@@ -27,7 +27,7 @@ def written_out(model, batch, kernel_of):
         valid = torch.ones(q.shape[0], q.shape[2])
         if mask is not None:
             visible, valid = visible & mask[:, None, None].bool(), mask.float()
-        t = (q @ keys.transpose(-1, -2) * scaling).masked_fill(~visible, -torch.inf).softmax(-1)
+        t = (q @ keys.transpose(-1, -2) * scaling).masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num()
         w = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
         valid = valid[:, None].expand(-1, q.shape[1], -1)
         kl = (t * (t.clamp(min=1e-30).log() - w.clamp(min=1e-6).log())).sum(-1)
@@ -55,6 +55,37 @@ def test_figures_equal_written_out_matrices(name, kernel):
     assert layer.kernel == kernel
     assert len(layer.heads["kl"]) == 4
     assert sum(layer.heads["kl"]) / 4 == pytest.approx(layer.kl)
+
+
+HYBRIDS = {
+    "window": {"kernel": "hedgehog"},
+    "no kernel": {"kernel": "none"},
+    "scales": {"kernel": "hedgehog", "scale": "linear"},
+    "exact keys": {"kernel": "hedgehog", "scale": "linear", "exact_keys": 2},
+    "softmax heads": {"kernel": "flexformer_n", "scale": "network", "softmax_heads": {0: (1, 3)}},
+    "signed": {"kernel": "flexformer_n", "kernel_args": {"form": "paper"}},
+}
+
+
+@pytest.mark.parametrize("hybrid", HYBRIDS)
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_figures_of_hybrids_equal_written_out_matrices(name, hybrid):
+    model = converted(name, **HYBRIDS[hybrid], window=4, sinks=1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("query.weight", "q_proj.weight")):
+                parameter.mul_(40.0)
+            elif "_scale." in parameter_name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    batch = inputs_of(model)
+    # Padding in the middle and on the left too: the window counts tokens without it.
+    batch["attention_mask"][0, 3:5] = 0
+    batch["attention_mask"][1, 0] = 0
+    layer = measure_layers(model, [batch]).layers[0]
+    assert layer.kl > 0.01 and layer.far_mass > 0.01
+    for figure, value in written_out(model, batch, hybrid).items():
+        assert getattr(layer, figure) == pytest.approx(value, rel=2e-4, abs=1e-6), figure
 
 
 def test_padding_counts_nothing():

@@ -167,7 +167,7 @@ def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterato
         queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
         key_scale, query_scale = keys.log_scale, group(queries.log_scale[..., None], count)
         near = NearKeys(window, key_scale)
-        for rows in all_rows(q, targets.causal, None):
+        for rows in all_rows(q, targets.causal):
             hidden = near.rows(rows.places, rows.seen)
             hidden = hidden.unflatten(0, (-1, count)) if hidden.ndim == 4 else hidden
             x, phi = (group(side.float(), count)[:, :, :, rows.part] for side in (q, queries.phi))
