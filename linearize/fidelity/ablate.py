@@ -15,7 +15,8 @@ from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.fidelity.teacher import exact_states
-from linearize.kernels.base import FeatureMap, Features
+from linearize.kernels.base import FeatureMap, Features, MapSpec
+from linearize.kernels.none import nothing
 
 PARTS = ("kernel", "window", "exact-keys", "attention")
 """Parts that can be removed: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),
@@ -42,6 +43,10 @@ class _NoFeatures(FeatureMap):
 
     def forward_keys(self, x: Tensor, positions: Tensor | None = None) -> Features:
         return _silent(self.map.forward_keys(x, positions))
+
+    def map_spec(self) -> MapSpec | None:
+        spec = self.map.map_spec()
+        return None if spec is None or spec.scaled else nothing(self.heads, self.head_dim)
 
 
 def _silent(features: Features) -> Features:

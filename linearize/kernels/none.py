@@ -8,10 +8,16 @@ https://arxiv.org/abs/2309.17453. The value of a kernel is its gain over this on
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from linearize.core.registry import KernelInfo, register_kernel
-from linearize.kernels.base import Features, FixedMap, NoArguments
+from linearize.kernels.base import Features, FixedMap, MapSpec, NoArguments
+
+
+def nothing(heads: int, head_dim: int) -> MapSpec:
+    """Describe a map whose only feature is zero to the native op: relu(0 x)."""
+    return MapSpec("relu", torch.zeros(heads, 1, head_dim))
 
 
 class Nothing(FixedMap):
@@ -21,6 +27,9 @@ class Nothing(FixedMap):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         return Features(x.new_zeros(*x.shape[:-1], 1))
+
+    def map_spec(self) -> MapSpec:
+        return nothing(self.heads, self.head_dim)
 
 
 register_kernel(

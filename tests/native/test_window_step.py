@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.native_cases import CASES, D, V, close, learned, padding, tokens
+from support.native_cases import WINDOW_CASES, D, V, close, learned, padding, tokens
 
 from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
@@ -53,7 +53,7 @@ def both_ways(switch, mixer, inputs, mask=None):
 @GROUPS
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (8, 2), (16, 13), (64, 4)])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.parametrize(("name", "args"), WINDOW_CASES)
 @pytest.mark.sampled("values")
 def test_equals_the_ops_in_pytorch(switch, name, args, masked, window, sinks, key_heads):
     mixer = learned(name, args, causal=True, key_heads=key_heads, window=window, sinks=sinks)
@@ -169,5 +169,5 @@ def test_no_memory_is_said_and_nothing_is_changed(monkeypatch, switch):
 
 
 def test_every_case_is_joined_with_a_window():
-    for (name, args), sinks in itertools.product(CASES, (0, 1)):
+    for (name, args), sinks in itertools.product(WINDOW_CASES, (0, 1)):
         assert learned(name, args, causal=True, window=3, sinks=sinks).window == 3

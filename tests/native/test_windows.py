@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from support.native_cases import CASES, D, V, close, learned, padding, tokens
+from support.native_cases import WINDOW_CASES, D, V, close, learned, padding, tokens
 from support.rounding import UNIT, allowed, deviation, gradients_in_double
 
 from linearize.attention.call import AttentionCall
@@ -39,7 +39,7 @@ def of_real_tokens(out, mask):
 @DIRECTIONS
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 2), (7, 40), (64, 4), (130, 0)])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.parametrize(("name", "args"), WINDOW_CASES)
 @pytest.mark.sampled("values")
 def test_equals_the_ops_in_pytorch(switch, name, args, masked, window, sinks, causal, key_heads):
     mixer = learned(name, args, causal=causal, key_heads=key_heads, window=window, sinks=sinks)
@@ -89,7 +89,7 @@ def gradients(mixer, inputs, mask=None):
 @DIRECTIONS
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 2), (7, 40), (64, 4), (130, 0)])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.parametrize(("name", "args"), WINDOW_CASES)
 @pytest.mark.sampled("values")
 def test_gradients_equal_those_of_the_ops_in_pytorch(switch, name, args, masked, window, sinks, causal, key_heads):
     """Of q, k, v and of every weight of the maps."""
@@ -109,7 +109,7 @@ def test_gradients_equal_those_of_the_ops_in_pytorch(switch, name, args, masked,
 def random_case(seed):
     """Draw a mixer, inputs, mask and gradient: holes in the mask, sinks beyond the row, single tokens, odd sizes."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    name, args = dice.choice(CASES)
+    name, args = dice.choice(WINDOW_CASES)
     heads, batch, size, value = (
         dice.choice(some) for some in ((1, 2, 3), (1, 2), (1, 7, 16, 20, 40), (1, 3, 16, 24, 64, 65))
     )

@@ -23,6 +23,8 @@ OPTIONS = {
 }
 D, V = 20, 24
 CASES = [(name, args) for name in sorted(OPTIONS) for args in OPTIONS[name]]
+WINDOW_CASES = [*CASES, ("none", {})]
+"""The same with what needs a window: no kernel."""
 
 
 def learned(name, args, *, causal=False, heads=4, key_heads=2, size=D, value=V, **window):

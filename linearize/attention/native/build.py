@@ -266,9 +266,10 @@ class Agreement(NamedTuple):
 
 
 def native_kernels() -> list[str]:
-    """Return the kernels whose map the native op has."""
-    builds = {info.name: getattr(info.build, "map_spec", FeatureMap.map_spec) for info in kernel_infos()}
-    return [name for name, map_spec in builds.items() if map_spec is not FeatureMap.map_spec]
+    """Return the kernels whose map the native op has; they need no window."""
+    builds = {info.name: info.build for info in kernel_infos() if not info.needs_window}
+    own = {name: getattr(build, "map_spec", FeatureMap.map_spec) for name, build in builds.items()}
+    return [name for name, map_spec in own.items() if map_spec is not FeatureMap.map_spec]
 
 
 @torch.no_grad()
