@@ -18,32 +18,6 @@ from linearize.core.parsing import parse_yaml, read_text
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
-PAIRS = "new pairs are for a teacher to label: linearize finetune --teacher DIR --extra-pairs N"
-REMOVED = {
-    "--swaps": "the whole model chooses between the best plans and one kernel in every layer",
-    "--search-swaps": "the whole model chooses between the best plans and one kernel in every layer",
-    "--widths": "name numbers of features with the candidates, as in hedgehog:features=128",
-    "--extra-texts": "align on texts without labels first (linearize align --dataset)",
-    "--bucket-by-length": "rows are padded to the longest of their batch alone",
-    "--finetune": "run linearize finetune on the result",
-    "--layers-at-a-time": "save memory with --query-sample, --precision bf16 or a smaller --batch-size",
-    "--remeasure": "costs that were measured on a noisy machine are not remembered",
-    "--search-remeasure": "costs that were measured on a noisy machine are not remembered",
-    "search --no-memory": "the search measures time alone; linearize bench measures memory",
-    "--no-search-memory": "the search measures time alone; linearize bench measures memory",
-    "--train": "run python -m benchmarks.steps train in a checkout",
-    "--batch-tokens": "give --batch; python -m benchmarks.steps train has it",
-    "--features-given": "run python -m benchmarks.attentions op in a checkout",
-    "--time": "run python -m benchmarks.onnx in a checkout",
-    "--goals": "run python -m benchmarks.goals in a checkout",
-    "--alignment": "run python -m benchmarks.steps alignment in a checkout",
-    "--stage-one": "run python -m benchmarks.steps stage-one in a checkout",
-    "convert --extra-pairs": PAIRS,
-    "distill --extra-pairs": PAIRS,
-    "align --extra-pairs": PAIRS,
-    "convert --plot": "linearize search --plot draws the search",
-}
-"""Options of earlier versions, of any verb or of one, and what to do instead."""
 LAST = "output"
 """The title of the group that help shows last."""
 FLAG = "--config"
@@ -107,18 +81,6 @@ def config_file(words: list[str]) -> str | None:
     return None
 
 
-def check_removed(parser: argparse.ArgumentParser, flag: str, where: str = "") -> None:
-    """Refuse an unknown option that an earlier version of the verb had.
-
-    Raises:
-        ConfigError: naming what to do instead.
-    """
-    for name in (flag, f"--no-{flag.removeprefix('--')}"):
-        instead = REMOVED.get(f"{parser.prog.rpartition(' ')[2]} {name}", REMOVED.get(name))
-        if instead is not None:
-            raise ConfigError(f"{where}option {name} was removed; leave it out: {instead}")
-
-
 def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object]:
     """Read a verb's options from a file, as its parser would return them.
 
@@ -142,7 +104,6 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
     for key, value in (values or {}).items():
         name = str(key).replace("-", "_")
         if name not in known:
-            check_removed(parser, f"--{name.replace('_', '-')}", f"{FLAG} {file}: ")
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{FLAG} {file}: unknown option {str(key)!r}.{hint} See: {parser.prog} --help")
@@ -220,7 +181,6 @@ class Parser(argparse.ArgumentParser):
         for word in itertools.takewhile("--".__ne__, words):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in options:
-                check_removed(self, name)
                 near = get_close_matches(name, options, n=1, cutoff=0.5)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")

