@@ -13,9 +13,8 @@ from linearize.cli._output import at_work, console, print_json, table
 from linearize.core.errors import ConfigError, printable
 from linearize.core.events import Event
 from linearize.core.parsing import check_file
-from linearize.jobs.recipes.formats import FORMATS, write_results_plot
 from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
-from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables
+from linearize.jobs.recipes.results import FORMATS, Table, lines_of, make_table, notes_of, tables, write_results_plot
 from linearize.jobs.recipes.schema import Recipe
 
 

@@ -45,13 +45,12 @@ def _write_marker(folder: Path, values: Mapping[str, object]) -> None:
     beside.replace(folder / MARKER)
 
 
-def check_ours(folder: Path, shown: str, what: str = "output") -> None:
+def check_ours(folder: Path, shown: str) -> None:
     """Refuse to replace a folder that linearize did not write, or that holds something else.
 
     Args:
         folder: an existing folder.
         shown: its name as the user gave it.
-        what: what to call it.
 
     Raises:
         CheckpointError: naming a file that is not ours.
@@ -68,7 +67,7 @@ def check_ours(folder: Path, shown: str, what: str = "output") -> None:
         advice = "remove it yourself, or choose another folder"
     else:
         why, advice = f"is no folder that linearize wrote (it holds {names[0]!r})", "choose another folder"
-    raise CheckpointError(f"{what} {shown!r} {why}, so --overwrite does not replace it; {advice}")
+    raise CheckpointError(f"output {shown!r} {why}, so --overwrite does not replace it; {advice}")
 
 
 def _more(names: list[str]) -> str:

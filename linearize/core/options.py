@@ -12,13 +12,14 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
 from linearize.core.registry import KINDS, allowed, field_types, within
+from linearize.core.registry import option as option
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,41 +27,6 @@ if TYPE_CHECKING:
 Config = TypeVar("Config")
 PLAIN = (bool, int, float, str)
 _SECTION = "section"
-
-
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: Iterable[str] | None = None,
-    **more: object,
-) -> Any:
-    """Declare a field of a config.
-
-    Args:
-        default: its default; without one the option is required.
-        help: description, without the default.
-        low: smallest number allowed.
-        high: largest number allowed.
-        above: the number must be larger than this.
-        below: the number must be smaller than this.
-        choices: the words allowed.
-        **more: for the command line only: `metavar`; `shown`, the default as the help shows it; `group`, the title of
-            its group; `name`, if it is not the field's; `parse`, which makes the value from the typed text;
-            `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
-            `second`, a second field, whose value is typed after a comma.
-    """
-    limits = {"low": low, "high": high, "above": above, "below": below}
-    metadata = {"help": help, **{key: value for key, value in limits.items() if value is not None}, **more}
-    if choices is not None:
-        metadata["choices"] = tuple(choices)
-    if isinstance(default, (dict, list)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -112,7 +78,7 @@ class Option:
         name: its name, with underscores.
         kind: type of its values: one of `PLAIN`, or another one, which `parse` makes.
         default: its default; MISSING without one, or for a new object each time.
-        metadata: the arguments of `option`.
+        metadata: the arguments of `linearize.core.registry.option`.
         group: the title of its group, or None.
         places: (section or "", field) of each field that it sets.
         required: whether it must be given.
@@ -213,12 +179,12 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
 def effective(job: object) -> dict[str, object]:
     """Return the options of a job by name, defaults included, as plain data; values are as they would be typed."""
     values = {}
-    for name, option in options_of(type(job)).items():
-        section_name, inner = option.places[0]
+    for name, declared in options_of(type(job)).items():
+        section_name, inner = declared.places[0]
         owner = getattr(job, section_name) if section_name else job
         if hasattr(owner, inner):
             value = getattr(owner, inner)
-            second = getattr(owner, option.metadata["second"]) if "second" in option.metadata else None
+            second = getattr(owner, declared.metadata["second"]) if "second" in declared.metadata else None
             value = value if second is None else f"{value},{second}"
             values[name] = list(value) if isinstance(value, tuple) else value
     return values

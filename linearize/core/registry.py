@@ -255,18 +255,39 @@ def _discover() -> None:
 
 
 def option(
-    default: Any,
-    help: str,
+    default: Any = dataclasses.MISSING,
+    help: str = "",
     *,
     low: float | None = None,
     high: float | None = None,
-    choices: Iterable[Any] | None = None,
+    above: float | None = None,
+    below: float | None = None,
     multiple_of: int | None = None,
+    choices: Iterable[Any] | None = None,
+    **more: object,
 ) -> Any:
-    """Declare a kernel argument: a dataclass field with its help text and allowed values."""
-    limits = {"low": low, "high": high, "choices": choices and tuple(choices), "multiple_of": multiple_of}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    return field(default=default, metadata={"help": help, **given})
+    """Declare an argument of a kernel, or a field of another config, with its help text and allowed values.
+
+    Args:
+        default: its default; without one it is required.
+        help: description, without the default.
+        low: smallest number allowed.
+        high: largest number allowed.
+        above: the number must be larger than this.
+        below: the number must be smaller than this.
+        multiple_of: the number must be a multiple of this.
+        choices: the values allowed.
+        **more: for the command line only: `metavar`; `shown`, the default as the help shows it; `group`, the title of
+            its group; `name`, if it is not the field's; `parse`, which makes the value from the typed text;
+            `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
+            `second`, a second field, whose value is typed after a comma.
+    """
+    limits = {"low": low, "high": high, "above": above, "below": below, "multiple_of": multiple_of}
+    limits["choices"] = choices and tuple(choices)
+    metadata = {"help": help, **{name: limit for name, limit in limits.items() if limit is not None}, **more}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @functools.cache

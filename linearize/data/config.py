@@ -98,13 +98,12 @@ class DataConfig:
         return ((self.dataset, 1.0),) if isinstance(self.dataset, str) else self.dataset
 
 
-def parse_mixture(text: str, called: str = "dataset") -> str | Mixture:
+def parse_mixture(text: str) -> str | Mixture:
     """Read ``"name"`` or ``"name=weight,name=weight"``.
 
     Args:
         text: The option as typed or in a recipe. An existing path is a name, whatever characters it has. Names
             separated by commas, without weights, weigh the same.
-        called: Name of the option in messages.
 
     Returns:
         The name itself, or the pairs of name and weight.
@@ -113,9 +112,7 @@ def parse_mixture(text: str, called: str = "dataset") -> str | Mixture:
         ConfigError: If a name is empty or a weight is missing or not a positive number.
     """
     if not text.strip():
-        raise ConfigError(
-            f"data: got an empty {called}, expected a Hub name, a file or a folder; leave it out for none."
-        )
+        raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; leave it out for none.")
     if ("," not in text and "=" not in text) or os.path.exists(text):
         return text
     parts = [part.strip() for part in text.split(",")]
@@ -124,12 +121,12 @@ def parse_mixture(text: str, called: str = "dataset") -> str | Mixture:
     for part in parts:
         name, equals, weight = part.rpartition("=") if has_weights else (part, "=", "1")
         if not equals:
-            raise ConfigError(f"data: got {part!r} without a weight in {called} {text!r}, expected name=weight.")
+            raise ConfigError(f"data: got {part!r} without a weight in dataset {text!r}, expected name=weight.")
         pairs.append((name.strip(), _weight(name, weight)))
     return tuple(pairs)
 
 
-def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:
+def as_mixture(value: Any) -> str | Mixture | None:
     """Turn a string, or a mapping or list of pairs as YAML has them, into the type of an option of data sets.
 
     Raises:
@@ -138,7 +135,7 @@ def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:
     if value is None:
         return None
     if isinstance(value, str | os.PathLike):
-        value = parse_mixture(os.fspath(value), called)
+        value = parse_mixture(os.fspath(value))
         if isinstance(value, str):
             return value
     pairs = list(value.items()) if isinstance(value, Mapping) else value
@@ -146,9 +143,9 @@ def as_mixture(value: Any, called: str = "dataset") -> str | Mixture | None:
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     )
     if not shaped or not pairs:
-        raise ConfigError(f"data: got {called} {value!r}, expected a name or pairs of name and weight.")
+        raise ConfigError(f"data: got dataset {value!r}, expected a name or pairs of name and weight.")
     if not all(isinstance(name, str) and name for name, _ in pairs):
-        raise ConfigError(f"data: got {called} {value!r}, expected a name for every weight.")
+        raise ConfigError(f"data: got dataset {value!r}, expected a name for every weight.")
     return tuple((name, _weight(name, weight)) for name, weight in pairs)
 
 

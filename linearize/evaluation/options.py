@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from linearize.core import kernel_options
@@ -129,32 +129,23 @@ class InputOptions:
         check(self, "report")
 
 
-def _original() -> Any:
-    return option(
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions:
+    """Options of a report and of a comparison."""
+
+    original: str | None = option(
         None,
         "the model it was made from, to compare whole outputs with; by default the one that the checkpoint records",
         metavar="MODEL",
     )
-
-
-def _lengths() -> Any:
-    return option(
+    inputs: InputOptions = section(InputOptions)
+    lengths: Sequence[int] = option(
         TIMED_LENGTHS,
         "tokens to time at; none: no timing",
         shown=",".join(map(str, TIMED_LENGTHS)),
         metavar="N,N",
         parse=parse_lengths,
     )
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Options of a report."""
-
-    checkpoint: str = option(help="folder or Hub name of a converted checkpoint", positional=True, metavar="DIR")
-    original: str | None = _original()
-    inputs: InputOptions = section(InputOptions, shown={"max_length": "the length it was trained on, 512 at most"})
-    lengths: Sequence[int] = _lengths()
     device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
 
     def __post_init__(self) -> None:
@@ -163,21 +154,23 @@ class ReportOptions:
 
 
 @dataclass(frozen=True)
-class CompareOptions:
+class ReportOptions(MeasuringOptions):
+    """Options of a report."""
+
+    checkpoint: str = option(help="folder or Hub name of a converted checkpoint", positional=True, metavar="DIR")
+    _: KW_ONLY
+    inputs: InputOptions = section(InputOptions, shown={"max_length": "the length it was trained on, 512 at most"})
+
+
+@dataclass(frozen=True)
+class CompareOptions(MeasuringOptions):
     """Options of a comparison."""
 
     checkpoints: Sequence[str] = option(
         help="folders of converted checkpoints, two or more", positional=True, nargs="+", metavar="DIR"
     )
-    original: str | None = _original()
-    inputs: InputOptions = section(InputOptions)
-    lengths: Sequence[int] = _lengths()
-    device: str = option("auto", "cpu, cuda, cuda:1, mps or auto", metavar="D")
+    _: KW_ONLY
     repeats: int = option(5, "how often each is timed; differences within the quartiles are noise", low=1)
-
-    def __post_init__(self) -> None:
-        if self.lengths:
-            check_lengths(self.lengths)
 
 
 def lengths_within(limit: int | None, lengths: Sequence[int], notes: list[str]) -> list[int]:

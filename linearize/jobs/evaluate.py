@@ -307,15 +307,15 @@ def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOp
     return replace(options, max_length=length or options.max_length, auto_length=False, chunks=True)
 
 
-def why_no_chunks(data: TaskData, length: int, title: str = "the original") -> str | None:
+def why_no_chunks(data: TaskData, length: int) -> str | None:
     """Return why rows cannot be read in chunks of `length` tokens; None if they can."""
     if not data.chunkable:
         return f"No chunks: task {data.task.name} does not read one text a row (or the tokenizer is a slow one)."
     longest = data.facts["longest_row"]
     if longest <= length:
         return (
-            f"The longest row has {longest:,} tokens, and {title} reads {length:,}: nothing is cut, so that chunks "
-            "would be whole rows, and a greater length cannot decide here."
+            f"The longest row has {longest:,} tokens, and the original reads {length:,}: nothing is cut, so that "
+            "chunks would be whole rows, and a greater length cannot decide here."
         )
     return None
 

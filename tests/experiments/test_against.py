@@ -10,16 +10,15 @@ from support.tasks import write
 
 from linearize.cli import main
 from linearize.jobs.recipes import against as module
-from linearize.jobs.recipes.against import against, as_good, half
+from linearize.jobs.recipes.against import against, as_good
 from linearize.jobs.recipes.recipe import check, load_recipe, plain
 from linearize.jobs.recipes.run import run_recipe
 from linearize.training.stage_two.metrics import METRICS
 
 
-def test_the_share_of_tasks_and_the_tolerance_at_one_half():
+def test_the_share_of_tasks_within_each_tolerance():
     needed = [0.0, 0.4, 3.0, 1.0]
     assert as_good(needed) == (0.25, 0.5, 0.75, 0.75)
-    assert half(needed) == 0.4 and half([2.0]) == 2.0 and half([0.0, 5.0, 7.0]) == 5.0
 
 
 @pytest.fixture
@@ -69,6 +68,7 @@ def test_rows_compared_with_a_control(proof, tmp_path, capsys, monkeypatch):
             assert gap.metrics[score][0] == pytest.approx(expected, abs=1e-3)
     same = [gap.value >= 0 for gap in found.gaps["elu from stsb"].values()]
     assert found.as_good["elu from stsb"][0] == sum(same) / 2
+    assert all((found.half[name] == 0) == (found.as_good[name][0] >= 0.5) for name in found.gaps)
     assert len(found.cells()) == 2 and "of 2 tasks; on half of them within" in found.notes()[0]
     assert main(["results", str(folder), "--against", "softmax"]) == 0
     assert "points above softmax" in capsys.readouterr().out

@@ -12,9 +12,17 @@ import yaml
 from PIL import Image
 from support.command_lines import run
 
-from linearize.jobs.recipes.formats import CSV, results_figure, to_csv, to_latex
 from linearize.jobs.recipes.recipe import cells, load_recipe, plain
-from linearize.jobs.recipes.results import changes_of, make_table, notes_of, to_markdown
+from linearize.jobs.recipes.results import (
+    CSV,
+    changes_of,
+    make_table,
+    notes_of,
+    results_figure,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
 from linearize.training.stage_two.tasks import recovery
 
 KERNELS = "kernels=[softmax,{name: hedgehog, args: {activation: exp}},{name: elu, label: e&u_1}]"

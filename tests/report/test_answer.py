@@ -66,7 +66,8 @@ def made_by(loaded):
 
 def options(made, original="original", **inputs):
     given = InputOptions(**given_by(made) | {"inputs": 3} | inputs)
-    return ReportOptions(str(made / "linear"), original and str(made / original), given, lengths=(), device="cpu")
+    original = original and str(made / original)
+    return ReportOptions(str(made / "linear"), inputs=given, original=original, lengths=(), device="cpu")
 
 
 def test_the_page_opens_with_the_answer(made, tmp_path):

@@ -187,7 +187,9 @@ def test_a_broken_log_is_named(made, tmp_path):
 def test_compare(made):
     inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=3, max_length=24)
     names = [str(made / f"bert-{kernel}") for kernel in ("hedgehog", "flexformer_n")]
-    one = compare_checkpoints(CompareOptions(names, str(made / "bert-original"), inputs, (8, 32), "cpu"))
+    one = compare_checkpoints(
+        CompareOptions(names, original=str(made / "bert-original"), inputs=inputs, lengths=(8, 32), device="cpu")
+    )
     assert [c.name for c in one.conversions] == ["bert-hedgehog", "bert-flexformer_n"]
     assert [c.kernels for c in one.conversions] == ["2 x hedgehog", "2 x flexformer_n"]
     assert one.conversions[0].parameters_added == 2 * 4 * (8 * 8 + 8)
@@ -200,4 +202,6 @@ def test_compare(made):
     with pytest.raises(ConfigError, match="two or more"):
         compare_checkpoints(CompareOptions(names[:1]))
     with pytest.raises(ConfigError, match="reads image, but bert-hedgehog reads text"):
-        compare_checkpoints(CompareOptions([names[0], str(made / "vit")], None, InputOptions(inputs=2), (), "cpu"))
+        compare_checkpoints(
+            CompareOptions([names[0], str(made / "vit")], inputs=InputOptions(inputs=2), lengths=(), device="cpu")
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,17 +118,13 @@ def against(folder: str | Path, row: str) -> Against:
     if not needed:
         raise DataError(f"--against: row {row!r} and another one were not measured on the same task; run more cells")
     shares = {name: as_good(found) for name, found in needed.items()}
-    return Against(row, tasks, gaps, shares, {name: half(found) for name, found in needed.items()})
+    # The lower median: the smallest tolerance within which at least half of the tasks are.
+    return Against(row, tasks, gaps, shares, {name: statistics.median_low(found) for name, found in needed.items()})
 
 
-def as_good(needed: Sequence[float], tolerances: Sequence[float] = TOLERANCES) -> tuple[float, ...]:
-    """Return the share of tasks that are within each tolerance, from the tolerance that each needs, in percent."""
-    return tuple(sum(one <= tolerance for one in needed) / len(needed) for tolerance in tolerances)
-
-
-def half(needed: Sequence[float]) -> float:
-    """Return the smallest tolerance within which at least half of the tasks are."""
-    return sorted(needed)[math.ceil(len(needed) / 2) - 1]
+def as_good(needed: Sequence[float]) -> tuple[float, ...]:
+    """Return the share of tasks within each of `TOLERANCES`, from the tolerance that each task needs, in percent."""
+    return tuple(sum(one <= tolerance for one in needed) / len(needed) for tolerance in TOLERANCES)
 
 
 def _scale(task: Task) -> float:

@@ -18,9 +18,9 @@ from linearize.checkpoint.output import atomic_folder, clear_leftovers
 from linearize.checkpoint.ownership import remove_weights
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback, Event, ignore
-from linearize.core.parsing import MOST_TEXT, parse_yaml, read_json, read_text, write_file
-from linearize.jobs.recipes.recipe import Cell, cells, check, plain, resolve
-from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_rows, repair
+from linearize.core.parsing import MOST_TEXT, read_json, write_file
+from linearize.jobs.recipes.recipe import Cell, cells, plain, resolve
+from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_recipe, read_rows, repair
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.jobs.recipes.stages import RECORD, Runner, Stage, softmax_folder, stages_of
 from linearize.training.stage_two.prepare import located
@@ -159,13 +159,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
     if not file.is_file():
         raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
     clear_leftovers(folder)
-    try:
-        before = parse_yaml(read_text(file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{str(file)!r} cannot be read ({error}), so its run cannot be resumed; choose another output"
-        ) from None
-    before = plain(check(before if isinstance(before, dict) else {}, str(file)))
+    before = plain(read_recipe(folder))
     for key in sorted({*before, *values} - set(FREE)):
         old, new = before.get(key), values.get(key)
         if old != new and not (key in GROWING and _has_grown(old, new)):
