@@ -282,7 +282,7 @@ def option(
             `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
             `second`, a second field, whose value is typed after a comma.
     """
-    limits = {"low": low, "high": high, "above": above, "below": below, "multiple_of": multiple_of}
+    limits: dict[str, Any] = {"low": low, "high": high, "above": above, "below": below, "multiple_of": multiple_of}
     limits["choices"] = choices and tuple(choices)
     metadata = {"help": help, **{name: limit for name, limit in limits.items() if limit is not None}, **more}
     if isinstance(default, (dict, list)):

@@ -37,11 +37,11 @@ from linearize.jobs.convert import (
     plan_of,
     put_in_kernels,
 )
-from linearize.jobs.events import Callback, Noted, Started, ignore
+from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import check_output, open_tuning
-from linearize.jobs.longdoc import check_options, examine, steps
+from linearize.jobs.longdoc import open_longdoc, steps
 from linearize.jobs.stages import Context, check_states
-from linearize.jobs.task_config import LongdocJob, TuneJob, quick
+from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
@@ -415,11 +415,7 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
     """Time the steps of `longdoc` one after the other, each on the model that it will have, but for its training."""
     target = str(job.target())
     check_target(target, overwrite=job.overwrite, sources=[job.model, job.dataset])
-    check_options(job)
-    job = quick(job)
-    data, lengths = examine(job)
-    for note in lengths.notes:
-        on_event(Noted(note))
+    job, data, lengths = open_longdoc(job, on_event)
     trial, sizes = _Trial(on_event, check_device(job.device)), [0]
 
     def tuned(

@@ -108,11 +108,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     target = job.target()
     with claim(target, overwrite=job.overwrite, sources=[job.model, job.dataset]):
         device = check_device(job.device)
-        check_options(job)
-        job = quick(job)
-        data, lengths = examine(job)
-        for note in lengths.notes:
-            on_event(Noted(note))
+        job, data, lengths = open_longdoc(job, on_event)
         work = begin(job, data)
         for number, (folder, title, step) in enumerate(steps(job, work, lengths), start=1):
             if not (work / folder).exists() and (job.align_steps or folder != ALIGNED):
@@ -123,6 +119,16 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         save_all(job, work, result)
     on_event(Saved(target))
     return result
+
+
+def open_longdoc(job: LongdocJob, on_event: Callback) -> tuple[LongdocJob, TaskData, Lengths]:
+    """Check the options, choose the sizes of a quick run, and open the data: everything before the first step."""
+    check_options(job)
+    job = quick(job)
+    data, lengths = examine(job)
+    for note in lengths.notes:
+        on_event(Noted(note))
+    return job, data, lengths
 
 
 def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:

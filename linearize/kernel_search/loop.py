@@ -38,7 +38,7 @@ from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
 from linearize.training.stage_one.loop import make_accelerator
-from linearize.training.stage_one.run import Batches, Progress, Run, RunState, frozen
+from linearize.training.stage_one.run import Batches, Progress, Run, RunState, check_batches, frozen
 from linearize.training.stage_one.start import start_scales
 
 TRAINING = 0.8
@@ -108,11 +108,7 @@ def search(
         model = wrap(model)
     if is_linearized(model):
         raise ConfigError(f"search: got a converted model ({type(model).__name__}), expected its softmax original")
-    if not hasattr(data, "train_batches"):
-        raise ConfigError(
-            f"search: got data of type {type(data).__name__}, expected something with train_batches and "
-            "holdout_batches; linearize.data.load_source makes it of any data set"
-        )
+    check_batches("search", data)
     base = plan or make_plan(model, CARRIER, seed=config.seed)
     layout = lay_out(model, base, config.candidates, softmax=config.softmax_layers > 0, max_length=max_length)
     accelerator = accelerator or make_accelerator(model)

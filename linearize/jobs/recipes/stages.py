@@ -244,10 +244,7 @@ class Runner:
         start = time.perf_counter()
         measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
         record = {
-            "metrics": measured.metrics,
-            "score": measured.score,
-            "interval": measured.interval,
-            "chance": measured.chance,
+            **{name: getattr(measured, name) for name in ("metrics", "score", "interval", "chance")},
             "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
             "facts": data.facts,
             "seconds": time.perf_counter() - start,

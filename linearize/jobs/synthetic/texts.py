@@ -26,6 +26,11 @@ def corpus(source: str | None, column: str, seed: int) -> Splits:
     return open_splits(task("causal-lm", columns=(column,)), str(source), limit=None, seed=seed, raw=True)
 
 
+def columns_of(splits: Splits, column: str) -> dict[str, list[str | None]]:
+    """Return a column of both splits."""
+    return {"train": splits.train[column], "validation": splits.validation[column]}
+
+
 _TITLE = re.compile(r"\s*= [^=].*[^=] =\s*")
 
 
@@ -46,11 +51,14 @@ class Articles(MadeSet):
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
         """Join the lines of both splits into articles -> rows with `text`."""
-        splits = corpus(source, self.text_column, 0)
-        lines = {"train": splits.train[self.text_column], "validation": splits.validation[self.text_column]}
-        joined = resplit(self, {split: articles(self, column) for split, column in lines.items()})
+        joined = self.joined(source)
         alike = f", both halves beginning with the same {self.opening} words" if self.opening else ""
         return open_alike(self, joined), f"articles of {self.shortest} words or more{alike}"
+
+    def joined(self, source: str | None) -> dict[str, list[dict[str, str]]]:
+        """Return the articles of both splits."""
+        lines = columns_of(corpus(source, self.text_column, 0), self.text_column)
+        return resplit(self, {split: articles(self, column) for split, column in lines.items()})
 
 
 def resplit(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
@@ -157,10 +165,8 @@ class Needles(Articles):
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
         """Hide facts in the articles -> rows with `question`, `text` and `depth` (0 to 9)."""
-        splits = corpus(source, self.text_column, 0)
-        lines = {"train": splits.train[self.text_column], "validation": splits.validation[self.text_column]}
-        hay = resplit(self, {split: articles(self, column) for split, column in lines.items()})
         what = "passkeys" if self.passkey else "facts"
+        hay = self.joined(source)
         rows = {split: needles(self, [row["text"] for row in found]) for split, found in hay.items()}
         return rows, f"{what} hidden in documents of {self.words} words"
 
@@ -327,7 +333,7 @@ class Halves(MadeSet):
     def make(self, source: str | None = None) -> tuple[Rows, str]:
         """Cut the texts of both splits."""
         splits = corpus(source, self.text_column, self.seed)
-        texts = {"train": splits.train[self.text_column], "validation": splits.validation[self.text_column]}
+        texts = columns_of(splits, self.text_column)
         rows = {split: halves(self, [text for text in column if text]) for split, column in texts.items()}
         return rows, f"halves of the texts of {splits.description}"
 

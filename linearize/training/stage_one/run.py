@@ -107,6 +107,15 @@ def check_inputs(stage: str, model: nn.Module, data: object) -> None:
     """
     if not is_linearized(model):
         raise ConfigError(f"got {type(model).__name__}, expected a converted model; call linearize.convert first")
+    check_batches(stage, data)
+
+
+def check_batches(stage: str, data: object) -> None:
+    """Check that data gives batches.
+
+    Raises:
+        ConfigError: if it does not.
+    """
     if not hasattr(data, "train_batches"):
         raise ConfigError(
             f"{stage}: got data of type {type(data).__name__}, expected something with train_batches and "
