@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from linearize.checkpoint.loading import read_config
 from linearize.checkpoint.ownership import check_links
@@ -24,9 +23,6 @@ from linearize.modeling.config import MODEL_TYPE, PACKAGES, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import read_header
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)

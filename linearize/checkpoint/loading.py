@@ -25,15 +25,13 @@ from linearize.core.errors import (
     first_line,
     unknown_name,
 )
-from linearize.core.heads import HEADS, Modality
+from linearize.core.heads import HEADS, Modality, Processor
 from linearize.core.parsing import parse_json, read_json
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedModel
-
-    from linearize.core.heads import Processor
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,10 +14,8 @@ from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.plan import set_trained_length
 from linearize.core.errors import CheckpointError
+from linearize.core.heads import Processor
 from linearize.modeling.model import check_checkpoint, is_linearized
-
-if TYPE_CHECKING:
-    from linearize.core.heads import Processor
 
 OTHER_FILES = 4_000_000
 """Bytes of a checkpoint's other files: tokenizer, code, card."""

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
-from linearize.core.heads import Modality
+from linearize.core.heads import Modality, Processor
 from linearize.data.hub import cause
 from linearize.data.records import Example
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
-
-    from linearize.core.heads import Processor
 
 PACK_TEXTS = 256
 # Longer than any text: we cut rows, so the tokenizer need not warn about long texts.

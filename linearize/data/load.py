@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError, unknown_name
-from linearize.core.heads import Modality
+from linearize.core.heads import Modality, Processor
 from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
 from linearize.data.columns import class_names, column_kinds, find_pair, uniform
 from linearize.data.config import DataConfig
@@ -20,9 +20,6 @@ from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import exists, looks_local, open_local
 from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import MapFeed, Source, Split, split_off
-
-if TYPE_CHECKING:
-    from linearize.core.heads import Processor
 
 FETCH_ROWS = 1_000
 

@@ -11,19 +11,16 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.errors import DataError
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder
 from linearize.data.records import Example, Records
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # Second numbers of a seed, so that no two draws of a run share their random numbers.
 HOLDOUT, ORDER, MIX = range(3)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import Loaded, load_converted, load_model, model_type, with_length
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
@@ -13,7 +15,7 @@ from linearize.checkpoint.provenance import weights_were_trained
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.plan import convert_model, plan
 from linearize.conversion.plan_file import apply_file, check_plan_target, read_plan, write_plan
-from linearize.conversion.positions import current_length, extend_processor, tokens_of_image_size
+from linearize.conversion.positions import PositionReport, current_length, extend_processor, tokens_of_image_size
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.options import name_of, on_disk, recorded
 from linearize.core.parsing import finite
@@ -39,18 +41,11 @@ from linearize.jobs.stages import (
 )
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
+from linearize.training.alignment.loop import AlignResult
 from linearize.training.alignment.pair import check_teacher
-from linearize.training.stage_one.loop import usual_length, within
+from linearize.training.stage_one.loop import DistillResult, usual_length, within
 from linearize.training.stage_one.processes import is_main, under_fsdp
 from linearize.training.stage_two.load import check_processor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from linearize.conversion.positions import PositionReport
-    from linearize.training.alignment.loop import AlignResult
-    from linearize.training.stage_one.loop import DistillResult
 
 STAND_IN = "elu"
 """The kernel of every layer until a search or a plan file has chosen."""

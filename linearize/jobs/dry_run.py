@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from linearize.attention.native.build import worth_building
 from linearize.checkpoint.loading import check_device
@@ -38,28 +39,21 @@ from linearize.jobs.convert import (
     put_in_kernels,
 )
 from linearize.jobs.events import Callback, Started, ignore
-from linearize.jobs.finetune import check_output, open_tuning
+from linearize.jobs.finetune import Opened, check_output, open_tuning
 from linearize.jobs.longdoc import open_longdoc, steps
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
+from linearize.modeling.plan import Plan
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
-from linearize.training.alignment.loop import align
+from linearize.training.alignment.loop import AlignResult, align
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import distill
+from linearize.training.stage_one.loop import DistillResult, distill
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_two.prepared import Chosen
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.trackers import reporter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from linearize.jobs.finetune import Opened
-    from linearize.modeling.plan import Plan
-    from linearize.training.alignment.loop import AlignResult
-    from linearize.training.stage_one.loop import DistillResult
 
 HOW = "from real steps of this job on this machine, under its present load"
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import check_device, load_processor, move
 from linearize.core.errors import ConfigError
@@ -36,9 +36,6 @@ from linearize.training.stage_two.prepared import Facts, TaskData
 from linearize.training.stage_two.task_types.text import TOKENS
 from linearize.training.stage_two.tasks import Task, above_chance, recovery
 from linearize.training.stage_two.trainer import measure_with_interval
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks averaged"
 """Names of the sides."""

@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
+from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.jobs.advice import add_command, after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
@@ -39,12 +41,6 @@ from linearize.training.stage_two.trainer import (
     finetune,
 )
 from linearize.training.trackers import check_report_to
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from linearize.core.heads import Processor
-
 
 ADAPTER = "adapter"
 """The checkpoint's folder for low-rank updates; next to the weights, transformers would apply them a second time."""

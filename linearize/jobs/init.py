@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from linearize.checkpoint.loading import load_processor
 from linearize.checkpoint.output import claim
 from linearize.checkpoint.ownership import check_links
 from linearize.conversion.plan import convert
 from linearize.core.errors import ConfigError
+from linearize.core.heads import Processor
 from linearize.core.parsing import parse_json, parse_yaml, read_text
 from linearize.jobs.config import InitJob
 from linearize.modeling.plan import Plan
 from linearize.training.stage_two.load import fresh_model
 from linearize.training.stage_two.save import save_model
 from linearize.training.stage_two.tasks import task
-
-if TYPE_CHECKING:
-    from linearize.core.heads import Processor
 
 
 def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | None:

@@ -17,16 +17,16 @@ from linearize.checkpoint.save import save, size_of
 from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.data.config import DataConfig
-from linearize.fidelity.ablate import kernel_merit
+from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.advice import add_command, longest_row
 from linearize.jobs.config import AlignJob, SearchJob, StageOneJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.loop import align
+from linearize.training.alignment.loop import AlignResult, AlignStep, align
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import batches_for, distill, within
+from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
 from linearize.training.stage_one.processes import is_main, several, wait_for_all
 from linearize.training.stage_one.run import StateFolder, keep_states
 from linearize.training.trackers import reporter
@@ -36,10 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from linearize.conversion.positions import PositionReport
-    from linearize.fidelity.ablate import KernelMerit
     from linearize.kernel_search.result import SearchResult
-    from linearize.training.alignment.loop import AlignResult, AlignStep
-    from linearize.training.stage_one.loop import DistillResult, StepReport
 
 SKIP = "--distill-steps 0 --align-steps 0"
 """Options that need no data."""

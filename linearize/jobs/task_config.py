@@ -15,7 +15,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.options import check, option, parse_names, section
 from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, STEP_ROWS, Job, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
-from linearize.training.stage_two.tasks import TASKS, Task
+from linearize.training.stage_two.tasks import TASKS, Task, task
 
 STAGE_TWO_TOKENS = 4096
 """Default tokens of a pass of stage two, at most."""
@@ -41,8 +41,6 @@ class TaskChoice:
         Raises:
             UnknownNameError: for an unknown task.
         """
-        from linearize.training.stage_two.tasks import task
-
         return task(self.task, columns=self.columns, label=self.label_column, labels=self.labels, validation=self.split)
 
 

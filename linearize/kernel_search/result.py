@@ -14,14 +14,12 @@ from linearize.kernel_search.costs import Costs
 from linearize.kernel_search.table import TOLERANCE, Choice, Table
 from linearize.kernel_search.whole import WholeError
 from linearize.modeling.plan import SOFTMAX, Plan
-from linearize.training.stage_one.run import Report
+from linearize.training.stage_one.run import Report, RunState
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel
-
-    from linearize.training.stage_one.run import RunState
 
 WORTH, LEAST = 0.01, 1e-6
 """A mixed plan is worth it if its error is smaller by this share, and by this much: less is the rounding of sums."""

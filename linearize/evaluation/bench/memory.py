@@ -15,16 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from linearize.core.errors import LinearizeError
 from linearize.evaluation.bench.meter import Call
 from linearize.evaluation.bench.rows import Variant
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 OUT_OF_MEMORY = "out of memory"
 SHARE = 0.8

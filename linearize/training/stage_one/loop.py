@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.fingerprint import fingerprint
-from linearize.checkpoint.loading import move
+from linearize.checkpoint.loading import Loaded, move
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.data import DataConfig, Source, load_source
@@ -32,9 +32,6 @@ from linearize.training.stage_one.observer import KernelTrainer, kernels_of, lay
 from linearize.training.stage_one.processes import several
 from linearize.training.stage_one.run import Batches, Progress, Report, Run, RunState, check_inputs, frozen
 from linearize.training.stage_one.start import start_scales
-
-if TYPE_CHECKING:
-    from linearize.checkpoint.loading import Loaded
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from linearize.checkpoint.fingerprint import check_same
@@ -405,8 +406,6 @@ class StateFolder:
 
     def save(self, step: int, state: RunState) -> None:
         """Write a state, give it its name when it is complete, then delete the oldest."""
-        from safetensors.torch import save_file
-
         with atomic_folder(self.folder / f"step-{step}", overwrite=True) as fresh:
             save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, fresh / TENSORS)
             (fresh / RECORD).write_text(json.dumps(state.record), encoding="utf-8")
@@ -425,8 +424,6 @@ class StateFolder:
             return None
         path = self.folder / f"step-{steps[-1]}"
         try:
-            from safetensors.torch import load_file
-
             record = read_json(path / RECORD, MOST_TEXT)
             return RunState(record, load_file(path / TENSORS))
         except Exception as error:

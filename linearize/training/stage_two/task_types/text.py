@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.core.errors import ConfigError
 from linearize.core.heads import HEADS
@@ -32,9 +32,6 @@ from linearize.training.stage_two.prepared import (
     tokenise,
 )
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskType
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CHUNKS = "chunks"
 """The field of a row that holds a text's chunks."""
