@@ -15,7 +15,7 @@ from linearize.conversion.plan import replan
 from linearize.core.errors import ConfigError
 from linearize.core.options import build
 from linearize.core.parsing import check_file, parse_yaml, read_text, write_file
-from linearize.core.registry import HYBRID, SCALES
+from linearize.core.registry import SCALES, Hybrid
 from linearize.modeling.plan import SOFTMAX, Plan
 
 FORMAT = 1
@@ -25,15 +25,15 @@ HEAD = """\
 """
 
 
-@dataclass(frozen=True)
-class PlannedLayer:
-    """One layer of a plan file.
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayer(Hybrid):
+    """One layer of a plan file, with its additions to the kernel.
 
     Attributes:
         layer: its number.
         module: its module, from the base model.
         kernel: the kernel's name, or "softmax".
-        arguments: its arguments; the further fields are additions to the kernel (`linearize.core.registry.Hybrid`).
+        arguments: its own arguments.
         why: why it has this kernel.
     """
 
@@ -41,12 +41,6 @@ class PlannedLayer:
     module: str
     kernel: str
     arguments: dict[str, str | int | float | bool | None] | None = None
-    window: int | None = None
-    sinks: int | None = None
-    exact_keys: int | None = None
-    scale: str | None = None
-    softmax_heads: tuple[int, ...] | None = None
-    trained_length: int | None = None
     why: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,8 +52,7 @@ class PlannedLayer:
     @property
     def all_arguments(self) -> dict[str, Any]:
         """The arguments, window and other additions among them."""
-        additions = {name: getattr(self, name) for name in HYBRID if getattr(self, name) not in (None, ())}
-        values = {**(self.arguments or {}), **additions}
+        values = {**(self.arguments or {}), **self.changed}
         # A file lists all additions; `convert` would add scales to a window.
         return values if values.get("window") is None else {"scale": SCALES[0], **values}
 
