@@ -73,6 +73,17 @@ class Chosen:
         return {name: {"augment": False, "fixed": True}.get(name, value) for name, value in row.items()}
 
 
+def by_length(rows: RowSet) -> list[int] | None:
+    """Return the places of rows of text from the longest to the shortest, so that a batch has little padding.
+
+    None for other rows.
+    """
+    if not isinstance(rows, list) or not rows or "input_ids" not in rows[0]:
+        return None
+    lengths = [max(len(row[name]) for name in row if name.endswith("input_ids")) for row in rows]
+    return sorted(range(len(rows)), key=lambda place: -lengths[place])
+
+
 @dataclass(frozen=True)
 class TaskData:
     """A task's data set as rows.

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,7 +40,7 @@ from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.prepared import Predictions, TaskData
+from linearize.training.stage_two.prepared import Chosen, Predictions, TaskData, by_length
 
 if TYPE_CHECKING:
     from linearize.training.stage_one.processes import Interrupts
@@ -74,7 +75,8 @@ class Tuner(Trainer):
         # Any rows by number will do, though transformers' types say torch's data sets.
         self.selection: Any = data.selection
         train: Any = data.train
-        validation: Any = data.validation
+        self.order = by_length(data.validation)
+        validation: Any = data.validation if self.order is None else Chosen(data.validation, self.order)
         extra: Any = data.extra if teacher is not None else None
         self.on_log = on_log
         self._parts: dict[str, list[Tensor]] = {}
@@ -100,10 +102,17 @@ class Tuner(Trainer):
 
     def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the task's metrics and its score, and keep both with the predictions."""
-        self.predicted: tuple[Predictions, Predictions] = (prediction.predictions, prediction.label_ids)
+        predictions, labels = (self._as_given(values) for values in (prediction.predictions, prediction.label_ids))
+        self.predicted: tuple[Predictions, Predictions] = (predictions, labels)
         metrics = self.data.type.compute_metrics(*self.predicted)
         self.measured = {name: float(value) for name, value in metrics.items()}
         return metrics | {"score": self.data.task.mean_of(metrics)}
+
+    def _as_given(self, values: Any) -> Any:
+        """Return outputs or labels of the validation rows in the order in which `data` has the rows."""
+        if self.order is None:
+            return values
+        return tuple(map(self._as_given, values)) if isinstance(values, tuple) else values[np.argsort(self.order)]
 
     def measure(self) -> tuple[dict[str, float], Predictions, Predictions]:
         """Return the task's metrics on the validation rows, what was predicted, and the labels."""
