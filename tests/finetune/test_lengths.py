@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from support.command_lines import run
 from support.tasks import WORDS, causal_folder, word_tokenizer, write
 from support.tiny import SMALLER, original
@@ -18,13 +19,14 @@ from linearize.core.events import Noted
 from linearize.jobs.evaluate import evaluate_checkpoint, rows_per_batch
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
-from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, whole_length
 from linearize.training.stage_two.metrics import resampled_scores
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.language import WINDOW
 from linearize.training.stage_two.tasks import TASKS, task
 from linearize.training.stage_two.trainer import measure_with_interval
+from linearize.training.stage_two.tuner import Tuner
 
 
 def words(count, start=0):
@@ -79,6 +81,21 @@ def test_evaluate_reads_what_model_and_data_allow(classifier, tmp_path):
         EvaluateJob.of(model=classifier, task="text-classification", dataset=str(short), device="cpu")
     ).facts
     assert facts == {"rows": 20, "max_length": 9, "longest_row": 9, "cut_share": 0.0}
+
+
+def test_rows_are_measured_from_the_longest_to_the_shortest(classifier, tmp_path):
+    data = prepared("text-classification", classifier, tmp_path / "reviews", 32)
+    model = load_for_task(classifier, data).eval()
+    widths = []
+    model.register_forward_pre_hook(lambda m, args, fields: widths.append(fields["input_ids"].shape), with_kwargs=True)
+    tuner = Tuner(model, data, TuneConfig(eval_batch_size=2), tmp_path / "work")
+    _, predictions, labels = tuner.measure()
+    # 4, 10, 30, 31, 38 and 40 words, [CLS] and [SEP], cut at 32.
+    assert widths == [(2, 32), (2, 32), (2, 12)]
+    assert labels.tolist() == [0, 1, 0, 1, 0, 1]
+    with torch.no_grad():
+        alone = [model(**data.collate([row])).logits[0] for row in data.validation]
+    np.testing.assert_allclose(predictions, torch.stack(alone), atol=1e-6)
 
 
 def test_the_length_of_the_tuning_comes_first(classifier, tmp_path):
