@@ -55,6 +55,21 @@ def test_without_the_kernel_a_model_is_its_window():
         torch.testing.assert_close(states(model, inputs), states(alone, inputs), rtol=1e-4, atol=1e-5)
 
 
+def test_without_the_kernel_nothing_far_reaches_the_first_token():
+    """A classifier reads the first token, to which each layer brings half a window; sinks are seen, they do not see."""
+    model = hybrid("bert", window=4, sinks=2)
+    inputs = inputs_of(model, tokens=12)
+    inputs["attention_mask"][:] = 1
+    changed = inputs | {"input_ids": inputs["input_ids"].clone()}
+    reach = 2 * model.config.num_hidden_layers
+    changed["input_ids"][:, reach + 1 :] = 7
+    assert not torch.allclose(states(model, inputs)[:, 0], states(model, changed)[:, 0], atol=1e-4)
+    with ablated(model, "kernel"):
+        assert torch.equal(states(model, inputs)[:, 0], states(model, changed)[:, 0])
+        changed["input_ids"][:, reach] = 7
+        assert not torch.equal(states(model, inputs)[:, 0], states(model, changed)[:, 0])
+
+
 def test_without_the_window_a_model_is_its_kernel():
     model = hybrid(window=3, sinks=1, scale="none")
     alone = converted("llama", CAUSAL, "hedgehog")
