@@ -268,6 +268,8 @@ def _add(
         sums.add("window_error", (alone - target).square().sum(dim=-1) * valid)
     if layer.mixer.info.normalized:
         for batch, tokens in pieces(mask):
+            if tokens is not None and not len(tokens):
+                continue
             _add_weights(sums, layer, take(q, batch, tokens), take(k, batch, tokens), scaling)
     return target.to(v.dtype)
 

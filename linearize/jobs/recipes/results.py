@@ -152,7 +152,7 @@ def read_recipe(run: Path) -> Recipe:
     try:
         values = parse_yaml(read_text(path))
     except (OSError, ValueError) as error:
-        text = f"{path} cannot be read ({first_line(error)}); the run was damaged: run it again"
+        text = f"{str(path)!r} cannot be read ({first_line(error)}); the run was damaged: run it again"
         raise ConfigError(text) from error
     return check(values if isinstance(values, dict) else {}, str(path))
 
