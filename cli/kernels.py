@@ -46,7 +46,12 @@ def describe(info: KernelInfo) -> dict[str, Any]:
     ]
     features = None if info.feature_dim is None else info.feature_dim(config, size)
     return {
-        **{name: getattr(info, name) for name in ("name", "summary", "formula", "source", "url", "choose")},
+        "name": info.name,
+        "summary": info.summary,
+        "formula": info.formula,
+        "source": info.source,
+        "url": info.url,
+        "choose": info.choose,
         "quality": [asdict(one) for one in quality_of(info.name)],
         "speed": [asdict(one) for one in SPEED if one.kernel == info.name],
         "speed_source": SPEED_SOURCE,

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher import Rows, group, score_rows, show
+from linearize.fidelity.teacher import Rows, score_rows, show
+from linearize.ops.state import group_queries
 
 MAX_TOKENS = 1024
 """Most tokens of the input, as there are T x T numbers per layer and head."""
@@ -83,7 +84,7 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
         )
     tokens = k.shape[2]
     rows = Rows(slice(0, tokens), torch.arange(tokens, device=q.device), tokens, layer.shape.causal)
-    queries = group(q, k.shape[1])
+    queries = group_queries(q, k.shape[1])
     softmax = score_rows(queries, k, rows, scaling).softmax(dim=-1).flatten(1, 2)
     linear = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
     if not layer.mixer.info.normalized:

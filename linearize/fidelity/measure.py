@@ -19,7 +19,6 @@ from linearize.fidelity.teacher import (
     Rows,
     all_rows,
     exact_states,
-    group,
     has_rows,
     pieces,
     score_rows,
@@ -27,8 +26,8 @@ from linearize.fidelity.teacher import (
     softmax_output,
     take,
 )
-from linearize.kernels.base import Features
-from linearize.ops import kernel_weights
+from linearize.ops import Mapped, Window, kernel_weights
+from linearize.ops.state import group_queries
 from linearize.ops.window import NearKeys
 from linearize.ops.window_parts import TINY
 
@@ -268,8 +267,6 @@ def _add(
         sums.add("window_error", (alone - target).square().sum(dim=-1) * valid)
     if layer.mixer.info.normalized:
         for batch, tokens in pieces(mask):
-            if tokens is not None and not len(tokens):
-                continue
             _add_weights(sums, layer, take(q, batch, tokens), take(k, batch, tokens), scaling)
     return target.to(v.dtype)
 
@@ -279,7 +276,9 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
     mixer: Any = layer.mixer
     window = mixer.form(scaling) if has_rows(layer) else None
     softmax_heads, key_heads = list(layer.hybrid.softmax_heads), k.shape[1]
-    queries, weights = group(q, key_heads), _weight_rows(layer, q, k, scaling)
+    queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
+    # Exact keys count as far.
+    near = None if window is None else NearKeys(replace(window, exact_keys=0), k[..., 0])
     for rows in all_rows(q, layer.shape.causal):
         scores = score_rows(queries, k, rows, scaling)
         t, w = scores.softmax(dim=-1), weights(rows, scores)
@@ -287,27 +286,27 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
             w.flatten(1, 2)[:, softmax_heads] = t.flatten(1, 2)[:, softmax_heads]
         sums.add("kl", (t * (t.clamp(min=1e-30).log() - w.clamp(min=LOG_FLOOR).log())).sum(dim=-1))
         sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1))
-        if window is not None:
-            keys = torch.arange(rows.seen, device=k.device)
-            far = ~(window.holds(rows.places[:, None] - keys) | (keys < window.sinks))
-            sums.add("far", (t * far).sum(dim=-1))
+        if near is not None:
+            sums.add("far", (t * ~near.rows(rows.places, rows.seen)).sum(dim=-1))
         if not mixer.positive:
             # Hidden keys have the weight zero.
             sums.add("negative", (w < 0).float().sum(dim=-1))
-            seen = rows.places + 1.0 if rows.causal else torch.full_like(t[0, 0, 0, :, 0], rows.seen)
+            seen = rows.places + 1 if rows.causal else torch.full_like(rows.places, rows.seen)
             sums.add("weights", seen.expand(t.shape[:-1]))
 
 
-def _weight_rows(layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -> Callable[[Rows, Tensor], Tensor]:
+def _weight_rows(
+    layer: LinearAttention, q: Tensor, k: Tensor, scaling: float, window: Window | None
+) -> Callable[[Rows, Tensor], Tensor]:
     """Return a function from a block and its scores to its signed normalised weights [B, K, G, C, seen]."""
     mixer: Any = layer.mixer
-    window = mixer.form(scaling) if has_rows(layer) else None
     if not has_rows(layer) or (window is not None and not mixer.positive):
-        whole = group(mixer.weights(q, k, scaling=scaling), k.shape[1])
+        whole = group_queries(mixer.weights(q, k, scaling=scaling), k.shape[1])
         return lambda rows, scores: whole[:, :, :, rows.part, : rows.seen].clone()
     queries, keys = mixer.mapped(q, k, scaling=scaling)
     if window is not None:
-        return functools.partial(_hybrid_rows, queries, keys, NearKeys(window, _log_scale(keys)))
+        scales = Mapped(q, *queries).scale(), Mapped(k, *keys).scale()
+        return functools.partial(_hybrid_rows, queries.phi, keys.phi, scales, NearKeys(window, scales[1]))
 
     def rows_of(rows: Rows, scores: Tensor) -> Tensor:
         # The queries of a causal block are the last of the tokens that it sees.
@@ -319,28 +318,24 @@ def _weight_rows(layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -
             eps=mixer.eps,
             floor=mixer.floor,
         )
-        return group(weights, k.shape[1])
+        return group_queries(weights, k.shape[1])
 
     return rows_of
 
 
-def _log_scale(mapped: Features) -> Tensor:
-    """Return the log-scales [B, H, T] of queries or keys, zero without any."""
-    return mapped.phi.new_zeros(mapped.phi.shape[:3]) if mapped.log_scale is None else mapped.log_scale.float()
-
-
-def _hybrid_rows(queries: Features, keys: Features, near_keys: NearKeys, rows: Rows, scores: Tensor) -> Tensor:
+def _hybrid_rows(
+    phi_q: Tensor, phi_k: Tensor, scales: tuple[Tensor, Tensor], near_keys: NearKeys, rows: Rows, scores: Tensor
+) -> Tensor:
     """Return the weights of a positive kernel joined with a window, as `linearize.ops.window` defines them."""
-    key_heads = keys.phi.shape[1]
+    key_heads, (query_scale, key_scale) = phi_k.shape[1], scales
     near = near_keys.rows(rows.places, rows.seen)
     near = near.unflatten(0, (-1, key_heads)) if near.ndim == 4 else near
-    phi_q = group(queries.phi[:, :, rows.part].float(), key_heads)
-    factors = phi_q @ keys.phi[:, :, None, : rows.seen].float().transpose(-1, -2)
+    factors = group_queries(phi_q[:, :, rows.part].float(), key_heads) @ phi_k[:, :, None, : rows.seen].float().mT
     factors.masked_fill_(near, 1.0)
     if rows.visible is not None:
         factors.masked_fill_(~rows.visible, 0.0)
-    of_queries = group(_log_scale(queries)[:, :, rows.part, None], key_heads)
-    exponents = torch.where(near, scores, of_queries + _log_scale(keys)[:, :, None, None, : rows.seen])
+    of_queries = group_queries(query_scale[:, :, rows.part, None], key_heads)
+    exponents = torch.where(near, scores, of_queries + key_scale[:, :, None, None, : rows.seen])
     # A key without weight must not decide the row's shift.
     exponents.masked_fill_(factors <= TINY, -torch.inf)
     exponents -= exponents.amax(dim=-1, keepdim=True)

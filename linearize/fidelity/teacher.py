@@ -229,8 +229,3 @@ def put(x: Tensor, batch: Tensor, tokens: Tensor | None, part: Tensor) -> None:
     if tokens is not None:
         part = torch.zeros_like(x[batch]).index_copy_(2, tokens, part)
     x[batch] = part
-
-
-def group(q: Tensor, key_heads: int) -> Tensor:
-    """View [B, H, R, D] as [B, K, H / K, R, D]."""
-    return q.reshape(q.shape[0], key_heads, -1, *q.shape[2:])

@@ -49,8 +49,6 @@ from linearize.training.stage_two.load import check_processor
 
 STAND_IN = "elu"
 """The kernel of every layer until a search or a plan file has chosen."""
-SAME_OPTIONS = ("layers", "keep_softmax", "sinks", "exact_keys", "scale", "seed", "local_as_full")
-"""Options that a job and `linearize.conversion.layers.ConversionConfig` have in common."""
 HEAD_BATCHES = 2
 """Held-out batches on which heads are judged."""
 
@@ -250,10 +248,16 @@ def plan_of(
         model,
         STAND_IN if job.kernel == AUTO or job.plan is not None else job.kernel,
         job.kernel_args,
-        **{name: getattr(job, name) for name in SAME_OPTIONS},
+        layers=job.layers,
+        keep_softmax=job.keep_softmax,
         window=job.usual_window,
+        sinks=job.sinks,
+        exact_keys=job.exact_keys,
+        scale=job.scale,
         softmax_heads=None if job.chooses_heads else job.keep_softmax_heads,
         max_length=longest,
+        seed=job.seed,
+        local_as_full=job.local_as_full,
         example_inputs=inputs,
     )
 

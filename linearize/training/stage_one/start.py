@@ -24,7 +24,8 @@ from torch import Tensor
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.registry import SCALES
-from linearize.fidelity.teacher import all_rows, frozen_output, group, pieces, run_body, take
+from linearize.fidelity.teacher import all_rows, frozen_output, pieces, run_body, take
+from linearize.ops.state import group_queries
 from linearize.ops.window import NearKeys, Window
 from linearize.training.stage_one.loss import Targets
 from linearize.training.stage_one.observer import KernelTrainer
@@ -165,12 +166,12 @@ def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterato
     for batch, tokens in pieces(targets.key_padding_mask):
         q, k = (take(x, batch, tokens) for x in (targets.q, targets.k))
         queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
-        key_scale, query_scale = keys.log_scale, group(queries.log_scale[..., None], count)
+        key_scale, query_scale = keys.log_scale, group_queries(queries.log_scale[..., None], count)
         near = NearKeys(window, key_scale)
         for rows in all_rows(q, targets.causal):
             hidden = near.rows(rows.places, rows.seen)
             hidden = hidden.unflatten(0, (-1, count)) if hidden.ndim == 4 else hidden
-            x, phi = (group(side.float(), count)[:, :, :, rows.part] for side in (q, queries.phi))
+            x, phi = (group_queries(side.float(), count)[:, :, :, rows.part] for side in (q, queries.phi))
             seen, phi_k = (side[:, :, : rows.seen].float() for side in (k, keys.phi))
             scores = (x * targets.scaling) @ seen[:, :, None].transpose(-1, -2)
             if rows.visible is not None:
