@@ -11,43 +11,50 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "architectures.json"
-NO_INPUTS = "no made-up input fits the tiny model: `--example-inputs` is asked for"
-OWN_WAY = "reads masks, or calls attention, in a way of its own; converted it would be another model"
+NO_INPUTS = "no made-up input fits the tiny model: pass `--example-inputs`"
+OWN_WAY = "interprets masks, or calls attention, in its own way; converted it would compute something else"
 
 
 def reason(result: dict[str, Any]) -> str:
-    """Say in a few words why a model is refused."""
+    """Return in a few words why a model is refused."""
     message = result["message"]
     if message.startswith("a trial run of") or ", expected input_ids" in message or "no vocab_size" in message:
         return NO_INPUTS
     if "any more once its attention" in message or "something else once its attention" in message:
         return OWN_WAY
     if "cannot be built any more" in message:
-        return "its classes are chosen by the name of the attention implementation"
+        return "the name of the attention implementation selects its classes"
     if "is not a Transformer" in message:
         return "no attention ran"
     if "attention in its head only" in message:
-        return "its attention is in the head, and a plan goes by the names of the body"
+        return "its attention is in the head, and a plan covers only the body"
     if "only cross-attention" in message:
         return "cross-attention"
     if found := re.search(r"cannot be reached: (\w+),? ([^;]*)", message):
-        # One row for all classes that do the same.
-        return found[2].removesuffix(", which a kernel cannot honour")
+        # Without the class, so that all classes with this reason share a row.
+        return shortened(found[2])
     found = re.search(r"can be converted: (.*)", message)
     reasons = found[1].split("; ") if found else [message.split(";")[0]]
-    # Of several, what an attention does that a kernel cannot.
-    chosen = next((one for one in reasons if one.endswith("which a kernel cannot honour")), reasons[0])
+    # If there are several reasons, prefer one that a kernel cannot express.
+    chosen = next((text for text in reasons if text.endswith("which a kernel cannot honour")), reasons[0])
     chosen = re.sub(r" \(\w+\)", "", chosen) if "code of its own" in chosen or "did not run" in chosen else chosen
-    return chosen.removesuffix(", which a kernel cannot honour")
+    return shortened(chosen)
+
+
+def shortened(text: str) -> str:
+    """Return the reason of a message in the words of the tables."""
+    text = text.removesuffix(", which a kernel cannot honour").removeprefix("scores carry ")
+    text = text.replace("attention code of its own", "its own attention code")
+    return re.sub(r", which is linear in .* already", ", so it is already linear in the number of patches", text)
 
 
 def outcome(result: dict[str, Any]) -> str:
-    """Say whether a model works, and if not, why."""
+    """Return whether a model works, and if not, why."""
     return {
         "works": "works" + (f" {result['message']}" if result["message"] else "").replace(" ;", ";"),
         "refused": f"refused: {reason(result)}",
         "failed": f"fails at {result['step']}",
-        "not tried": "not tried: the rule that makes sizes small does not fit it",
+        "not tried": "not tried: the rule for tiny configs does not fit it",
     }[result["status"]]
 
 
@@ -58,7 +65,7 @@ def by_name(results: list[dict[str, Any]]) -> str:
 
 
 def render(results: list[dict[str, Any]]) -> str:
-    """Write the table."""
+    """Return the table of outcomes."""
     groups: dict[tuple[int, str], list[str]] = defaultdict(list)
     order = {"works": 0, "refused": 1, "failed": 2, "not tried": 3}
     for result in results:
@@ -66,11 +73,11 @@ def render(results: list[dict[str, Any]]) -> str:
         groups[order[status], outcome(result)].append(result["name"].removeprefix("timm/"))
     counts = {status: sum(r["status"] == status for r in results) for status in order}
     commits = Counter(result["commit"] for result in results if "commit" in result)
-    at = "".join(f", {count} tried at commit {commit}" for commit, count in sorted(commits.items()))
+    at = "; ".join(f"{count} tried at commit {commit}" for commit, count in sorted(commits.items()))
     lines = [
         f"{len(results)} models: "
-        + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        + f"{at}.",
+        + ", ".join(f"{count} {status.replace('works', 'work')}" for status, count in counts.items() if count)
+        + (f"; {at}." if at else "."),
         "",
         "| outcome | models | which |",
         "|---|---:|---|",
@@ -80,14 +87,14 @@ def render(results: list[dict[str, Any]]) -> str:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """Return what stands between the marks of the page."""
+    """Return the text between the markers of docs/sweep.md."""
     of_timm = [result for result in results if result["file"].startswith("timm/")]
     parts = [("transformers", [result for result in results if result not in of_timm]), ("timm", of_timm)]
     return "\n\n".join(f"### {name}\n\n{render(some)}" for name, some in parts if some)
 
 
 def main() -> None:
-    """Merge results into the file of results, and write both pages."""
+    """Merge new results into the results file, and write both pages."""
     merged = {result["file"]: result for result in json.loads(RESULTS.read_text("utf-8"))} if RESULTS.exists() else {}
     for path in sys.argv[1:]:
         for line in Path(path).read_text(encoding="utf-8").splitlines():

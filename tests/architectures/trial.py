@@ -217,7 +217,7 @@ class _Trial:
         except Exception:
             if self._original_reloads():
                 raise
-            self.note += "; transformers itself cannot reload its original"
+            self.note += "; transformers cannot reload the original either"
             return
         mine, theirs = self.model.state_dict(), loaded.state_dict()
         assert mine.keys() == theirs.keys(), f"other tensors after a reload: {sorted(mine.keys() ^ theirs.keys())[:3]}"
@@ -313,7 +313,7 @@ class _Trial:
         except Exception:
             return False
         if not agrees:
-            self.note += "; transformers' own cache gives its original other logits"
+            self.note += "; with transformers' own cache the original gives other logits"
         return agrees
 
     def outputs(self, model: Any = None, batch: Any = None, gradient: bool = False) -> list[Tensor]:
