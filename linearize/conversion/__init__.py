@@ -1,1 +1,1 @@
-"""Converting a model: look at its attentions, plan, and carry the plan out; longer inputs."""
+"""Convert a model: find its attentions, plan, carry out the plan; extend it to longer inputs."""

@@ -1,4 +1,4 @@
-"""What attentions a model has: which of them can be converted, which stay softmax, and why."""
+"""Find a model's attentions: which can be converted, which stay softmax, and why."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from linearize.conversion.probe import Run
 from linearize.modeling.plan import CALLED, LOCAL, MASKED, OWN, SOFTMAX, UNKNOWN, LayerPlan, Plan, host_facts
 
 CROSS = "cross-attention"
-LOCAL_KEPT = "local attention (sliding window or chunks), linear already"
+LOCAL_KEPT = "local attention (sliding window or chunks), already linear"
 
 
 def find_attentions(model: PreTrainedModel, runs: list[Run], calls: list[Call], local_as_full: bool) -> list[LayerPlan]:
-    """List the attentions that trial runs called, one per module, with numbers if they can be converted.
+    """List the attentions called in trial runs, one per module; those that can be converted get a number.
 
     Args:
         model: the model.
         runs: its trial runs.
-        calls: the calls in order.
+        calls: their attention calls, in order.
         local_as_full: whether layers with a sliding window or chunks can be converted.
 
     Returns:
-        The layers without a kernel, in the order of their first calls.
+        The layers, with no kernel chosen yet, in the order of their first calls.
     """
     names: dict[nn.Module, str] = {module: name for name, module in model.base_model.named_modules()}
     first: dict[nn.Module, Call] = {}
@@ -41,7 +41,7 @@ def find_attentions(model: PreTrainedModel, runs: list[Run], calls: list[Call], 
             first.setdefault(call.module, call)
     times = Counter(call.module for call in calls)
     reasons = {module: _why_kept(call, names[module], local_as_full) for module, call in first.items()}
-    # A cache keeps the keys of layers that stay softmax, and BLT's global layers have the numbers of its local ones.
+    # A cache keeps the keys of layers that stay softmax, and BLT numbers its global layers like its local ones.
     kept = {
         getattr(module, "layer_idx", None)
         for module, call in first.items()
@@ -60,7 +60,7 @@ def find_attentions(model: PreTrainedModel, runs: list[Run], calls: list[Call], 
             # The direction comes from the call, or from the mask.
             facts = (CALLED if call.declared == causal else MASKED, *facts)
         host = (*facts, LOCAL) if local_as_full and call.mask == "local" else facts
-        # The number says for now that it can be converted.
+        # For now, any number means that the layer can be converted.
         index, why = None if reasons[module] else 0, reasons[module]
         layers.append(LayerPlan(names[module], index, SOFTMAX, shape, {}, why, cache_index, host=host))
     numbers = itertools.count()
@@ -69,7 +69,7 @@ def find_attentions(model: PreTrainedModel, runs: list[Run], calls: list[Call], 
 
 
 def _keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run]) -> list[LayerPlan]:
-    """Keep softmax in parts, run separately, that would compute something else; the other parts are converted."""
+    """Keep softmax in separately run parts whose outputs would change; the other parts are converted."""
     for run in runs:
         modules = set(run.module.modules())
         inside = {name for name, module in model.base_model.named_modules() if module in modules}
@@ -96,7 +96,7 @@ def _shares_keys(module: nn.Module) -> bool:
 
 
 def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
-    """List the attentions of the body that no trial run called, found by their classes' names: they stay softmax."""
+    """List the attentions of the body that no trial run called, found by class name; they stay softmax."""
     if model.config.model_type in REDIRECTED:
         return []
     root = model.base_model
@@ -125,7 +125,7 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
 
 
 def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
-    """Return why the attention with a name cannot be converted; empty if it can."""
+    """Return why an attention cannot be converted; empty if it can."""
     if call.refused:
         return call.refused
     if call.altered:
@@ -149,6 +149,6 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
 
 
 def _attends_across(call: Call, name: str) -> bool:
-    """Recognise cross-attention between sequences of one length by its name."""
+    """Recognise cross-attention between sequences of equal length by its name."""
     named = any("cross" in part or part.startswith("encoder_attn") for part in name.split(".")[-2:])
     return named or bool(getattr(call.module, "is_cross_attention", False))

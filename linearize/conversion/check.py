@@ -1,8 +1,8 @@
-"""Compare a converted model that attends with softmax again with its original, on one batch.
+"""Compare a converted model, with softmax in place of its kernels, with its original on one batch.
 
 A host may do more with transformers' attention function and masks than a plan shows: a second call per layer, a mask
-read elsewhere, sinks in layers that stay. Converted, it would differ from its original without warning, and stage one
-would imitate something else.
+read elsewhere, sinks in layers that stay softmax. Once converted, it would differ from its original without warning,
+and stage one would imitate something else.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def record(
     Args:
         model: the original, not yet converted.
         inputs: keyword arguments for its forward; None: made up from the config.
-        longest: largest number of tokens, up to which layers that lose their window compute the same.
+        longest: the most tokens for which layers that lose their window still compute the same.
 
     Returns:
         The runs for `check`; empty if the model does not run on made-up inputs.
@@ -88,9 +88,9 @@ def _record(run: Run, longest: int | None = None, padded: bool = True) -> list[R
 
 
 def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: list[Tensor]) -> list[Tensor | None]:
-    """Replace outputs that a head takes from a padding token (GPT-2's choices) by None.
+    """Replace outputs that a head reads from a padding token (GPT-2's multiple choice) with None.
 
-    These are the outputs, other than those of tokens, that change with the embeddings of padding.
+    These are the outputs without a token dimension that change with the embeddings of padding.
     """
     mask, embeddings = batch["attention_mask"], None
     assert isinstance(mask, Tensor)
@@ -99,7 +99,7 @@ def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: li
 
     def shift(module: object, args: object, embedded: Tensor) -> Tensor:
         fits = torch.is_tensor(embedded) and embedded.ndim == 3 and embedded.shape[:2] == mask.shape
-        # Not by a constant, which layer norm would remove again.
+        # Adding a constant would not do: layer norm removes it.
         return torch.where(mask[..., None].bool(), embedded, embedded.roll(1, -1)) if fits else embedded
 
     if embeddings is None:
@@ -143,7 +143,7 @@ def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
 
     Args:
         model: the original.
-        plan: converts every attention that can be.
+        plan: a plan that converts every attention that can be converted.
         run: a run of the part.
     """
     recorded = _record(run)
@@ -153,7 +153,7 @@ def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
 
 @contextlib.contextmanager
 def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
-    """Let a model attend as a converted one with softmax in place of its kernels, while the block runs."""
+    """Make a model attend like a converted one, with softmax in place of the kernels, inside the block."""
     register_interface()
     holders = [one for one in model.modules() if isinstance(getattr(one, "config", None), PreTrainedConfig)]
     before = [(one, one.config, implementation_of(one.config)) for one in holders]  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
 
 def why_not_built(model: PreTrainedModel) -> str:
-    """Return why a model cannot be built from its config again, as by a load; empty if it can. Uses no memory."""
+    """Return why a model cannot be rebuilt from its config, as loading does; empty if it can. Uses no memory."""
     try:
         with torch.device("meta"):
             type(model)(copy.deepcopy(model.config))
@@ -190,7 +190,7 @@ def _why_differs(recorded: Recorded) -> str:
     try:
         after = _outputs(module, batch)
     except Exception as error:
-        return f"does not run any more {masked} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return f"no longer runs {masked} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     masks = [x for key, x in batch.items() if key.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2]
     for old, new in zip(before, after, strict=False):
         if old is None:
@@ -205,7 +205,7 @@ def _why_differs(recorded: Recorded) -> str:
 
 
 def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
-    """Return a batch of two rows, the second with padding; None for models of anything but text."""
+    """Return a batch of two rows, the second with padding; None for models that read more than text."""
     ids, written = inputs.get("input_ids"), inputs.get("decoder_input_ids")
     tensors = {key for key, x in inputs.items() if torch.is_tensor(x)}
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not tensors <= {"input_ids", "decoder_input_ids"}:
@@ -213,7 +213,7 @@ def _with_padding(model: PreTrainedModel, inputs: Inputs) -> Inputs | None:
     mask = torch.ones(2, ids.shape[1], dtype=torch.long, device=ids.device)
     mask[1, -PADDED:] = 0
     rows = ids.repeat(2, 1)
-    # Heads that take the last token's state look for the padding among the numbers of the tokens.
+    # Heads that read the last token's state find the padding by its token id.
     pad = getattr(text_config(model.config), "pad_token_id", None)
     rows[1, -PADDED:] = rows[1, -PADDED:] if pad is None else pad
     decoder = {"decoder_input_ids": written.repeat(2, 1)} if isinstance(written, Tensor) else {}
@@ -225,15 +225,15 @@ def _outputs(model: PreTrainedModel, batch: Inputs) -> list[Tensor]:
     # The same random numbers each time: some models draw in evaluation too (ViT-MAE masks patches).
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        found = model(**batch)
-    if isinstance(found, Mapping):
-        # Eager softmax's weights of padding mean nothing.
-        found = {key: value for key, value in found.items() if not key.endswith("attentions")}
-    return [x for x in tree_leaves(found) if torch.is_tensor(x) and x.is_floating_point()]
+        outputs = model(**batch)
+    if isinstance(outputs, Mapping):
+        # Eager softmax's weights at padding are meaningless.
+        outputs = {key: value for key, value in outputs.items() if not key.endswith("attentions")}
+    return [x for x in tree_leaves(outputs) if torch.is_tensor(x) and x.is_floating_point()]
 
 
 def _real(mask: Tensor, output: Tensor) -> Tensor | None:
-    """Return a padding mask [B, T] as that of an output [B, T, ...]; None if it does not belong to it."""
+    """Return a padding mask [B, T] in the shape of an output [B, T, ...]; None if they do not match."""
     if output.ndim < 2:
         return None
     if output.ndim > 2 and output.shape[1] == mask.shape[1] - 1:

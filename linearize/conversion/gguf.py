@@ -27,7 +27,7 @@ class Header(NamedTuple):
     """Header of a GGUF file.
 
     Attributes:
-        architecture: llama.cpp's name of it; empty in all shards but the first.
+        architecture: llama.cpp's name of the architecture; empty in all shards but the first.
         shards: number of files of the model.
         parameters: number of parameters in this file.
     """
@@ -38,13 +38,13 @@ class Header(NamedTuple):
 
 
 def find_gguf(name: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file of a name: the file itself, or the one in a folder without other weights.
+    """Return the GGUF file that a name refers to: the file itself, or the one in a folder without other weights.
 
     Args:
         name: Hub name, file or folder.
 
     Returns:
-        The file (the first existing one of a model in shards); None if the name is not that of a GGUF file.
+        The file (the first existing one of a model in shards); None if the name does not refer to a GGUF file.
 
     Raises:
         CheckpointError: if the file does not exist, or a folder holds several GGUF models.
@@ -101,7 +101,7 @@ def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]
 
 
 def count_parameters(name: str | os.PathLike[str]) -> int | None:
-    """Return the number of parameters in a GGUF file; None if the name is not that of one.
+    """Return the number of parameters in a GGUF file; None if the name does not refer to one.
 
     Raises:
         CheckpointError: if the file is damaged, or one of its shards is missing.
@@ -116,7 +116,7 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
     Args:
         loader: a model class or Auto class.
         name: Hub name, folder or GGUF file.
-        **options: of `from_pretrained`.
+        **options: options of `from_pretrained`.
 
     Raises:
         CheckpointError: if a GGUF file is damaged, or lacks weights of the model.
@@ -129,9 +129,9 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
     import torch
     from transformers import GgufConfig
 
-    own = read_config_values(name)["architectures"]
-    with _named(Path(place) / where["gguf_file"]), contextlib.redirect_stderr(io.StringIO()):  # its own progress bar
-        model, found = loader.from_pretrained(
+    classes = read_config_values(name)["architectures"]
+    with _named(Path(place) / where["gguf_file"]), contextlib.redirect_stderr(io.StringIO()):  # no progress bar
+        model, info = loader.from_pretrained(
             place,
             **where,
             **options,
@@ -140,7 +140,7 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
             output_loading_info=True,
         )
     body = f"{model.base_model_prefix}."
-    missing = sorted(key for key in found["missing_keys"] if type(model).__name__ in own or key.startswith(body))
+    missing = sorted(key for key in info["missing_keys"] if type(model).__name__ in classes or key.startswith(body))
     if missing:
         raise CheckpointError(
             f"{name!r} lacks {len(missing)} tensors of {type(model).__name__} ({missing[0]} ...); download it again"
@@ -152,7 +152,7 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:
-    """Return the facts that tell a file from a later one of the same name."""
+    """Return facts that distinguish a file from a later one of the same name."""
     status = path.stat()
     return path, status.st_size, status.st_mtime_ns
 
@@ -170,7 +170,7 @@ def _whole(file: Path) -> Path:
     problem = f"{str(file)!r} is one of {count} files of a model"
     if part is None or int(part[2]) != max(count, 1):
         expected = f"expected a name like model-00001-of-{count:05}.gguf"
-        raise CheckpointError(f"{problem}; {expected}: give all files their original names again")
+        raise CheckpointError(f"{problem}; {expected}: restore the original names of all files")
     names = [f"{file.name[: part.start()]}-{number:05}-of-{part[2]}{SUFFIX}" for number in range(1, count + 1)]
     if missing := [name for name in names if not (file.parent / name).is_file()]:
         raise CheckpointError(f"{problem}; missing: {', '.join(missing)}; download them into the same folder")
@@ -205,7 +205,7 @@ def _open(path: Path) -> Any:
     gguf = _need("gguf")
     try:
         return gguf.GGUFReader(path)
-    except Exception as error:  # Depends on where the file ends.
+    except Exception as error:  # Its type depends on where the file ends.
         raise CheckpointError(
             f"{str(path)!r} is not a complete GGUF file: it is cut off or damaged ({first_line(error)}); download it "
             "again"
@@ -214,7 +214,7 @@ def _open(path: Path) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _joined(files: tuple[tuple[Path, int, int], ...]) -> tuple[object, Path]:
-    """Join the shards of a model in a temporary folder, which is removed when Python ends: transformers reads one file.
+    """Join the shards of a model, as transformers reads one file, in a temporary folder that is removed at exit.
 
     Returns:
         The folder, which lives as long as this value, and the file in it.
@@ -265,7 +265,7 @@ def _gguf_values(path: Path, size: int, changed: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Any:
-    """Report in one line that transformers cannot read an intact file."""
+    """Raise a one-line error if transformers cannot read an intact file."""
     import transformers
 
     try:

@@ -1,7 +1,7 @@
-"""A trial run's inputs, made up from a model's config (a few tokens, one image, a little sound), and the calls in it.
+"""Make up inputs for a trial run from a model's config (a few tokens, one image, a little sound); its attention calls.
 
-Architectures want them in different shapes and combinations. So there are several candidates, the fullest first, and
-the first one that the model accepts is used.
+Architectures take inputs in different shapes and combinations. So there are several candidates, most complete first,
+and the first that the model accepts is used.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Call:
         value: shape of v, [B, K, S, V].
         mask: "causal", "bidirectional", "none", "local" (windows, chunks), "own" (another mask made by
             transformers) or "bias" (something added to the scores).
-        altered: what else changes the scores, in words.
-        is_causal: the host's direction: that of the call, or else its module's flag.
-        declared: the direction that the call states; None: it states none.
-        window: largest length at which a local mask hides no more than a full one; None: no local mask.
-        refused: why it cannot be converted, if the trial run shows that; empty: no reason known.
+        altered: description of anything else that changes the scores.
+        is_causal: the host's direction, from the call or else from its module's flag.
+        declared: the direction that the call states; None if it states no direction.
+        window: largest length at which a local mask hides no more than a full one; None without a local mask.
+        refused: why it cannot be converted, if the trial run shows that; empty if no reason is known.
     """
 
     module: nn.Module
@@ -64,7 +64,7 @@ class Call:
 
 
 def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
-    """Make up keyword arguments for a model's forward, the fullest first.
+    """Make up keyword arguments for a model's forward, most complete first.
 
     Raises:
         UnsupportedModelError: if the model's inputs are of an unknown kind.
@@ -79,7 +79,7 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
             "input_values, input_features or past_values; pass example_inputs=... (--example-inputs FILE)"
         )
     both = [text | other for other in (*images, *sounds)] if text else []
-    # An encoder-decoder of text has one input; the decoder's tokens of others go with any input.
+    # A text encoder-decoder has one kind of input; the decoder tokens of other models go with any input.
     decoder = {key: x for key, x in text.items() if key == "decoder_input_ids"}
     alone = [other | decoder for other in (*images, *sounds)]
     wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone, *others]
@@ -100,7 +100,7 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
     """Return keyword arguments for a model's forward from a file of tensors.
 
     Args:
-        path: a .safetensors or .npz file with tensors by the names of the arguments.
+        path: a .safetensors or .npz file with tensors named after the arguments.
         model: the model; the tensors get its device and floating point type.
 
     Raises:
@@ -109,17 +109,17 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
     try:
         if path.endswith(".npz"):
             with np.load(path, allow_pickle=False) as file:
-                found = {key: torch.from_numpy(file[key]) for key in file.files}
+                tensors = {key: torch.from_numpy(file[key]) for key in file.files}
         else:
-            found = load_file(path)
+            tensors = load_file(path)
     except (OSError, ValueError, TypeError, KeyError, EOFError, SafetensorError, BadZipFile) as error:
         raise ConfigError(
             f"example inputs: {path!r} cannot be read ({first_line(error)}); expected a .safetensors or .npz file with "
-            "tensors by the names of the forward's arguments, such as input_ids and pixel_values"
+            "tensors named after the forward's arguments, such as input_ids and pixel_values"
         ) from None
     parameters = inspect.signature(model.forward).parameters
-    unknown = sorted(found.keys() - parameters.keys())
-    if not found or (unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())):
+    unknown = sorted(tensors.keys() - parameters.keys())
+    if not tensors or (unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())):
         got = repr(unknown[0]) if unknown else "nothing"
         raise ConfigError(
             f"example inputs: got {got} in {path!r}, expected arguments of {type(model).__name__}'s forward: "
@@ -127,20 +127,20 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
         )
     device = next(model.parameters()).device
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return {key: x.to(device, dtype if x.is_floating_point() else x.dtype) for key, x in found.items()}
+    return {key: x.to(device, dtype if x.is_floating_point() else x.dtype) for key, x in tensors.items()}
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the part of a config for the text that is read or written: the config itself if it has no parts."""
+    """Return the text part of a config; the config itself if it has no parts."""
     try:
         return config.get_text_config()
     except ValueError:
-        # With two (MusicGen), the one of the text that is written.
+        # MusicGen has two: take the part for the text that it writes.
         return config.get_text_config(decoder=True)
 
 
 def _forward_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of forward's arguments, and the main input of a wrapper that takes **kwargs only."""
+    """Return the names of forward's arguments, with the main input if a wrapper takes only **kwargs."""
     names = set(inspect.signature(model.forward).parameters)
     if not names & set(_MAIN):
         names.add(model.main_input_name)
@@ -148,32 +148,32 @@ def _forward_names(model: PreTrainedModel) -> set[str]:
 
 
 def _setting(config: object, *names: str) -> Any:
-    """Return the first of some values that a config has and that is neither None nor zero; None without one."""
+    """Return the first of the named config values that is neither None nor zero; else None."""
     return next((value for value in (getattr(config, name, None) for name in names) if value), None)
 
 
 def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs:
-    """Make up further inputs of some models, by the names of forward's arguments."""
-    found: Inputs = {}
+    """Make up additional inputs that some models need, judging by the names of forward's arguments."""
+    extra: Inputs = {}
     tensors = {key: x for key, x in made.items() if isinstance(x, Tensor)}
     ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), next(model.parameters()).device
     if ids is not None and "lang_ids" in names:
-        found["lang_ids"] = torch.zeros(len(ids), dtype=torch.long, device=device)
+        extra["lang_ids"] = torch.zeros(len(ids), dtype=torch.long, device=device)
     images = next((x for x in tensors.values() if x.ndim == 5), None)
     if ids is not None and images is not None and "image_attention_mask" in names:
-        found["image_attention_mask"] = torch.ones(*ids.shape, images.shape[1], dtype=torch.long, device=device)
+        extra["image_attention_mask"] = torch.ones(*ids.shape, images.shape[1], dtype=torch.long, device=device)
     codebooks = getattr(model.config, "num_codebooks", None)
     if ids is not None and isinstance(codebooks, int):
-        # Each position has a token of text and one of every codebook.
-        found["input_ids"] = ids[..., None].expand(*ids.shape, codebooks + 1).contiguous()
+        # Each position has one text token and one token per codebook.
+        extra["input_ids"] = ids[..., None].expand(*ids.shape, codebooks + 1).contiguous()
     if sound is not None and "input_features_mask" in names:
         frames = sound.shape[1] if sound.shape[1] == _FRAMES else sound.shape[2]
-        found["input_features_mask"] = torch.ones(1, frames, dtype=torch.long, device=device)
-    return found
+        extra["input_features_mask"] = torch.ones(1, frames, dtype=torch.long, device=device)
+    return extra
 
 
 def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
-    """Make up tokens with a row for every codebook, [batch * codebooks, tokens] (MusicGen)."""
+    """Make up tokens with one row per codebook, [batch * codebooks, tokens] (MusicGen)."""
     codebooks = getattr(_setting(model.config, "decoder") or model.config, "num_codebooks", None)
     name = next((key for key in ("decoder_input_ids", "input_ids") if key in made), "")
     ids = made.get(name)
@@ -181,7 +181,7 @@ def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
 
 
 def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    """Make up the past of a time series, and the time features that some forecasters take."""
+    """Make up the past values of a time series, and the time features that some forecasters take."""
     if "past_values" not in names:
         return
     config, device = model.config, next(model.parameters()).device
@@ -205,7 +205,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     if channels := _setting(config, "num_input_channels"):
         yield {"past_values": _floats(model, 1, length, channels)}
         return
-    # Shorter ones would be filled up with padding, for which forecasters return numbers too.
+    # Shorter series would be padded, and forecasters return numbers for padding too.
     made = {"past_values": _floats(model, 1, length), "past_values_padding": zeros(length), "freq": zeros(1)[0]}
     yield {key: x for key, x in made.items() if key in names}
 
@@ -237,7 +237,7 @@ def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
 
 
 def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    """Make up the patches of an image for towers that take images of all sizes in one row (Qwen-VL ...)."""
+    """Make up the patches of an image for towers that take images of any size as one row (Qwen-VL ...)."""
     config = model.config
     if "flattened_patches" in names:
         # The row and column of each patch come first (Pix2Struct).
@@ -258,7 +258,7 @@ def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
 def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     step, semantic = (getattr(model.config, key, None) for key in ("hop_length", "semantic_model_config"))
     if {"input_values", "input_features"} <= names and isinstance(step, int) and semantic is not None:
-        # A codec that reads the wave and its features, with as many frames of each.
+        # A codec that reads the waveform and its features, with the same number of frames.
         features = _floats(model, 1, _FRAMES // 4, _setting(semantic, "feature_projection_input_dim", "hidden_size"))
         yield {"input_values": _floats(model, 1, 1, step * _FRAMES // 4), "input_features": features}
     if "input_values" in names:
@@ -278,21 +278,21 @@ def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
             yield {"input_features": _floats(model, 1, bins, TOKENS * per_token)}
         yield {"input_features": _floats(model, 1, bins, 2 * positions if positions else _FRAMES)}
         yield {"input_features": _floats(model, 1, _FRAMES, bins * stacked)}
-        # Frames that are joined before the first layer, whose width tells how many.
+        # Frames that are joined before the first layer; its width tells how many.
         first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
         if first is not None and first.in_features not in (bins, bins * stacked) and first.in_features % bins == 0:
             yield {"input_features": _floats(model, 1, _FRAMES, first.in_features)}
 
 
 def _floats(model: PreTrainedModel, *shape: int) -> Tensor:
-    """Draw numbers: zeros would hide differences."""
+    """Draw random numbers: zeros would hide differences."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return drawn if parameter is None else drawn.to(parameter.device, parameter.dtype)
 
 
 def _tokens(config: PreTrainedConfig, count: int, device: torch.device) -> Tensor | None:
-    """Make up tokens [1, count] without special ones; None if the config has no vocabulary."""
+    """Make up token ids [1, count] without special tokens; None if the config has no vocabulary."""
     text = text_config(config)
     named = {name for one in (config, text) for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
     special = {i for name in named for one in (config, text) for i in _ids(one, name)}
@@ -316,7 +316,7 @@ def _ids(config: PreTrainedConfig, name: str) -> list[int]:
 
 def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     vision = _setting(config, "vision_config") or config
-    # Some give the size for their backbone, or for the part that reads the backbone's map (SAM 2).
+    # Some configs give the size for their backbone, or for the part that reads its feature map (SAM 2).
     places = (vision, *(getattr(one, key, None) for key in _SIZED for one in (vision, config)))
     size = next(filter(None, (_setting(place, "image_size") for place in places)), None)
     channels = _setting(vision, "num_channels", "in_channels") or 3

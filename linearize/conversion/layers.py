@@ -1,4 +1,4 @@
-"""The options of a conversion, and which layer gets which kernel: the language of `--layers` and `--keep-softmax`."""
+"""Options of a conversion, and which layer gets which kernel: the syntax of `--layers` and `--keep-softmax`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
 from linearize.modeling.plan import SOFTMAX
 
 _LARGEST = 99_999
-"""Largest layer number: a larger one is a mistake, and its range too long a list."""
+"""Largest layer number: anything larger is a mistake, and its range would be a huge list."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,24 @@ class ConversionConfig:
     """Options of `linearize.convert` and `linearize.plan`.
 
     Attributes:
-        kernel: name of the kernel, or of a preset, for all layers that `layers` does not name; None if it names all.
+        kernel: name of the kernel, or of a preset, for all layers that `layers` does not name; None if that names all.
         kernel_args: arguments of that kernel.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers that stay softmax; or "1/4" for the last layer of every four.
-        window: W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
-            denominator (see `linearize.ops.window`); None: none. Single layers take it among their arguments.
-        sinks: first tokens that get softmax's weights too (attention sinks).
-        exact_keys: keys per head, outside the window, that get softmax's weights too: those with the largest learned
-            scale (see `linearize.ops.window_causal`).
-        scale: learned log-scales of queries and keys: "none", "linear" or "network"; None: linear with a window, else
-            none (see `linearize.attention.hybrid`).
+        window: width W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
+            denominator (see `linearize.ops.window`); None for no window. Single layers can set it in their arguments.
+        sinks: number of first tokens that also get softmax weights (attention sinks).
+        exact_keys: number of keys per head, outside the window, that also get softmax weights: those with the largest
+            learned scale (see `linearize.ops.window_causal`).
+        scale: learned log-scales of queries and keys: "none", "linear" or "network"; None means linear with a window
+            and "none" without (see `linearize.attention.hybrid`).
         softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7". Their keys are cached.
-        max_length: longest input that the model shall take, in tokens; None: what it takes now.
+        max_length: longest input that the model should take, in tokens; None keeps its current limit.
         positions: how learned positions are extended, "tile" or "interpolate".
         seed: seed of the kernels' starting values.
         example_inputs: inputs for the trial run, if they cannot be made up from the config.
         local_as_full: whether layers with a sliding window or chunks are converted too, as full attention: they then
-            see everything, and equal the original at most up to the window's length.
+            see all tokens, and match the original only up to the window's length.
     """
 
     kernel: str | None = "hedgehog"
@@ -107,13 +107,13 @@ def parse_share(text: str) -> int | None:
     """Read "1/N" as N; None if the text is not a share.
 
     Raises:
-        ConfigError: if it is not one layer of two or more.
+        ConfigError: if the text has a slash but is not 1/N with N of at least 2.
     """
     first, slash, last = text.partition("/")
     if not slash:
         return None
     if first.strip() != "1" or not last.strip().isdecimal() or not 2 <= int(last) <= _LARGEST:
-        raise ConfigError(f"keep_softmax: got {text!r}, expected one layer of so many, such as 1/4")
+        raise ConfigError(f"keep_softmax: got {text!r}, expected one layer of every N, such as 1/4")
     return int(last)
 
 
@@ -163,8 +163,8 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
     """Return kernel and arguments for each of the `count` layers of a model that can be converted.
 
     Raises:
-        ConfigError: if a layer is missing, named twice or beyond the last one, a single layer is to be a preset, or an
-            addition or a head is asked for that no layer has.
+        ConfigError: if a layer is missing, named twice or beyond the last one, a single layer is given a preset, or no
+            layer has a requested addition or head.
         UnsupportedModelError: if all layers stay softmax.
     """
     chosen = assign(count, config)
@@ -175,7 +175,7 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
         )
     kernels = [(kernel_info(name), arguments) for name, arguments in chosen if name != SOFTMAX]
     if config.additions and not any(info.windowed for info, _ in kernels):
-        # No layer can have them: the first kernel says why.
+        # No layer can have them: the check of the first kernel says why.
         info, arguments = kernels[0]
         shape = HeadShape(1, 1, 1, 1, info.causal)
         check_hybrid(info, make_config(info, arguments), Hybrid.of(config.additions), shape)
@@ -227,7 +227,7 @@ def complete(
     more: Mapping[str, object],
     max_length: int | None,
 ) -> tuple[str, dict[str, object]]:
-    """Complete a layer's arguments with the additions of all layers and the longest input."""
+    """Add the additions of all layers, and the longest input, to a layer's arguments."""
     if kernel == SOFTMAX:
         return kernel, arguments
     info = kernel_info(kernel)

@@ -32,7 +32,7 @@ def plan(
     kernel_args: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan the conversion of a model; nothing is changed.
+    """Plan the conversion of a model, without changing it.
 
     Args:
         model: any transformers model whose attention goes through the attention interface.
@@ -44,7 +44,7 @@ def plan(
         The plan; `apply` carries it out.
 
     Raises:
-        UnsupportedModelError: if no attention can be reached; says which of the cases it is.
+        UnsupportedModelError: if no attention can be converted; the message says why.
         ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
     """
     return make_plan(model, ConversionConfig(kernel, kernel_args, **options))
@@ -58,7 +58,7 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
         raise UnsupportedModelError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
     if is_linearized(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is converted already; start from the original checkpoint (or distil it further)"
+            f"{type(model).__name__} is already converted; start from the original checkpoint (or distil it further)"
         )
     runs, calls = trial_runs(model, config.example_inputs)
     layers = find_attentions(model, runs, calls, config.local_as_full)
@@ -81,9 +81,9 @@ def replan(
     """Return a plan with other kernels in some layers; the model is not run again.
 
     Args:
-        model: the model that `base` was made for, not converted.
+        model: the unconverted model that `base` was made for.
         base: its plan.
-        chosen: kernel and arguments (a window among them), or "softmax" and none, by layer number.
+        chosen: kernel and arguments (including a window) by layer number; "softmax" takes no arguments.
         max_length: as in `plan`.
 
     Raises:
@@ -116,11 +116,11 @@ def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPl
 
 def expectations(plan: Plan) -> list[str]:
     """Return lines on what to expect of layers without their window, and of kernels with negative weights."""
-    found = []
+    lines = []
     if count := len(plan.local_as_full):
-        found.append(
+        lines.append(
             f"{count} of {len(plan.converted)} converted layers attended inside a window; without it they see all "
-            "tokens, which is what the original computes only up to the window's length"
+            "tokens, so they match the original only up to the window's length"
         )
     for layer in plan.converted:
         info = kernel_info(layer.kernel)
@@ -133,11 +133,11 @@ def expectations(plan: Plan) -> list[str]:
             for name, choice in choices
             if info.is_positive(dataclasses.replace(config, **{name: choice}))
         ]
-        found.append(
+        lines.append(
             f"{layer.kernel}: weights can be negative, so it stays further from softmax than kernels whose weights "
-            f"cannot; {ways_out[0] if ways_out else '`linearize kernels` says which those are'}"
+            f"cannot; {ways_out[0] if ways_out else '`linearize kernels` lists those'}"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lines))
 
 
 def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call]) -> str:
@@ -169,13 +169,13 @@ def convert(
     kernel_args: Mapping[str, object] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Replace the softmax self-attentions of a model by linear ones, in place.
+    """Replace the softmax self-attentions of a model with linear ones, in place.
 
-    The kernels start untrained: `linearize.distill` teaches them to imitate softmax.
+    The kernels start untrained: `linearize.distill` trains them to imitate softmax.
 
     Args:
-        model: any transformers model whose attention goes through the attention interface; or what `timm.create_model`
-            returned, which comes back wrapped as a transformers model.
+        model: any transformers model whose attention goes through the attention interface; or a model from
+            `timm.create_model`, which is returned wrapped as a transformers model.
         kernel: name of the kernel, or of a preset, for all layers that `layers` does not name.
         kernel_args: arguments of that kernel.
         **options: `layers`, `keep_softmax`, `window`, `max_length` and the other fields of `ConversionConfig`.
@@ -184,7 +184,7 @@ def convert(
         The same model, still an instance of its original class.
 
     Raises:
-        UnsupportedModelError: if no attention can be reached; says which of the cases it is.
+        UnsupportedModelError: if no attention can be converted; the message says why.
         ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
 
     Example:
@@ -212,12 +212,12 @@ def convert_model(
     positions: str = "tile",
     example_inputs: Mapping[str, Tensor] | None = None,
 ) -> PositionReport | None:
-    """Carry out a plan that was made for this model, in place: longer inputs first, then kernels.
+    """Carry out a plan made for this model, in place: extend its inputs first, then put in the kernels.
 
     Args:
         model: the model.
-        plan: its plan.
-        max_length: longest input that it shall take, in tokens; None: as before.
+        plan: the plan.
+        max_length: longest input that it should take, in tokens; None keeps its current limit.
         positions: how learned positions are extended, "tile" or "interpolate".
         example_inputs: inputs for the trial run, if they cannot be made up from the config.
 
@@ -233,7 +233,7 @@ def convert_model(
 
 
 def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Plan:
-    """Give layers of a converted model other additions to their kernels, by module, in place; return the new plan."""
+    """Change the additions to the kernels of a converted model, by module, in place; return the new plan."""
     plan = Plan.from_dict(model.config.linearize)
     layers = []
     for layer in plan.layers:
@@ -248,7 +248,7 @@ def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Pla
 
 
 def set_trained_length(model: PreTrainedModel, tokens: int) -> None:
-    """Let causal hybrids fade after the longest rows that they were trained on, in place; never after shorter ones."""
+    """Let causal hybrids fade beyond the longest rows they were trained on, in place; the length never shrinks."""
     fading = {
         layer.module: dataclasses.replace(layer.hybrid, trained_length=max(tokens, layer.hybrid.trained_length or 0))
         for layer in Plan.from_dict(model.config.linearize).converted
@@ -267,7 +267,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     _own_config(model)
     longest = None
     if plan.local_as_full:
-        # Up to this length local layers, converted as full attention, compute what they did before.
+        # Up to this length, local layers converted as full attention compute the same as before.
         windows = (call.window for call in trial_runs(model, example_inputs)[1])
         longest = min((window for window in windows if window is not None), default=None)
     recorded = record(model, example_inputs, longest)
@@ -284,7 +284,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     forget_renamings(model)
     if could_be_built and (why := why_not_built(model)):
         raise UnsupportedModelError(
-            f"{plan.architecture} cannot be built any more with an attention implementation of another name ({why}), "
+            f"{plan.architecture} can no longer be built with an attention implementation of another name ({why}), "
             "so a converted one could not be loaded; it is not converted: load it again, this object was changed"
         )
     check(model, recorded)

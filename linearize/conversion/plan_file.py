@@ -1,4 +1,4 @@
-"""A plan as a YAML file that people edit: each layer's kernel, and why; written, read, and applied to a model."""
+"""Plans as YAML files that users edit (each layer's kernel, and why): write, read, apply to a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from linearize.modeling.plan import SOFTMAX, Plan
 
 FORMAT = 1
 HEAD = """\
-# What becomes of every attention. Edit kernels and arguments (`linearize kernels` lists them; softmax keeps a layer):
+# How each attention is converted. Edit kernels and arguments (`linearize kernels` lists them; softmax keeps a layer):
 #   linearize convert MODEL --plan {name}
 """
 
@@ -30,11 +30,11 @@ class PlannedLayer(Hybrid):
     """One layer of a plan file, with its additions to the kernel.
 
     Attributes:
-        layer: its number.
-        module: its module, from the base model.
+        layer: the layer's number.
+        module: name of its attention module in the base model.
         kernel: the kernel's name, or "softmax".
-        arguments: its own arguments.
-        why: why it has this kernel.
+        arguments: the kernel's own arguments.
+        why: why the layer has this kernel.
     """
 
     layer: int
@@ -51,7 +51,7 @@ class PlannedLayer(Hybrid):
 
     @property
     def all_arguments(self) -> dict[str, Any]:
-        """The arguments, window and other additions among them."""
+        """The arguments, including the window and other additions."""
         values = {**(self.arguments or {}), **self.changed}
         # A file lists all additions; `convert` would add scales to a window.
         return values if values.get("window") is None else {"scale": SCALES[0], **values}
@@ -64,7 +64,7 @@ class PlanFile:
     Attributes:
         format: number of the file's format.
         architecture: class of the model that it was made for.
-        model_type: its type.
+        model_type: that model's `model_type`.
         layers: the layers in order.
     """
 
@@ -135,42 +135,40 @@ def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
         where: the option that names it, for messages.
 
     Raises:
-        ConfigError: if it cannot be read, or is not a plan; names what is wrong.
+        ConfigError: if it cannot be read or is not a plan; the message names the mistake.
     """
     shown = os.fspath(path)
     try:
         data = parse_yaml(read_text(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{where}: {shown!r} cannot be read ({reason}); expected a file of --plan-out") from error
+        raise ConfigError(f"{where}: {shown!r} cannot be read ({reason}); expected a file from --plan-out") from error
 
     try:
         return build(PlanFile, data, "plan")
     except ConfigError as error:
-        raise ConfigError(
-            f"{where}: {shown!r} is no plan ({error}); expected a file as --plan-out writes it"
-        ) from error
+        raise ConfigError(f"{where}: {shown!r} is not a plan ({error}); expected a file from --plan-out") from error
 
 
 def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: int | None = None) -> Plan:
     """Return the plan of a file for a model.
 
     Args:
-        model: the model, not converted.
-        base: a plan of it that converts all that can be.
+        model: the unconverted model.
+        base: a plan for it that converts every layer that can be converted.
         file: the file.
         max_length: as in `linearize.plan`.
 
     Raises:
         ConfigError: if the file is for another model, keeps every layer, or a kernel or argument is wrong.
     """
-    mine = [layer.module for layer in base.layers if layer.index is not None]
-    its = [one.module for one in file.layers]
-    if file.model_type != base.base_model_type or its != mine:
-        here = f"{base.architecture} ({base.base_model_type}, {len(mine)} layers)"
+    modules = [layer.module for layer in base.layers if layer.index is not None]
+    theirs = [one.module for one in file.layers]
+    if file.model_type != base.base_model_type or theirs != modules:
+        here = f"{base.architecture} ({base.base_model_type}, {len(modules)} layers)"
         raise ConfigError(
-            f"--plan: the file is for another model, {file.architecture} ({file.model_type}, {len(its)} layers), "
-            f"and not for this {here}; make one for it: linearize search MODEL --plan-out FILE.yaml"
+            f"--plan: the file is for another model, {file.architecture} ({file.model_type}, {len(theirs)} layers), "
+            f"not for this {here}; make one for it: linearize search MODEL --plan-out FILE.yaml"
         )
     if all(one.kernel == SOFTMAX for one in file.layers):
         raise ConfigError("--plan: the file keeps every layer softmax; give at least one a kernel")

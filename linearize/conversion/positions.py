@@ -1,13 +1,13 @@
 """Let a pretrained model take longer inputs than it was trained on: longer texts, larger images.
 
-What depends on the length is searched for and changed (`follow`):
+Everything that depends on the length is found and changed (`follow`):
 
 - learned tables of positions: tiled (as Longformer starts from RoBERTa, https://arxiv.org/abs/2004.05150, section 5) or
   stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
 - tables of patches: interpolated bicubically in fp32, as transformers' own `interpolate_pos_encoding` does
   (timm models: by their own `set_input_size`);
 - values of a formula (sinusoidal tables, `position_ids`, causal masks): the values that the class itself writes;
-- numbers that modules keep (`num_embeddings`, `image_size`, `max_seq_len_cached`).
+- numbers stored in modules (`num_embeddings`, `image_size`, `max_seq_len_cached`).
 
 Any other difference is an error, raised before any change. Rotary frequencies stay (no scaling). Parameters are
 replaced, so build the optimizer afterwards.
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 _TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
 # No known table keeps more rows than this before position 0: a larger surplus means another table.
 _MOST_RESERVED = 8
-# Attributes with a token whose row in the table of an image model comes before those of the patches.
+# Attributes for tokens whose rows come before the patches in an image model's table.
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token")
-# Model types whose own interpolation smooths; the others do not.
+# Model types whose own interpolation is antialiased.
 _ANTIALIASED = frozenset({"dinov2_with_registers"})
 _LENGTH, _IMAGE = "max_position_embeddings", "image_size"
 
@@ -101,11 +101,11 @@ def current_image_size(model: nn.Module) -> tuple[int, int] | None:
 
 
 def tokens_of_image_size(model: nn.Module, image_size: int) -> int:
-    """Return the tokens of a square image of `image_size` pixels a side, as `extend_positions` takes them.
+    """Return the number of tokens in a square image of `image_size` pixels a side, for `extend_positions`.
 
     Raises:
-        ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
-        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
+        ConfigError: the size is smaller than the current one, or not a multiple of the patch size.
+        UnsupportedModelError: the model is not an image model, or its positions are of an unknown kind.
     """
     return _with_image_size(model, image_size)[3]
 
@@ -115,12 +115,12 @@ def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile")
 
     Args:
         model: any transformers model, with or without a head, or a timm one.
-        max_length: tokens; image models get the smallest square of at least as many patches.
+        max_length: tokens; image models get the smallest square with at least that many patches.
         method: for learned tables of texts: "tile" repeats the trained rows, so that inputs of the old length give
             the same output, bit for bit; "interpolate" stretches them linearly, and keeps the first and last row.
 
     Raises:
-        ConfigError: `max_length` is not a whole number or below what the model takes; `method` is unknown.
+        ConfigError: `max_length` is not a whole number or less than the model takes now; `method` is unknown.
         UnsupportedModelError: the model has no limit, or one of an unknown kind.
     """
     if type(max_length) is not int or max_length < 1:
@@ -153,8 +153,8 @@ def extend_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> Po
         image_size: pixels, one number for a square or (height, width); multiples of the patch size.
 
     Raises:
-        ConfigError: the size is smaller than what the model takes, or no multiple of the patch size.
-        UnsupportedModelError: not an image model, or one with positions of an unknown kind.
+        ConfigError: the size is smaller than the current one, or not a multiple of the patch size.
+        UnsupportedModelError: the model is not an image model, or its positions are of an unknown kind.
     """
     old, new, length, tokens = _with_image_size(model, image_size)
     if new == old:
@@ -169,14 +169,14 @@ def extend_processor(processor: Processor, length: PositionReport | int, model: 
 
     Args:
         processor: tokenizer, image processor, or a processor holding both (the one `model` needs is changed in place).
-        length: report of `extend_positions`, or tokens (an image processor takes its size from `model`).
+        length: report of `extend_positions`, or a number of tokens (an image processor takes its size from `model`).
         model: the extended model.
 
     Returns:
         The same `processor`.
 
     Raises:
-        ConfigError: of another kind than the model needs, or an image processor with a size of an unknown kind.
+        ConfigError: the processor is not the kind that the model needs, or its size is of an unknown kind.
     """
     image = _image(model)
     wanted = "tokenizer" if image is None else "image_processor"
@@ -219,7 +219,7 @@ def _stretch(rows: Tensor, count: int) -> Tensor:
 
 
 METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _stretch}
-"""How a learned table [N, D] of positions becomes one of more rows."""
+"""Ways to extend a learned table of positions, [N, D] -> [count, D]."""
 
 
 def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
@@ -258,7 +258,7 @@ def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: s
 
 
 def _without_table(model: PreTrainedModel) -> str:
-    """Describe what raising the limit of a model without a table does; refuse other limits."""
+    """Return a note on raising the limit of a model without a table; raise for other limits."""
     if named := _named_positions(model):
         raise stray(model, named[0], _LENGTH)
     for name, module in model.named_modules():
@@ -280,7 +280,7 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def runs_beyond_limit(model: nn.Module) -> bool:
-    """Tell whether a text model reads more tokens than its config says: positions are rotary, without a table."""
+    """Tell whether a text model can read more tokens than its config says: its positions are rotary, not in a table."""
     if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
         return False
     return not _named_positions(model) and any(_is_rotary(module) for module in model.modules())
@@ -310,7 +310,7 @@ def _image(model: nn.Module) -> _Image | None:
 
 
 def _with_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[_Image, _Image, int, int]:
-    """Return the current and the new image size, and the tokens of both; raise what `extend_image_size` does."""
+    """Return the current and the new image size, and the tokens of both; raise as `extend_image_size` does."""
     old, length = _image(model), current_length(model)
     if old is None or length is None:
         raise _no_length(model)
@@ -339,7 +339,7 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
         grid = F.interpolate(grid, size=new.grid, mode="bicubic", align_corners=False, antialias=smooth)
         return torch.cat([rows[:prefix], grid.flatten(2)[0].T.to(rows.dtype)]).reshape(shape)
 
-    # A number stays one if it can (CLIP's config takes nothing else), and a list stays a list.
+    # A number stays a number if possible (CLIP's config takes nothing else), and a list stays a list.
     was = model.config.image_size
     value = type(was)(new.size) if not isinstance(was, int) else new.size[0] if square else new.size
     expected = [name for name, _ in model.named_parameters() if _TABLE.fullmatch(name)]
@@ -369,7 +369,7 @@ def _extend_timm(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
 
 
 def _resize_processor(processor: Any, size: tuple[int, int]) -> None:
-    """Set crop and size; a size larger than the crop (256 for a crop of 224) keeps its ratio to it."""
+    """Set crop and size; a size larger than the crop (256 for a crop of 224) keeps its ratio to the crop."""
     old, crop = dict(processor.size), dict(getattr(processor, "crop_size", None) or {})
     base = crop if crop and getattr(processor, "do_center_crop", True) is not False else old
     height, width = (base.get(key, base.get("shortest_edge")) for key in ("height", "width"))
@@ -387,22 +387,22 @@ Resize = Callable[[str, Tensor, Tensor | None, torch.Size], Tensor]
 
 
 def refusal(model: nn.Module, why: str, do: str = "leave the option out") -> UnsupportedModelError:
-    """Return the error of a model that is not changed."""
+    """Return the error for a model that cannot be extended."""
     return UnsupportedModelError(f"got {type(model).__name__}, {why}; {do}")
 
 
 def stray(model: nn.Module, name: str, field: str) -> UnsupportedModelError:
-    """Return the error of a tensor that depends on the field in an unknown way, or not at all."""
+    """Return the error for a tensor that depends on the field in an unknown way, or not at all."""
     return refusal(model, f"whose {name} does not follow config.{field} as a table of absolute positions would")
 
 
 def follow(
     model: PreTrainedModel, field: str, value: object, resize: Resize, expected: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Set a config field and everything that depends on it; work everything out first, then write.
+    """Set a config field and everything that depends on it; compute everything first, then write.
 
-    There is no list per model: the model's class is built twice on the meta device, with the old and the new value, and
-    what differs between the two has to change. A difference of an unknown kind is an error, raised before any change.
+    No list per model is needed: the model's class is built twice on the meta device, with the old and the new value,
+    and whatever differs between the two must change. A difference of an unknown kind is an error, raised first.
 
     Returns:
         Names of the replaced tensors, and of the field.
@@ -430,7 +430,7 @@ def follow(
         else:
             tensors[name] = formula
     numbers = list(_numbers(model, field, old, new))
-    # Nothing was changed so far.
+    # Nothing has been changed so far.
     shared: dict[int, nn.Parameter] = {}
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -460,7 +460,7 @@ def _twin(model: PreTrainedModel, field: str, value: object) -> PreTrainedModel:
         setattr(config, field, value)
         with torch.device("meta"):
             return type(model)(config)
-    except Exception as error:  # Other people's constructors: any of them may fail, in any way.
+    except Exception as error:  # Third-party constructors may fail in any way.
         why = " ".join(str(error).split())
         raise refusal(model, f"which cannot be built with config.{field} = {value} ({why})") from error
 
@@ -471,7 +471,7 @@ def _refill(twin: PreTrainedModel, live: dict[str, Tensor]) -> dict[str, Tensor]
     for name, tensor in live.items():
         path, _, leaf = name.rpartition(".")
         owner = owners[path] = twin.get_submodule(path)
-        value = torch.full(getattr(owner, leaf).shape, 7, dtype=tensor.dtype)  # 7: nothing was written
+        value = torch.full(getattr(owner, leaf).shape, 7, dtype=tensor.dtype)  # 7 marks values that are never written
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if leaf in owner._parameters else value)
     parents = {path.rpartition(".")[0] for path in owners}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -41,7 +41,7 @@ class _Recorder:
 
     Attributes:
         always: whether masks are made even if they hide nothing, so that their kind is known.
-        eager: modules of parts that know eager softmax only, which follows its mask and not `is_causal`.
+        eager: modules of parts that only support eager softmax, which follows its mask and ignores `is_causal`.
         calls: the calls so far.
         masks: kind, mask and window of the masks so far, by the mask's identity.
     """
@@ -69,7 +69,7 @@ class _Recorder:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        # Many hosts, most vision-language models among them, pass it by this name.
+        # Many hosts, including most vision-language models, pass it by this name.
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -87,7 +87,7 @@ class _Recorder:
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
         self.calls.append(call)
-        # Changes of the scores are left out: only shapes matter from here.
+        # Score modifications are left out: only shapes matter from here.
         kept = {name: value for name, value in kwargs.items() if name not in UNSUPPORTED_SCORE_MODS}
         if mask is not None and mask.shape[-1] != key.shape[2]:
             mask = None
@@ -102,7 +102,7 @@ def _kind(mask: Tensor) -> str:
 
 
 class Run(NamedTuple):
-    """A forward that a model, or a part of it, takes.
+    """A forward that a model, or a part of it, accepts.
 
     Attributes:
         module: the model or its part.
@@ -131,7 +131,7 @@ def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = Non
 
     Returns:
         A run of the whole model if it takes the inputs, and the calls in order. With made-up inputs, parts that did not
-        run in it, such as an encoder of images in a run on tokens alone, are run separately.
+        run in it, such as an image encoder in a run on tokens alone, are run separately.
 
     Raises:
         UnsupportedModelError: if nothing runs.
@@ -178,7 +178,7 @@ def _first(model: PreTrainedModel, part: PreTrainedModel, tried: Iterable[Inputs
 def _run(model: PreTrainedModel, run: Run) -> list[Call]:
     if model.config.model_type in REDIRECTED:
         return timm.probe(model, run.inputs)
-    # Some pass a mask on to layers of another length (Informer), which works if none is needed.
+    # Some models pass a mask on to layers of another length (Informer), which only works if no mask is made.
     for always in (True, False):
         recorder = _Recorder(always)
         try:

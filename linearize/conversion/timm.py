@@ -2,8 +2,8 @@
 
 timm's attentions have no interface to register with, but they call `F.scaled_dot_product_attention` themselves. These
 calls are recorded here, and redirected in a converted model (`linearize.attention.redirect`). Plain attentions that
-write softmax out (TNT, SHViT) have a form there that calls it; others (LeViT, CaiT, XCiT ...) are not recorded, and
-refused with the reason.
+write softmax out (TNT, SHViT) get a forward from there that calls it; others (LeViT, CaiT, XCiT ...) are not recorded,
+and refused with the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
     """Wrap a bare timm model as a transformers model with the same weights.
 
     Args:
-        model: a model of `timm.create_model`.
+        model: a model from `timm.create_model`.
         model_args: arguments of `timm.create_model` other than the name and `num_classes`; needed for those that change
             the weights, except `img_size`, which is read from the model.
 
@@ -82,7 +82,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
     """Run a wrapped timm model once and return its attention calls in order.
 
     Raises:
-        UnsupportedModelError: if no attention is called, although there are modules of that name.
+        UnsupportedModelError: if no attention is called, although some modules are named attention.
     """
     watcher = _Watcher()
     with _following(model, watcher), torch.no_grad(), watcher:
@@ -165,7 +165,7 @@ class _Watcher(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
-    """Tell the watcher which module runs."""
+    """Tell the watcher which module is running."""
 
     def enter(module: nn.Module, args: object) -> None:
         watcher.running.append(module)
@@ -178,7 +178,7 @@ def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    # timm's switch between the fused function and a formula written out.
+    # timm's switch between the fused function and the written-out formula.
     unfused: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
     for module in unfused:
         module.fused_attn = True

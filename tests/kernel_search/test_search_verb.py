@@ -219,9 +219,9 @@ def test_a_plan_for_another_model(place, capsys):
         return code, (err.strip().splitlines() or [""])[-1]
 
     code, said = given()
-    assert code == 2 and "is for another model, GPT2LMHeadModel (gpt2, 2 layers), and not for this BertModel" in said
+    assert code == 2 and "is for another model, GPT2LMHeadModel (gpt2, 2 layers), not for this BertModel" in said
     mine = [{"layer": n, "module": f"encoder.layer.{n}.attention.self", "kernel": "elu"} for n in range(2)]
-    assert "and not for this" in given(model_type="bert", layers=mine[:1])[1]
+    assert "not for this" in given(model_type="bert", layers=mine[:1])[1]
     assert "keeps every layer softmax" in given(model_type="bert", layers=[x | {"kernel": "softmax"} for x in mine])[1]
     assert "unknown kernel 'elo'" in given(model_type="bert", layers=[x | {"kernel": "elo"} for x in mine])[1]
     assert (
@@ -242,4 +242,4 @@ def test_a_plan_file_is_not_written_over(place, capsys):
     code, _, err = run(capsys, "search", "bert", *DATA, "--plan-out", "plan.yaml")
     assert code == 2 and "exists; choose another file, or pass --overwrite" in err
     code, _, err = run(capsys, "search", "bert", *DATA, "--plan-out", "plan.yaml", "--overwrite")
-    assert code == 2 and "is no plan" in err and Path("plan.yaml").read_text() == "mine: true\n"
+    assert code == 2 and "is not a plan" in err and Path("plan.yaml").read_text() == "mine: true\n"

@@ -67,7 +67,7 @@ def test_layers_that_stay_softmax(keep, count, kept):
 
 @pytest.mark.parametrize("text", ["2/4", "1/1", "1/0", "1/", "/4", "1/4,5", "1/-2"])
 def test_shares_that_are_none(text):
-    with pytest.raises(ConfigError, match="expected one layer of so many, such as 1/4"):
+    with pytest.raises(ConfigError, match="expected one layer of every N, such as 1/4"):
         kept_layers(text, 8)
 
 

@@ -19,7 +19,7 @@ WINDOWED = {"mistral": {"sliding_window": 4}, "gemma3": {}, "modernbert": {}}
 
 def test_the_refusal_names_the_option():
     with pytest.raises(
-        UnsupportedModelError, match=r"linear already; local_as_full=True \(--local-as-full\) converts it"
+        UnsupportedModelError, match=r"already linear; local_as_full=True \(--local-as-full\) converts it"
     ):
         linearize.plan(original("mistral", sliding_window=4))
 

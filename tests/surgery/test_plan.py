@@ -53,7 +53,7 @@ def test_what_to_expect_of_signed_kernels():
     one = expectations(linearize.plan(model, "flexformer_n", {"form": "paper"}))
     assert len(one) == 1 and one[0].startswith("flexformer_n: weights can be negative")
     assert one[0].endswith("; --kernel-arg form=positive avoids it")
-    assert expectations(linearize.plan(model, "rfa"))[0].endswith("`linearize kernels` says which those are")
+    assert expectations(linearize.plan(model, "rfa"))[0].endswith("`linearize kernels` lists those")
     for kernel in ("flexformer_n", "flexformer_s", "hedgehog", "norm_elu"):
         assert expectations(linearize.plan(model, kernel)) == []
 
@@ -61,7 +61,7 @@ def test_what_to_expect_of_signed_kernels():
 def test_local_layers_stay_and_say_why():
     plan = linearize.plan(original("modernbert"))
     reasons = {layer.reason for layer in plan.layers if not layer.converted}
-    assert reasons == {"local attention (sliding window or chunks), linear already"}
+    assert reasons == {"local attention (sliding window or chunks), already linear"}
 
 
 def test_cross_attention_stays_and_says_so():
@@ -236,7 +236,7 @@ def test_unsupported_models_say_which_case_it_is(config, words):
 def test_everything_kept_and_converted_twice_are_errors():
     with pytest.raises(UnsupportedModelError, match=r"all 2 attentions .* kept as softmax"):
         linearize.convert(original("bert"), keep_softmax=[0, 1])
-    with pytest.raises(UnsupportedModelError, match="converted already"):
+    with pytest.raises(UnsupportedModelError, match="already converted"):
         linearize.convert(converted("bert"))
     with pytest.raises(UnsupportedModelError, match="expected a transformers model"):
         linearize.convert(torch.nn.Linear(2, 2))
