@@ -1,4 +1,4 @@
-"""The model card of a converted model: README.md, with the facts that the Hub reads at its top."""
+"""The model card of a converted model: README.md, with the metadata that the Hub reads."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from linearize.modeling.portable import outside_packages, why_not
 
 TEMPLATE = Path(__file__).with_name("card.md")
 MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
-"""Limits on what a checkpoint's record adds to its card, so that a forged record cannot make a card of any size."""
+"""Limits on what a checkpoint's record adds to its card, so that a forged record cannot make the card huge."""
 _KEPT = ("license", "license_name", "license_link", "language", "base_model")
 _MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 
 def base_facts(name: str) -> dict[str, str | list[str]]:
-    """Return licence, language and base model from the top of the original's own card.
+    """Return licence, language and base model from the metadata of the original's card.
 
     Args:
         name: folder or Hub name that the model was loaded from.
@@ -55,7 +55,7 @@ def base_facts(name: str) -> dict[str, str | list[str]]:
 
 
 def _is_fact(value: object) -> bool:
-    """Whether a value is a name or a list of names; anything else in a card is left out."""
+    """Tell whether a value is a name or a list of names; anything else in a card is left out."""
     values = value if isinstance(value, list) else [value]
     return bool(value) and len(values) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in values)
 
@@ -65,8 +65,8 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
 
     Args:
         model: the model; its config's provenance says how it was made.
-        facts: the top of the original's card (`base_facts`).
-        name: what the model is loaded by: its folder, or later its repository (`linearize.checkpoint.push.with_name`).
+        facts: metadata of the original's card (`base_facts`).
+        name: name to load the model by: its folder, or later its repository (`linearize.checkpoint.push.with_name`).
 
     Returns:
         Markdown.
@@ -116,11 +116,11 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
         length: tokens that the model takes; None: unlimited or unknown.
     """
     sentences = ["Short inputs are not faster than with softmax; the gain grows with the length."]
-    taught = provenance.longest_row_length
-    if taught is not None and length is not None and taught < length:
+    trained = provenance.longest_row_length
+    if trained is not None and length is not None and trained < length:
         sentences.append(
-            f"It takes {length:,} tokens; it was taught and measured on rows of up to {taught:,}. Beyond these it has "
-            "not been measured."
+            f"It takes {length:,} tokens; it was trained and measured on rows of up to {trained:,}. Longer rows "
+            "have not been measured."
         )
     merit = provenance.numbers("kernel_merit")
     if "error" in merit and "window_only" in merit:
@@ -130,7 +130,7 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
         )
     kept = [layer for layer in plan.layers if not layer.converted]
     if kept:
-        sentences.append(f"{len(kept)} of {len(plan.layers)} attentions are softmax still, with its cost.")
+        sentences.append(f"{len(kept)} of {len(plan.layers)} attentions are still softmax, at its cost.")
     sentences += [f"{text[0].upper()}{text[1:]}." for text in expectations(plan)]
     if reason := why_not(plan):
         sentences.append(f"Loading it needs more code: {reason}.")
@@ -152,7 +152,7 @@ def _card_data(
     called: str,
     tuned: Record,
 ) -> ModelCardData:
-    """Return what the Hub reads at the top of a card; the original's Hub name goes before its card's own facts."""
+    """Return a card's metadata for the Hub; the original's Hub name takes precedence over its card's facts."""
     values: dict[str, Any] = {
         key: [_fact(text) for text in value] if isinstance(value, list) else _fact(value)
         for key, value in facts.items()
@@ -182,14 +182,14 @@ def _card_data(
 
 
 def _point(point: Record) -> list[str]:
-    """Return the cells of a plan that a search tried; a star if none is both closer and cheaper."""
+    """Return the table cells of a plan that a search tried; a star if no other is both closer and cheaper."""
     star = " \\*" if point.is_true("efficient") else ""
     figures = [f"{point.number('error'):.4g}", f"{point.number('share'):.3g}"]
     return [f"{_text(point.text('name'))}{star}", _text(point.text("kernels")), *figures]
 
 
 def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
-    """Return the cells of a layer: its attention, kernel, arguments, and why it has that kernel or stays softmax."""
+    """Return the table cells of a layer: attention, kernel, arguments, and why it has that kernel or stays softmax."""
     arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
     arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
     why = layer.reason if layer.index is None else reasons.get(layer.index, layer.reason)
@@ -215,18 +215,18 @@ def _number(value: float | None) -> str:
 
 
 def _fact(text: object) -> str:
-    """Return a name for the top of a card, on one line and without HTML, as some viewers read the top as Markdown."""
+    """Return a name for the metadata, on one line and without HTML, as some viewers read metadata as Markdown."""
     return " ".join(re.sub("[<>]", "_", printable(str(text))).split())
 
 
 def _text(value: object) -> str:
-    """Escape a text for Markdown, HTML and cells of tables, on one line."""
+    """Escape a text for Markdown, HTML and table cells, on one line."""
     line = " ".join(printable(str(value)).split())
     return re.sub(r"([\\`*_\[\]|#~$!])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def _code(value: object) -> str:
-    """Put a text between more backticks than it has in a row; escape bars, which would end a table's cell."""
+    """Quote a text with more backticks than it has in a row; escape bars, which would end a table cell."""
     line = " ".join(printable(str(value)).split()).replace("|", "\\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     space = " " if line[:1] == "`" or line[-1:] == "`" or not line else ""

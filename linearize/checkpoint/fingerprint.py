@@ -19,11 +19,11 @@ from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
 
 ROWS = 65_536
-"""Most rows that are read, evenly spread; the number of rows counts in any case."""
+"""Most rows that are hashed, evenly spread; the number of rows is always hashed."""
 BATCHES = 8
-"""Training batches that are read of a source without a method `digest`."""
+"""Number of training batches that are hashed from a source without a method `digest`."""
 KERNEL = ".linear_attention."
-"""Part of the names of the kernels' weights."""
+"""Part of every name of a kernel's weights."""
 
 
 def fingerprint(
@@ -32,11 +32,11 @@ def fingerprint(
     """Return what a run depends on as JSON-like data: options by their names, then data, kernels and weights.
 
     Args:
-        model: before its first step, softmax or converted. Every weight is read (some GB per second).
+        model: the model before its first step, softmax or converted. Every weight is read (some GB per second).
         data: something with a method `digest() -> str`; batches as stage one takes them (`holdout_batches` and
-            `train_batches`: the held-out ones and the first `BATCHES` others are read); or nested tensors, arrays,
+            `train_batches`: the held-out ones and the first `BATCHES` others are hashed); or nested tensors, arrays,
             rows, mappings and plain values.
-        options: other values that must stay the same: plain ones, mappings and dataclasses of them.
+        options: other values that must stay the same: plain values, and mappings and dataclasses of them.
 
     Returns:
         The fingerprint; `check_same` compares two.
@@ -52,11 +52,11 @@ def fingerprint(
 
 
 def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuse to resume a run with another fingerprint than it was started with.
+    """Refuse to resume a run with a fingerprint other than the one it was started with.
 
     Args:
         saved: the fingerprint that was stored with the state.
-        now: the resumed run's.
+        now: the fingerprint of the resumed run.
 
     Raises:
         ConfigError: naming the first value that differs, and some of the others.
@@ -71,10 +71,10 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     more = f" (and {', '.join(differ[1:4])}{' ...' if len(differ) > 4 else ''})" if len(differ) > 1 else ""
     if name not in saved:
         raise ConfigError(
-            f"resume: the state does not say with which {name} its run was started{more}, as another version of "
+            f"resume: the state does not record with which {name} its run was started{more}, as another version of "
             "linearize wrote it; start again without --resume"
         )
-    change = f"{saved[name]!r}, which is not there now"
+    change = f"{saved[name]!r}, which is missing now"
     if name in now:
         change = "{}, now it is {}".format(*_shown(saved[name], now[name]))
     advice = "use the same, or start again without --resume"
@@ -82,15 +82,15 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
 
 
 def _shown(before: object, after: object) -> tuple[str, str]:
-    """Return two values as texts; of two long ones the first place where they differ."""
-    one, two = repr(before), repr(after)
-    if max(len(one), len(two)) <= 120:
-        return one, two
+    """Return two values as text; of two long mappings, only the first entry that differs."""
+    old, new = repr(before), repr(after)
+    if max(len(old), len(new)) <= 120:
+        return old, new
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         key = next(key for key in [*after, *before] if before.get(key) != after.get(key))
-        one, two = (_short(repr(side.get(key))) for side in (before, after))
-        return f"{{{key!r}: {one}}}", f"{{{key!r}: {two}}}"
-    return _short(one), _short(two)
+        old, new = (_short(repr(side.get(key))) for side in (before, after))
+        return f"{{{key!r}: {old}}}", f"{{{key!r}: {new}}}"
+    return _short(old), _short(new)
 
 
 def _short(text: str) -> str:
@@ -113,7 +113,7 @@ def kernels_of(model: nn.Module) -> dict[str, object]:
     kernels: dict[str, object] = {}
     for name, layer in linear_attentions(model).items():
         hybrid = layer.hybrid
-        # A layer without newer additions has the form of earlier versions, so that their runs can be resumed.
+        # A layer without newer additions keeps the format of earlier versions, so that their runs can be resumed.
         newer = {name: x for name, x in hybrid.changed.items() if name not in ("window", "sinks")}
         additions = [addition for addition in (hybrid.sinks, newer) if addition]
         kernels[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *additions])
@@ -124,8 +124,8 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
     """Return the hash of a model's weights and their names, sizes and types.
 
     Args:
-        model: on one device.
-        kernel: true: those of the kernels; false: all others; None: all.
+        model: the model, on one device.
+        kernel: True for the weights of kernels only, False for all others, None for all.
     """
     hashed = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
@@ -151,7 +151,7 @@ def data_digest(data: object) -> str:
 
 
 def rows_digest(rows: Sequence[object]) -> str:
-    """Return the hash of a sequence of rows: of all, or of `ROWS` of them and their number."""
+    """Return the hash of a sequence of rows and their number; at most `ROWS` of them are read."""
     own = getattr(rows, "digest", None)
     if callable(own):
         return str(own())
@@ -163,7 +163,7 @@ def rows_digest(rows: Sequence[object]) -> str:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return the numbers of up to `most` of `count` rows, evenly spread, the first and the last among them."""
+    """Return the numbers of up to `most` of `count` rows, evenly spread, including the first and the last."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist()
 
 

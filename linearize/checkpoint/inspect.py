@@ -30,17 +30,17 @@ class CheckpointInfo:
     """Facts about a checkpoint, converted or not.
 
     Attributes:
-        name: of the checkpoint, as given.
+        name: name of the checkpoint, as given.
         converted: whether it has linear attention.
         base_model: name of the original, if the checkpoint records it.
-        model_type: of the original.
-        architecture: class that was saved.
+        model_type: the original's model type.
+        architecture: name of the saved class.
         plan: the kernel of every attention; None if the checkpoint is not converted.
-        parameters_added: learnable numbers of the kernels.
-        parameters_total: numbers in the weights file; None if they are not in safetensors files.
+        parameters_added: number of learnable parameters in the kernels.
+        parameters_total: number of parameters in the weights file; None if that is not in safetensors.
         max_length: tokens that the model takes; None if unlimited or unknown.
-        format_version: of a converted checkpoint.
-        provenance: how it was made, by its own record.
+        format_version: format version of a converted checkpoint.
+        provenance: the record of how it was made.
         packages: packages that register kernels from outside linearize, by kernel; loading needs them.
     """
 
@@ -134,7 +134,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
 
 
 def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrainedConfig) -> nn.Module | None:
-    """Build a model without memory; None if that fails."""
+    """Build a model without allocating memory; None if that fails."""
     if make is None:
         return None
     try:

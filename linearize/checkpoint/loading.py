@@ -1,7 +1,7 @@
 """Load a model by Hub name, folder or GGUF file, with its tokenizer or image processor.
 
 A sentence-transformers folder has more modules (pooling, normalisation, dense layers), which a checkpoint keeps:
-`SentenceTransformer(FOLDER)` reads them from `modules.json`; without it, it would pool by the mean and not normalise.
+`SentenceTransformer(FOLDER)` reads them from `modules.json`; without it, it would use mean pooling and not normalise.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
 
     Raises:
         CheckpointError: if the folder is not a checkpoint, the Hub name cannot be reached, or a weight is not finite.
-        UnsupportedModelError: if the model needs its own code, or is converted already.
+        UnsupportedModelError: if the model needs its own code, or is already converted.
         UnknownNameError: for an unknown task.
     """
     import transformers
@@ -79,7 +79,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
         raise unknown_name("task", task, HEADS)
     raw = read_config(name, revision)
     if raw.get("model_type") == "linearize":
-        raise UnsupportedModelError(f"{name!r} is converted already; start from the original checkpoint")
+        raise UnsupportedModelError(f"{name!r} is already converted; start from the original checkpoint")
     architecture = (raw.get("architectures") or [None])[0]
     loader: Any = getattr(transformers, HEADS[task].auto_class if task else str(architecture), None)
     if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
@@ -96,7 +96,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
 def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None = None) -> Loaded:
     modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
     model.eval().to(check_device(device))
-    # A model with a head is no sentence embedder.
+    # A model with a head is not a sentence embedder.
     embedder = sentence_files(name, revision) if model.base_model is model else {}
     processor = None
     with contextlib.suppress(LinearizeError):
@@ -161,12 +161,12 @@ def model_type(name: str) -> str | None:
 
 
 def move(model: ModelT, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ModelT:
-    """Move a model to a device or dtype, in place; transformers' own `to` has annotations for neither."""
+    """Move a model to a device or dtype, in place; transformers' own `to` lacks these annotations."""
     return model.to(device=device, dtype=dtype)
 
 
 def check_device(name: str) -> str:
-    """Return the name of an available device; "auto" is the fastest one.
+    """Return the name of an available device; "auto" picks the fastest.
 
     Raises:
         ConfigError: if the device is not available.
@@ -198,7 +198,7 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
             raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
         if not file.is_file():
             raise CheckpointError(
-                f"{name!r} is no checkpoint: expected a folder with a config.json, or a GGUF file; give one of "
+                f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of "
                 "them or a Hub name"
             )
         check_links(name)
@@ -218,8 +218,8 @@ def explained(name: str, what: str = "") -> Iterator[None]:
     """Turn transformers' errors into one line with advice, without its progress bars.
 
     Args:
-        name: of the checkpoint; a folder whose links lead out of it is refused.
-        what: what is loaded, for the message.
+        name: the checkpoint's name; a folder with links that lead out of it is refused.
+        what: description of what is being loaded, for the message.
     """
     from safetensors import SafetensorError
 
@@ -292,13 +292,13 @@ def load_processor(name: str, modality: Modality, revision: str | None = None) -
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 OWN = ("config_sentence_transformers.json", TRANSFORMER)
 NAME = re.compile(r"\w[\w.+ -]{0,99}")
-"""A folder's name in the path of a module: `.` would put its config.json in the place of the model's own."""
+"""A folder's name in the path of a module; with `.`, the module's config.json would replace the model's own."""
 PARTS = ("config.json", "model.safetensors")
 """Files that a module may have; weights as pickles are refused."""
 
 
 def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
-    """Return the files that make a checkpoint a sentence embedder; empty if it is no embedder.
+    """Return the files that make a checkpoint a sentence embedder; empty if it is not an embedder.
 
     Args:
         name: folder, whose links were checked (`linearize.checkpoint.ownership.check_links`), or Hub name.
@@ -316,7 +316,7 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
         return {}
     modules = _parse(name, MODULES, content)
     if not isinstance(modules, list) or not all(isinstance(module, dict) and "path" in module for module in modules):
-        raise CheckpointError(f"{name!r}: {MODULES} is no list of modules with paths; download the checkpoint again")
+        raise CheckpointError(f"{name!r}: {MODULES} is not a list of modules with paths; download the checkpoint again")
     files = {MODULES: content}
     for file in OWN:
         if (text := _bytes(name, file, revision)) is not None:
@@ -342,7 +342,7 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
 
 
 def with_length(files: Mapping[str, bytes], tokens: int | None) -> dict[str, bytes]:
-    """Return the files with another longest input, in tokens; None: unchanged."""
+    """Return the files with another maximum input length in tokens; unchanged if that is None."""
     if tokens is None or not files:
         return dict(files)
     values = parse_json(files.get(TRANSFORMER, b"{}"))
@@ -371,7 +371,7 @@ def _parse(name: str, file: str, content: bytes) -> object:
 
 
 def _bytes(name: str, file: str, revision: str | None) -> bytes | None:
-    """Return the bytes of a checkpoint's file; None without it."""
+    """Return the bytes of a checkpoint's file; None if it does not exist."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         path = folder / file

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOG = "log.jsonl"
 STAGE_ONE, ALIGNMENT, STAGE_TWO = "distillation", "alignment", "finetuning"
 Entry: TypeAlias = "DataclassInstance | Mapping[str, object]"
-"""A report of a step, or a line that is plain data already."""
+"""A report of a step, or a line that is already plain data."""
 
 
 def log_file(
@@ -35,9 +35,9 @@ def log_file(
 
     Args:
         stage: the stage of the entries.
-        entries: its lines without the stage, as mappings or dataclasses: the `history` of the stage's result.
+        entries: the lines without the stage, as mappings or dataclasses: the `history` of the stage's result.
         earlier: lines of the checkpoint that this one was made from. Those of the same stage are dropped, as the
-            checkpoint's config too records the last run of each stage only.
+            checkpoint's config also records only the last run of each stage.
     """
     lines = log_lines(stage, entries, earlier)
     return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}

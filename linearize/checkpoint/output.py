@@ -1,7 +1,7 @@
-"""The folder that a command makes: checked and locked before the first slow step, written aside, renamed when complete.
+"""A command's output folder: checked and locked before any slow step, renamed when complete.
 
 The user's own files are never replaced (`linearize.checkpoint.ownership`), one process at a time writes to an output,
-and the next process removes, or puts back, what a killed one left.
+and the next process removes, or restores, what a killed one left.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LOCKED_BY = "locked by linearize, process "
 LOCK_TEXT = re.compile(rf"|{LOCKED_BY}\d+\n|\d+\n{re.escape(platform.node())}\n[^\n]*\n?")
 """Content of a lock; the last form is filelock's, for file systems without locks."""
 AROUND = len(".new--") + 8
-"""Letters that the temporary names of an output have in addition to its name."""
+"""Number of characters that an output's temporary names add to its name."""
 SHARD = 50 * 10**9
-"""Bytes of the largest file of weights that transformers writes."""
+"""Bytes of the largest weights file that transformers writes."""
 
 _claimed: ContextVar[frozenset[Path]] = ContextVar("_claimed", default=frozenset())
 
@@ -78,7 +78,7 @@ def check_target(target: Name, *, overwrite: bool = False, sources: Iterable[Nam
 
 def _absolute(shown: str) -> Path:
     if "\0" in shown:
-        raise _refused(shown, "holds a zero character", "choose another name")
+        raise _refused(shown, "contains a null character", "choose another name")
     given = Path(shown)
     if given.name in ("", ".."):
         return given.resolve()
@@ -130,7 +130,7 @@ def _check_place(path: Path, shown: str, sources: Iterable[Name | None]) -> None
 
 @contextlib.contextmanager
 def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | None] = ()) -> Iterator[Path]:
-    """Check an output and lock it for this process while the block runs; blocks inside may claim it again.
+    """Check an output and lock it for this process while the block runs; nested blocks may claim it again.
 
     Leftovers of a killed process are removed; a folder that it was about to replace is put back if the replacement is
     missing.
@@ -170,7 +170,7 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
 def clear_leftovers(target: Name) -> None:
     """Remove what killed processes left around a complete output and around outputs inside it, locks included.
 
-    What a running process is writing stays, and so does what cannot be removed.
+    What a running process is writing stays, as does anything that cannot be removed.
 
     Args:
         target: an existing folder.
@@ -183,7 +183,7 @@ def clear_leftovers(target: Name) -> None:
 
 
 def _make_parents(path: Path, shown: str) -> list[Path]:
-    """Make the folders above, and return those that did not exist, the lowest first."""
+    """Make the parent folders, and return those that did not exist, deepest first."""
     made: list[Path] = []
     try:
         for parent in reversed(path.parents):
@@ -207,8 +207,8 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
     file = path.with_name(f"{LOCK}{path.name}")
     if not _is_lock(file):
         raise CheckpointError(
-            f"{str(file)!r} lies where the lock of output {shown!r} would, and linearize did not write it; move it, or "
-            "choose another output"
+            f"{str(file)!r} is where the lock of output {shown!r} would be, and linearize did not write it; move it, "
+            "or choose another output"
         )
     lock = FileLock(file)
     try:
@@ -219,18 +219,18 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
         owner = "another process"
         with contextlib.suppress(OSError, IndexError, ValueError):
             owner = f"process {read_text(file).removeprefix(LOCKED_BY).split()[0]}"
-        advice = "wait for its end, or choose another folder"
+        advice = "wait until it ends, or choose another folder"
         raise _refused(shown, f"is being written by {owner}", advice) from None
     except (OSError, NotImplementedError) as error:
         raise _refused(shown, f"cannot be locked ({error})") from error
     try:
-        # On file systems without locks, filelock writes the number itself.
+        # On file systems without locks, filelock writes the process id itself.
         if not isinstance(lock, SoftFileLock):
             with contextlib.suppress(OSError):
                 file.write_text(f"{LOCKED_BY}{os.getpid()}\n", encoding="utf-8")
         yield
     finally:
-        # Remove it while it is held: a process that waits sees that the file has lost its name, and makes a new one.
+        # Remove it while it is held: a waiting process sees that the file is gone, and makes a new one.
         with contextlib.suppress(OSError):
             file.unlink()
         lock.release()
@@ -253,7 +253,7 @@ def _temporary(path: Path, kind: str) -> list[Path]:
 def _clear_leftovers(path: Path) -> None:
     """Remove the temporary folders of an output, or put them back; the caller holds the lock."""
     for old in _temporary(path, "old"):
-        # The kill came between the two renames of an overwrite, or after them.
+        # The process was killed between the two renames of an overwrite, or after them.
         old.rename(spare_name(path) if path.exists() else path)
     for new in _temporary(path, "new"):
         _remove(new)
@@ -271,13 +271,13 @@ def _remove(path: Path) -> None:
 def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True) -> Iterator[Path]:
     """Yield a fresh folder that takes the name of `target` when the block succeeds, and is removed otherwise.
 
-    A kill between the two renames of an overwrite leaves the old folder under a name that begins with `.old-`; the next
-    `claim` of the same output puts it back.
+    A process killed between the two renames of an overwrite leaves the old folder under a name that begins with
+    `.old-`; the next `claim` of the same output puts it back.
 
     Args:
         target: as in `check_target`.
         overwrite: as in `check_target`.
-        marked: whether the folder gets our marker, by which it may be replaced later.
+        marked: whether the folder gets our marker, which allows it to be replaced later.
 
     Raises:
         CheckpointError: if the target cannot be used, or the disk is full.
@@ -307,7 +307,7 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
 
 
 def _share(folder: Path) -> None:
-    """Let others read what the umask lets them read: safetensors makes files that only the user can read."""
+    """Apply the umask to weights files: safetensors makes files that only the user can read."""
     mask = os.umask(0o077)
     os.umask(mask)
     for file in folder.rglob("*.safetensors"):
@@ -315,12 +315,12 @@ def _share(folder: Path) -> None:
 
 
 def is_write_error(error: BaseException) -> bool:
-    """Tell whether a file could not be written; torch and libraries in Rust have their own errors for that."""
+    """Tell whether a file could not be written; torch and Rust libraries raise their own errors for that."""
     return isinstance(error, OSError) or any(text in str(error) for text in ("(os error ", "inline_container"))
 
 
 def _swap(fresh: Path, path: Path) -> None:
-    """Replace a folder; whatever happens, one of the two has the name in the end."""
+    """Replace a folder; whatever happens, the old or the new one ends up with the name."""
     if not path.exists() or not any(path.iterdir()):
         fresh.rename(path)
         return

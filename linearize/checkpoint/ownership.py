@@ -1,4 +1,4 @@
-"""Ownership of folders: only one that linearize wrote, and that holds nothing else, may be replaced or removed.
+"""Ownership of folders: only those that linearize wrote, and that hold nothing else, may be replaced or removed.
 
 A finished folder has a marker: a random mark, and the names and sizes of its files. A file that is not on that list, or
 has another size, is the user's.
@@ -28,7 +28,7 @@ TRANSFORMERS = re.compile(
     r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|README\.md|log\.jsonl|\.gitattributes"
     r"|vocab\.txt|merges\.txt|[\w.-]*\.model|chat_template\.jinja|(linearize|modeling_linearize)\w*\.py"
 )
-"""Files of a checkpoint, without those in folders below it."""
+"""Files of a checkpoint, not counting those in subfolders."""
 DISCARDED = re.compile(r"^\.new-(.+)-[0-9a-f]{8}$")
 """Name of a folder that `discard` is removing."""
 
@@ -40,9 +40,9 @@ def mark(folder: Path) -> None:
 
 
 def _write_marker(folder: Path, values: Mapping[str, object]) -> None:
-    beside = spare_name(folder / MARKER)
-    beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    beside.replace(folder / MARKER)
+    temporary = spare_name(folder / MARKER)
+    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / MARKER)
 
 
 def check_ours(folder: Path, shown: str) -> None:
@@ -63,10 +63,10 @@ def check_ours(folder: Path, shown: str) -> None:
         why = f"holds {names[0]!r}{_more(names)}, which linearize did not write, or which has changed since"
         advice = "move that elsewhere, or choose another folder"
     elif (folder / MARKER).is_file() or _read(folder / "config.json").get("model_type") == "linearize":
-        why = "lists no sizes of its files (earlier versions did not)"
+        why = "does not list the sizes of its files (earlier versions did not)"
         advice = "remove it yourself, or choose another folder"
     else:
-        why, advice = f"is no folder that linearize wrote (it holds {names[0]!r})", "choose another folder"
+        why, advice = f"was not written by linearize (it holds {names[0]!r})", "choose another folder"
     raise CheckpointError(f"output {shown!r} {why}, so --overwrite does not replace it; {advice}")
 
 
@@ -83,7 +83,7 @@ def _listed(folder: Path) -> dict[str, int] | None:
 
 
 def _foreign(folder: Path, listed: Mapping[str, int]) -> list[str]:
-    """Return the files that are not on a list, or have another size than listed."""
+    """Return the files that are not listed, or have another size than listed."""
     sizes = files_below(folder)
     if listed:
         sizes.pop(MARKER, None)
@@ -103,22 +103,22 @@ def files_below(folder: Path) -> dict[str, int | None]:
 
 
 def replace_listed(folder: Path, name: str, text: str) -> None:
-    """Replace a text file of a finished folder, all or nothing, and its size in the marker.
+    """Replace a text file of a finished folder atomically, and update its size in the marker.
 
     Raises:
         OSError: if it cannot be written.
     """
     file, marker = folder / name, _read(folder / MARKER)
     listed = _listed(folder)
-    beside = spare_name(file)
+    temporary = spare_name(file)
     try:
-        beside.write_text(text, encoding="utf-8")
-        size = beside.stat().st_size
+        temporary.write_text(text, encoding="utf-8")
+        size = temporary.stat().st_size
         if listed is not None and listed.get(name) == file.stat().st_size:
             _write_marker(folder, {**marker, "files": {**listed, name: size}})
-        beside.replace(file)
+        temporary.replace(file)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def remove_weights(folder: Path) -> None:
@@ -130,7 +130,7 @@ def remove_weights(folder: Path) -> None:
 
 
 def check_links(name: str | os.PathLike[str]) -> None:
-    """Refuse a checkpoint with a link that leads out of it: its author could have any file of the user's copied.
+    """Refuse a checkpoint with a link that leads out of it: it could make us copy any of the user's files.
 
     Links in the Hub's cache lead from `models--ORG--NAME/snapshots/COMMIT` to `models--ORG--NAME/blobs`.
 
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of ours; a kill leaves all of it under its name, or nothing."""
+    """Remove a folder of ours; if killed meanwhile, either all of it or nothing is left under its name."""
     unwanted = folder
     if not DISCARDED.match(folder.name):
         unwanted = spare_name(folder)
@@ -190,9 +190,9 @@ def remove_parts(
         folder: may be missing.
         parts: pattern of the names directly below it.
         what: what the folder should be, for the message.
-        record: file that makes the folder ours: what its run was started with; None: each folder in it has a marker.
+        record: file with the fingerprint of our run, which makes the folder ours; None if its folders have markers.
         unmarked: tells whether a folder in it without a marker is ours.
-        check_only: check, and remove nothing.
+        check_only: whether to check only, and remove nothing.
 
     Raises:
         CheckpointError: if it holds anything else, or is a link or a file; nothing is removed then.
@@ -200,20 +200,20 @@ def remove_parts(
     if not folder.is_symlink() and not folder.exists():
         return
     if folder.is_symlink() or not folder.is_dir():
-        raise CheckpointError(f"{str(folder)!r} lies where {what} would; move it, or choose another output")
+        raise CheckpointError(f"{str(folder)!r} is where {what} would be; move it, or choose another output")
     entries = sorted(folder.iterdir())
     known = record is None or is_run(folder / record)
-    # A kill may leave a part of the record and nothing else.
+    # A killed process may leave a partial record and nothing else.
     ours = [path for path in entries if path.name == f".{record}" or (known and is_part(path, parts, unmarked))]
     foreign = [path.name for path in entries if path not in ours and not TOLERATED.fullmatch(path.name)]
     if foreign:
         raise CheckpointError(
-            f"{str(folder)!r} holds {foreign[0]!r}{_more(foreign)}, which is no part of {what}, so it is not removed; "
+            f"{str(folder)!r} holds {foreign[0]!r}{_more(foreign)}, which is not part of {what}, so it is not removed; "
             "move that elsewhere, or choose another output"
         )
     if check_only:
         return
-    # The record goes last: without it the rest would not be known as ours.
+    # The record is removed last: without it the rest would not be recognised as ours.
     for path in sorted(entries, key=lambda path: path.name == record):
         if path.is_dir() and not path.is_symlink():
             discard(path)
@@ -224,7 +224,7 @@ def remove_parts(
 
 def is_part(path: Path, parts: re.Pattern[str], unmarked: Callable[[Path], bool] = lambda folder: False) -> bool:
     """Tell whether an entry of a working folder is ours, by its name and contents; arguments as in `remove_parts`."""
-    # A folder that `discard` was removing counts under the name that it had.
+    # A folder that `discard` was removing counts under its original name.
     if path.is_symlink() or not parts.fullmatch(DISCARDED.sub(r"\1", path.name)):
         return False
     if not path.is_dir() or path.name.startswith("."):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MOST_POINTS = 8
-"""Most plans of a search that are shown."""
+"""Maximum number of plans of a search that are shown."""
 
 
 class Record:
@@ -27,20 +27,20 @@ class Record:
         return bool(self.values)
 
     def part(self, name: str) -> Record:
-        """Return a mapping inside."""
+        """Return a nested mapping."""
         return Record(self.values.get(name))
 
     def parts(self, name: str) -> list[Record]:
-        """Return the mappings in a list inside."""
+        """Return the mappings in a nested list."""
         return [Record(value) for value in self._list(name) if isinstance(value, Mapping)]
 
     def text(self, name: str) -> str | None:
-        """Return a text."""
+        """Return a string."""
         value = self.values.get(name)
         return value if isinstance(value, str) else None
 
     def texts(self, name: str) -> list[str]:
-        """Return the texts in a list."""
+        """Return the strings in a list."""
         return [value for value in self._list(name) if isinstance(value, str)]
 
     def whole(self, name: str) -> int | None:
@@ -53,7 +53,7 @@ class Record:
         return _number(self.values.get(name))
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Return the finite numbers in a mapping inside."""
+        """Return the finite numbers in a nested mapping."""
         found = {str(key): _number(value) for key, value in self.part(name).values.items()}
         return {key: value for key, value in found.items() if value is not None}
 
@@ -75,15 +75,16 @@ def _number(value: object) -> float | None:
 class Provenance(Record):
     """How a checkpoint was made, such as `config.linearize.get("provenance")`.
 
-    Its keys are `base_model` and `base_is_local` (whether that was a folder), `dataset` (what stage one read; missing:
-    the built-in data), `seed`, `longest_row` (tokens, of stage one and the alignment), `commands` (that made it, in
-    order), `options` (of the conversion), one of each stage (`distillation`, `alignment`, `finetuning`), `search`,
-    `plan` (a file that chose the kernels) and `kernel_merit` (`linearize.fidelity.ablate.KernelMerit`).
+    Its keys are `base_model` and `base_is_local` (whether that was a folder), `dataset` (the data of stage one; missing
+    for the built-in data), `seed`, `longest_row` (in tokens, of stage one and the alignment), `commands` (those that
+    made it, in order), `options` (of the conversion), a record of each stage (`distillation`, `alignment`,
+    `finetuning`), `search`, `plan` (a file that chose the kernels) and `kernel_merit`
+    (`linearize.fidelity.ablate.KernelMerit`).
     """
 
     @property
     def weights_were_trained(self) -> bool:
-        """Whether the alignment or stage two trained weights of the original; the model's softmax is no longer its."""
+        """Whether the alignment or stage two trained the original's weights; its softmax has then changed."""
         return "finetuning" in self.values or self.part("alignment").text("train") not in (None, "kernels")
 
     @property
@@ -107,7 +108,7 @@ class Provenance(Record):
 
     @property
     def plan_points(self) -> list[Record]:
-        """Plans of a search to show: the chosen one first, its reference, softmax, and efficient others by cost."""
+        """Plans of a search to show: the chosen one first, then reference, softmax and efficient plans by cost."""
         named = ("softmax everywhere", f"{self.part('search').text('reference')} everywhere")
 
         def is_chosen(point: Record) -> bool:
@@ -132,7 +133,7 @@ class Provenance(Record):
 
     @property
     def reasons(self) -> dict[int, str]:
-        """Why each layer has its kernel, by its number: what the search says, else the plan file."""
+        """Why each layer has its kernel, by its number: from the search, else from the plan file."""
         why = self.part("plan").part("why")
         numbers = [number for number in map(str, why.values) if number.isdecimal() and len(number) < 10]
         reasons = {int(number): why.text(number) for number in numbers}
@@ -151,7 +152,7 @@ class Provenance(Record):
         return rows + [(f"why layer {number}", why) for number, why in sorted(self.reasons.items())]
 
     def training_rows(self) -> list[tuple[str, str]]:
-        """Return label and value of what the record says about training."""
+        """Return label and value of each fact that the record has about training."""
         rows = []
         if search := self.part("search"):
             rows.append(("search", f"{search.whole('steps')} steps, {search.whole('plans_tried')} plans tried"))
@@ -188,7 +189,7 @@ def _whole_error(error: Record) -> str:
 
 
 def weights_were_trained(record: Mapping[str, Any] | None) -> bool:
-    """Tell whether the alignment or stage two trained weights of the original, by a checkpoint's record."""
+    """Tell whether the alignment or stage two trained weights of the original, according to a checkpoint's record."""
     return Provenance(record).weights_were_trained
 
 

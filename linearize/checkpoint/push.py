@@ -50,16 +50,16 @@ def files_to_push(folder: str | os.PathLike[str], include: Iterable[str] = ()) -
     """Return the files of a folder that `push` sends, and those that it leaves out.
 
     Args:
-        folder: what `save` wrote.
-        include: patterns (`onnx/*`) of paths below it that are sent too.
+        folder: a folder that `save` wrote.
+        include: patterns (`onnx/*`) of other paths in the folder to send too.
 
     Raises:
         ConfigError: if a pattern matches no file.
-        CheckpointError: if the folder is no checkpoint, or has a link that leads out of it.
+        CheckpointError: if the folder is not a checkpoint, or has a link that leads out of it.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{str(folder)!r} has no config.json, so it is no checkpoint; convert a model first")
+        raise CheckpointError(f"{str(folder)!r} has no config.json, so it is not a checkpoint; convert a model first")
     check_links(path)
     modules = sentence_files(str(path))
     names = sorted(files_below(path))
@@ -85,11 +85,11 @@ def push(
 ) -> str:
     """Upload the files of a checkpoint (`files_to_push`) as one commit; make the repository if it is missing.
 
-    A broken connection is tried again; files that are on the Hub already are not sent twice. The token is
+    A broken connection is retried; files that are already on the Hub are not sent again. The token is
     huggingface_hub's own (`hf auth login` or HF_TOKEN).
 
     Args:
-        folder: what `save` wrote.
+        folder: a folder that `save` wrote.
         repo_id: USER/NAME.
         private: whether a new repository is private.
         include: patterns of further files to send.
@@ -100,7 +100,7 @@ def push(
 
     Raises:
         ConfigError: if the name is not USER/NAME, or a pattern matches no file.
-        CheckpointError: if the folder is no checkpoint or has a link out of it, or the Hub refuses or cannot be
+        CheckpointError: if the folder is not a checkpoint or has a link out of it, or the Hub refuses or cannot be
             reached; the local folder stays.
     """
     check_repo(repo_id)

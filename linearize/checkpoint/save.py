@@ -22,7 +22,7 @@ OTHER_FILES = 4_000_000
 
 
 def size_of(model: PreTrainedModel) -> int:
-    """Return the bytes of a model's checkpoint, within some per cent; tied weights are written once."""
+    """Return the bytes of a model's checkpoint, within a few per cent; tied weights are written once."""
     sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()}
     return sum(sizes.values()) + OTHER_FILES
 
@@ -42,10 +42,10 @@ def save(
     Args:
         model: a converted model.
         target: folder to make.
-        processor: tokenizer, image processor or feature extractor, or several in a list; saved along.
+        processor: tokenizer, image processor or feature extractor, or a list of them; saved with the model.
         overwrite: whether a folder that linearize wrote, and that holds nothing else, may be replaced.
         provenance: how the model was made, as plain data; kept in config.json (`linearize.checkpoint.provenance`).
-        extra_files: further files of the folder, texts or bytes by name; a name may hold folders.
+        extra_files: further files of the folder, text or bytes by name; names may contain folders.
         **kwargs: for `save_pretrained` (`max_shard_size` ...).
 
     Returns:
@@ -75,7 +75,7 @@ def save(
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write texts or bytes by name into a folder; a name may hold folders."""
+    """Write text or bytes by name into a folder; names may contain folders."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

@@ -1,7 +1,7 @@
 """The graphs that a model is exported as: modules whose inputs and outputs are tensors.
 
-A model that writes text has two graphs: `model` reads a prompt, and returns the logits and the state after it; `step`
-reads one token and a state, and returns the logits and the state after that token. Other models have one graph.
+A model that generates text has two graphs: `model` reads a prompt, and returns the logits and the state after it;
+`step` reads one token and a state, and returns the logits and the state after that token. Other models have one graph.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from linearize.core.errors import UnsupportedModelError
 BATCH, TOKENS, PAST = "batch", "tokens", "past"
 """Names of the sizes that a graph leaves open."""
 BEFORE, AFTER = "past.", "present."
-"""Prefixes of the names of a state that a graph reads, and of one that it returns."""
+"""Prefixes for the names of states that a graph reads, and of those that it returns."""
 COUNT, SEEN = "tokens", "mask"
-"""States that belong to no layer: how many tokens [B] a row has seen, and which of them were real [B, P]."""
+"""States that belong to no layer: the tokens that each row has seen, [B], and which of them were real, [B, P]."""
 _KEYS = ["keys", "values"]
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 
@@ -38,8 +38,8 @@ class Graph:
     Attributes:
         name: "model" or "step".
         module: takes the inputs in their order, and returns the outputs as a tuple.
-        inputs: examples by name.
-        outputs: names.
+        inputs: example tensors by name.
+        outputs: names of the outputs.
         sizes: name of each open dimension, by input.
     """
 
@@ -64,8 +64,8 @@ class Graph:
         except Exception as error:
             text = " ".join(str(error).split())
             raise UnsupportedModelError(
-                f"{self.name}: torch.export does not take this model with sizes left open ({type(error).__name__}: "
-                f"{text[:300]}); expected one whose computation does not depend on them"
+                f"{self.name}: torch.export cannot export this model with open sizes ({type(error).__name__}: "
+                f"{text[:300]}); expected a model whose computation does not depend on them"
             ) from error
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class _Whole(nn.Module):
         self.model, self.names = model, tuple(names)
 
     def named(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Run it -> its outputs by name."""
+        """Run the model and return its outputs by name."""
         more = {"use_cache": False} if _takes(self.model, "use_cache") else {}
         found = self.model(**dict(zip(self.names, tensors, strict=True)), **more, return_dict=True)
         return {key: value for key, value in found.items() if torch.is_tensor(value)}
@@ -93,7 +93,7 @@ class _Whole(nn.Module):
 
 
 class _Writer(nn.Module):
-    """A model that writes text, with its state as separate tensors.
+    """A model that generates text, with its state as separate tensors.
 
     Attributes:
         keys: names of each layer's state, in the order of the tensors.
@@ -133,7 +133,7 @@ class _Writer(nn.Module):
         return cache
 
     def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]]:
-        found = self.model(
+        outputs = self.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
@@ -144,7 +144,7 @@ class _Writer(nn.Module):
         for layer, keys in zip(cache.layers, self.keys, strict=True):
             source = vars(layer) if keys == _KEYS else layer.state
             kept += [source[key] for key in keys]
-        return found[self.output], kept
+        return outputs[self.output], kept
 
 
 class _Prompt(_Writer):
@@ -182,7 +182,7 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
 
     Args:
         model: a converted model.
-        last_logits: whether a model that writes text returns the logits of a prompt's last token alone.
+        last_logits: whether a model that generates text returns only the logits of a prompt's last token.
 
     Raises:
         UnsupportedModelError: for encoder-decoders, and decoders whose state is more than sums, keys and values.
@@ -195,8 +195,8 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
         return [_whole_graph(model)]
     if not _takes(model, "position_ids"):
         raise UnsupportedModelError(
-            f"{type(model).__name__} takes no position_ids, expected a decoder that does: a step could not say where "
-            "in the text it is"
+            f"{type(model).__name__} takes no position_ids, expected a decoder that does: a step would not know "
+            "its position in the text"
         )
     return _writer_graphs(model, last_logits)
 
@@ -234,8 +234,8 @@ def _writer_graphs(model: PreTrainedModel, last: bool) -> list[Graph]:
     outputs = (prompt.output, *(AFTER + name for name in prompt.states))
     sizes = {name: {0: BATCH, 1: TOKENS} for name in inputs}
     first = Graph("model", prompt, inputs, outputs, sizes)
-    found = first.run(inputs)
-    state = {"input_ids": ids[:, -1:], **{BEFORE + name: found[AFTER + name] for name in prompt.states}}
+    results = first.run(inputs)
+    state = {"input_ids": ids[:, -1:], **{BEFORE + name: results[AFTER + name] for name in prompt.states}}
     sizes = {name: {0: BATCH} for name in state}
     for name in state:
         if name == BEFORE + SEEN:

@@ -27,7 +27,7 @@ from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, Graph
 WEIGHTS = "weights.bin"
 """Name of the file of weights."""
 LARGE = 1024
-"""Fewest bytes of a tensor in that file: smaller ones are shapes and constants that onnxruntime reads early."""
+"""Bytes of the smallest tensor in that file: smaller ones are shapes and constants that onnxruntime reads early."""
 ALIGNED = 4096
 """Weights begin at multiples of this many bytes, so that they can be mapped into memory."""
 TOLERANCE = 1e-3
@@ -50,12 +50,12 @@ class Checked:
 
     @property
     def good(self) -> bool:
-        """Whether it is rounding."""
+        """Whether the difference is due to rounding."""
         return self.difference <= TOLERANCE * self.largest
 
 
 def to_onnx(graph: Graph) -> onnx_ir.Model:
-    """Translate a graph.
+    """Translate a graph to ONNX.
 
     Raises:
         UnsupportedModelError: if torch.export or torch.onnx cannot translate it.
@@ -118,7 +118,7 @@ def session(file: Path, threads: int | None = None) -> onnxruntime.InferenceSess
 
     Args:
         file: the graph; its weights are in the same folder.
-        threads: of the CPU; None: onnxruntime's own choice.
+        threads: CPU threads; None leaves the choice to onnxruntime.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -128,7 +128,7 @@ def session(file: Path, threads: int | None = None) -> onnxruntime.InferenceSess
 
 
 def run(opened: onnxruntime.InferenceSession, inputs: Mapping[str, Tensor | np.ndarray]) -> dict[str, np.ndarray]:
-    """Run a graph on inputs by name -> its outputs by name; inputs that it does not have are left out."""
+    """Run a graph on inputs by name and return its outputs by name; inputs that it lacks are left out."""
     known = {value.name for value in opened.get_inputs()}
     feed = {name: x.numpy() if torch.is_tensor(x) else x for name, x in inputs.items() if name in known}
     names = [value.name for value in opened.get_outputs()]
@@ -138,7 +138,7 @@ def run(opened: onnxruntime.InferenceSession, inputs: Mapping[str, Tensor | np.n
 def check(graphs: list[Graph], model: PreTrainedModel, folder: Path, tokens: int) -> dict[str, Checked]:
     """Run written graphs at other sizes, with padding, and compare them with PyTorch.
 
-    A model that writes text reads all tokens but the last `STEPS` as a prompt, and those one by one; the outputs of
+    A model that generates text reads all tokens but the last `STEPS` as a prompt, then those one by one; the outputs of
     every step are compared with one pass of the model over the whole text.
 
     Args:
@@ -199,11 +199,11 @@ def _check_steps(opened: Mapping[str, Any], model: PreTrainedModel, inputs: Mapp
     with torch.no_grad():
         positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
         whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
-    found = run(opened["model"], {"input_ids": ids[:, :-STEPS], "attention_mask": mask[:, :-STEPS]})
-    pairs = [(torch.from_numpy(found[name][:, -1]), whole[name][:, -STEPS - 1])]
+    outputs = run(opened["model"], {"input_ids": ids[:, :-STEPS], "attention_mask": mask[:, :-STEPS]})
+    pairs = [(torch.from_numpy(outputs[name][:, -1]), whole[name][:, -STEPS - 1])]
     for step in range(-STEPS, 0):
-        found = run(opened["step"], {"input_ids": ids[:, step, None], **state_of(found)})
-        pairs.append((torch.from_numpy(found[name][:, -1]), whole[name][:, step]))
+        outputs = run(opened["step"], {"input_ids": ids[:, step, None], **state_of(outputs)})
+        pairs.append((torch.from_numpy(outputs[name][:, -1]), whole[name][:, step]))
     return _worst(pairs)
 
 

@@ -199,7 +199,7 @@ def test_inspect_reads_no_weights(saved, monkeypatch):
 
 
 def test_inspect_bad_folders(saved, tmp_path):
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: expected a folder with a config\.json"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: expected a folder with a config\.json"):
         inspect_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="nobody/nothing"):
         inspect_checkpoint("nobody/nothing")

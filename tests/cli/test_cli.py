@@ -157,7 +157,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case, folders, tmp_path, capsys, 
 
 def test_models_that_cannot_be_had(folders, tmp_path, capsys):
     for name, words in (
-        (folders, "is no checkpoint: expected a folder with a config.json"),
+        (folders, "is not a checkpoint: expected a folder with a config.json"),
         ("nobody/nothing", "HF_HUB_OFFLINE"),
         ("./not-here", "does not exist"),
     ):

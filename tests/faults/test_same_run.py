@@ -38,8 +38,8 @@ def test_a_fingerprint_changes_with_every_part():
     ("change", "named"),
     [
         ({"options": {"rate": 0.2}}, r"rate=0\.1, now it is 0\.2"),
-        ({"options": {"rate": 0.1, "more": 1}}, "does not say with which more"),
-        ({"options": {}}, r"rate=0\.1, which is not there now"),
+        ({"options": {"rate": 0.1, "more": 1}}, "does not record with which more"),
+        ({"options": {}}, r"rate=0\.1, which is missing now"),
         ({"data": [[1, 2], [3, 5]]}, "data contents='"),
     ],
 )
@@ -54,7 +54,7 @@ def test_an_option_of_an_earlier_version_may_have_been_off():
     now = fingerprint(options={"rate": 0.1})
     for off in (None, False):
         check_same(fingerprint(options={"rate": 0.1, "gone": off}), now)
-    with pytest.raises(ConfigError, match="started with gone=1, which is not there now"):
+    with pytest.raises(ConfigError, match="started with gone=1, which is missing now"):
         check_same(fingerprint(options={"rate": 0.1, "gone": 1}), now)
 
 
@@ -217,7 +217,7 @@ def test_states_of_older_versions_are_not_trusted(cut, cli, tmp_path):
     (tmp_path / "out.training" / "started.json").unlink()
     code, _, err = cli(line)
     # Nothing says whose they are: they are neither resumed nor removed.
-    assert code == 2 and "is no part of a tuning run of linearize" in err and len(err.splitlines()) == 1
+    assert code == 2 and "is not part of a tuning run of linearize" in err and len(err.splitlines()) == 1
 
 
 # Item 11.

@@ -50,7 +50,7 @@ def test_overwrite_replaces_no_folder_of_somebody_else(verb, models, docs, cli):
     before = tree(docs)
     code, _, err = cli(line_of(verb, models, docs))
     assert code == 2 and len(err.splitlines()) == 1
-    assert "is no folder that linearize wrote (it holds 'old/draft.txt')" in err
+    assert "was not written by linearize (it holds 'old/draft.txt')" in err
     assert tree(docs) == before
 
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_was_being_written_or_removed_stops_no_resume(left, tm
     check_work(tmp_path / "out.training", resume=True, overwrite=True)
     (checkpoint.parent / "checkpoint-9").mkdir()
     (checkpoint.parent / "checkpoint-9" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="holds 'checkpoint-9', which is no part of a tuning run"):
+    with pytest.raises(CheckpointError, match="holds 'checkpoint-9', which is not part of a tuning run"):
         check_work(tmp_path / "out.training", resume=True, overwrite=True)
 
 
@@ -224,7 +224,7 @@ def test_checkpoints_of_another_trainer_are_the_users(tmp_path):
         if record is not None:
             (checkpoint.parent / "started.json").write_text(record)
         for resume in (False, True):
-            with pytest.raises(CheckpointError, match="which is no part of a tuning run of linearize"):
+            with pytest.raises(CheckpointError, match="which is not part of a tuning run of linearize"):
                 check_work(checkpoint.parent, resume=resume, overwrite=True)
 
 
@@ -234,7 +234,7 @@ def test_states_of_an_earlier_version_are_known_and_others_are_the_users(tmp_pat
         (states.folder / f"step-{step}").mkdir(parents=True)
         (states.folder / f"step-{step}" / "state.json").write_text('{"step": 2, "fingerprint": {"data contents": "a"}}')
     (states.folder / "step-2" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="holds 'step-2', which is no part of the states"):
+    with pytest.raises(CheckpointError, match="holds 'step-2', which is not part of the states"):
         states.check_free(overwrite=True)
     # The oldest are dropped, if they are ours.
     states.save(6, RunState({"step": 6}, {"a": torch.ones(1)}))
@@ -264,7 +264,7 @@ def test_what_lies_beside_the_output_and_is_not_ours_stays(verb, models, tmp_pat
     beside.mkdir()
     (beside / "thesis.txt").write_text("years of work")
     code, _, err = cli(line_of(verb, models, out, *(["--save-every", 2] if verb == "convert" else [])))
-    assert code == 2 and "holds 'thesis.txt', which is no part of" in err
+    assert code == 2 and "holds 'thesis.txt', which is not part of" in err
     assert (beside / "thesis.txt").read_text() == "years of work"
     # States that were not asked for are not looked at, and not removed in the end.
     if verb == "convert":
@@ -431,7 +431,7 @@ def test_a_file_of_the_users_where_the_lock_would_lie_stays(kind, tmp_path):
         kind, lambda: lock.write_bytes(LOCKS[kind])
     )()
     before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match="lies where the lock of output"), claim(tmp_path / "out"):
+    with pytest.raises(CheckpointError, match="is where the lock of output"), claim(tmp_path / "out"):
         pass
     clear_leftovers(tmp_path)
     assert tree(tmp_path) == before and os.path.lexists(lock)
