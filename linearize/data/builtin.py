@@ -47,10 +47,10 @@ def prose() -> tuple[str, ...]:
     """Collect paragraphs of English prose: Python's manual topics and the docstrings of its standard library.
 
     Returns:
-        Different paragraphs of at least 80 characters, in a fixed order that depends on Python's version only.
+        Distinct paragraphs of at least 80 characters, in a fixed order that depends only on Python's version.
 
     Raises:
-        DataError: If this Python comes without its sources.
+        DataError: If this Python was installed without its sources.
     """
     texts = [*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))]
     different = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
@@ -98,13 +98,13 @@ def _docstrings(library: Path) -> Iterator[str]:
 
 
 class Crops:
-    """Random crops of scikit-learn's two sample photographs (427 x 640), of varied scale and shape, half mirrored.
+    """Random crops of scikit-learn's two sample photographs (427 x 640), of varied scale and shape; half are mirrored.
 
     Crop ``i`` depends only on the seed and ``i``.
 
     Args:
         count: How many crops there are.
-        seed: Seed of their places.
+        seed: Seed of their positions and sizes.
     """
 
     names: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""Find the columns of a table that are text, image and label, and rename them alike for every table."""
+"""Find the text, image and label columns of a table, and give them the same names in every table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAIRS = (
 
 
 def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str, label: str | None = None) -> Dataset:
-    """Return a table with only the wanted columns, called ``text`` and ``pair``, or ``image``; and ``label``.
+    """Return a table with only the wanted columns, named ``text`` and ``pair``, or ``image``; and ``label``.
 
     Args:
         table: A data set.
@@ -68,7 +68,7 @@ def column_kinds(table: Dataset, origin: str) -> dict[str, str]:
 
 
 def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin: str) -> str:
-    """Return the column that is asked for, or else the one with a usual name, or the only one of its kind.
+    """Return the column that was asked for; by default the one with a usual name, or the only one of its kind.
 
     Raises:
         DataError: If no column fits, or more than one; the message lists all columns.
@@ -88,7 +88,7 @@ def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin
 
 
 def find_pair(kinds: dict[str, str]) -> tuple[str, str] | None:
-    """Return the two columns of a pair if they have usual names and no other column has the name of a text."""
+    """Return the two columns of a pair if they have usual names and no other column has a usual name of a text."""
     for pair in PAIRS:
         others = [name for name in TEXT_NAMES if kinds.get(name) == "text" and name not in pair]
         if not others and all(kinds.get(name) == "text" for name in pair):
@@ -116,12 +116,12 @@ def class_names(table: Dataset, origin: str) -> tuple[str, ...] | None:
 
 def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> None:
     if name not in kinds:
-        other = "; name another one with --label-column" if role == "label" else ""
+        other = "; name another with --label-column" if role == "label" else ""
         raise DataError(f"{origin}: got no column {name!r}, expected one of: {listed(kinds)}{other}.")
     allowed = {
         "text": {"text"},
         "pair": {"text"},
-        # `datasets` makes images of paths and of bytes as well.
+        # `datasets` also makes images from paths and bytes.
         "image": {"image", "text", "binary"},
         "label": {"number", "class", "text"},
     }[role]

@@ -1,4 +1,4 @@
-"""The options of data, and mixtures of data sets with weights."""
+"""Data options, and weighted mixtures of data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linearize.core.options import check, option
 Mixture = tuple[tuple[str, float], ...]
 
 STREAMED = 32_768
-"""Rows that are read of a data set with `streaming`; stage one sees 32,000 by default."""
+"""Rows that are read from a data set with `streaming`; stage one sees 32,000 by default."""
 HOLDOUT = 64
 """Examples held out by default, if there are at least four times as many."""
 
@@ -36,7 +36,7 @@ class DataConfig:
     split: str = option("train", "split to read from a Hub data set or a folder; a single local file is read whole")
     text_column: str | None = option(
         None,
-        "column of the text, or the two of a pair; found automatically if it is clear",
+        "text column, or the two columns of a pair; found automatically if it is unambiguous",
         metavar="C[,D]",
         second="text_pair_column",
     )
@@ -47,11 +47,11 @@ class DataConfig:
     seed: int = option(0, "seed of the held-out choice, the order and the built-in crops", low=0)
     holdout: int | None = option(
         None,
-        "held-out examples to measure on (texts, with packing too), removed (with duplicates) from training",
+        "held-out examples to measure on (texts, even with packing), removed with their duplicates from training",
         low=0,
         shown="64, at most a quarter of them",
     )
-    packing: bool = option(False, "join short texts to rows of full length (causal language models)")
+    packing: bool = option(False, "join short texts into rows of full length (causal language models)")
     streaming: bool = option(False, f"read only the first {STREAMED:,} rows, for sets too large to load")
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class DataConfig:
         check(self, "data")
         for name in ("split", "text_column", "text_pair_column", "image_column"):
             if getattr(self, name) == "":
-                raise ConfigError(f"data, {name}: got an empty text, expected a name; leave it out")
+                raise ConfigError(f"data, {name}: got an empty string, expected a name; leave it out")
         if self.packing and self.text_pair_column:
             raise ConfigError("data: got packing together with text_pair_column, expected one of them; drop packing.")
 
@@ -87,7 +87,7 @@ class DataConfig:
 
     @property
     def rows_read(self) -> int | None:
-        """How many first rows of a data set are read; None: all of them."""
+        """How many rows are read from the start of a data set; None for all."""
         return STREAMED if self.streaming else None
 
     @property
@@ -103,7 +103,7 @@ def parse_mixture(text: str) -> str | Mixture:
 
     Args:
         text: The option as typed or in a recipe. An existing path is a name, whatever characters it has. Names
-            separated by commas, without weights, weigh the same.
+            separated by commas, without weights, get equal weights.
 
     Returns:
         The name itself, or the pairs of name and weight.
@@ -112,7 +112,7 @@ def parse_mixture(text: str) -> str | Mixture:
         ConfigError: If a name is empty or a weight is missing or not a positive number.
     """
     if not text.strip():
-        raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; leave it out for none.")
+        raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; or leave it out.")
     if ("," not in text and "=" not in text) or os.path.exists(text):
         return text
     parts = [part.strip() for part in text.split(",")]
@@ -127,7 +127,7 @@ def parse_mixture(text: str) -> str | Mixture:
 
 
 def as_mixture(value: Any) -> str | Mixture | None:
-    """Turn a string, or a mapping or list of pairs as YAML has them, into the type of an option of data sets.
+    """Turn a string, or a mapping or list of pairs as YAML has them, into the type of a data set option.
 
     Raises:
         ConfigError: As `parse_mixture`; also for any other value.

@@ -27,9 +27,9 @@ def copy_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
     """Return a copy that takes texts of any length, and pads with its end token if it has no padding token.
 
     Raises:
-        ConfigError: if it is no tokenizer or has neither token.
+        ConfigError: if it is not a tokenizer or has neither token.
     """
-    # Image processors have a `pad` as well; this method only tokenizers have.
+    # Image processors also have `pad`; only tokenizers have this method.
     if not hasattr(tokenizer, "convert_tokens_to_ids"):
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not hasattr(tokenizer, "convert_tokens_to_ids"):
@@ -38,13 +38,13 @@ def copy_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
     copied.model_max_length = NO_LIMIT
     if copied.pad_token_id is None:
         if copied.eos_token_id is None:
-            raise ConfigError("got a tokenizer without a padding and an end token; set its pad_token first.")
+            raise ConfigError("got a tokenizer with neither a padding nor an end token; set its pad_token first.")
         copied.pad_token = copied.eos_token
     return copied
 
 
 class TextEncoder:
-    """Tokenises texts or pairs of texts, or pads rows that are packed already.
+    """Tokenises texts or pairs of texts, or pads rows that are already packed.
 
     Args:
         tokenizer: The model's tokenizer; it is copied, and a copy without a padding token pads with the end token.
@@ -52,13 +52,13 @@ class TextEncoder:
         packed: Whether the examples are rows of token ids.
 
     Raises:
-        ConfigError: If it is no tokenizer, or has neither a padding nor an end token.
+        ConfigError: If it is not a tokenizer, or has neither a padding nor an end token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, packed: bool = False) -> None:
         self.tokenizer = copy_tokenizer(tokenizer)
         self.max_length = max_length
-        # Packed rows are all of one length, so no row depends on another.
+        # Packed rows all have the same length, so no row depends on another.
         self.packed, self.needs_all = packed, not packed
 
     def __call__(self, examples: Sequence[Example], keep: slice) -> dict[str, Tensor]:
@@ -75,11 +75,11 @@ class TextEncoder:
         return dict(padded)
 
     def pack(self, texts: Iterable[str], keep_rest: bool) -> Iterator[np.ndarray]:
-        """Join texts, each with its special tokens and an end token, into one row of tokens, and cut that to length.
+        """Join texts, each with its special tokens and an end token, into one stream of tokens, and cut it into rows.
 
         Args:
-            texts: The texts; they may never end.
-            keep_rest: Whether to give the shorter last row as well.
+            texts: The texts; the iterable may be endless.
+            keep_rest: Whether to yield the shorter last row as well.
 
         Yields:
             Arrays [max_length] of token ids.
@@ -133,7 +133,7 @@ class ImageEncoder:
         processor: The model's image processor, or a processor that has one.
 
     Raises:
-        ConfigError: If it is no image processor.
+        ConfigError: If it is not an image processor.
     """
 
     needs_all = False

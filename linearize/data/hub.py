@@ -18,7 +18,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def unreachable(repo: str) -> str | None:
-    """Return why the Hub cannot be asked about a data set now.
+    """Return why the Hub cannot be reached for a data set.
 
     Without a network `datasets` retries for more than 20 seconds, so a separate request comes first.
 
@@ -26,7 +26,7 @@ def unreachable(repo: str) -> str | None:
         repo: Hub name without a config.
 
     Returns:
-        The reason; None if the Hub answers, even that it has no such data set.
+        The reason; None if the Hub answers, even if it has no such data set.
     """
     from datasets import config as datasets_config
     from huggingface_hub import HfApi, constants
@@ -67,7 +67,7 @@ def load_hub(name: str, split: str, most: int | None = None) -> Dataset:
         with _offline(reason is not None):
             table = load_dataset(repo, config or None, split=split, streaming=most is not None)
             return table if most is None else first_rows(table, most)
-    except Exception as error:  # Foreign data sets may raise anything.
+    except Exception as error:  # Third-party data sets may raise anything.
         if reason is not None:
             remedy = "unset it" if reason == OFFLINE else "connect to the network"
             raise DataError(

@@ -42,7 +42,7 @@ class ImageFiles:
         origin: Name of the data set in messages.
 
     Raises:
-        DataError: If `labelled` is set and an image is in no class folder.
+        DataError: If `labelled` is set and an image is not in a class folder.
     """
 
     def __init__(self, files: list[ImageFile], labelled: bool, origin: str) -> None:
@@ -54,7 +54,7 @@ class ImageFiles:
         if labelled:
             loose = next((file for file in files if not file.inner.parent.name), None)
             if loose is not None:
-                raise DataError(f"{origin}: got {str(loose.inner)!r} in no class folder, expected class/image.")
+                raise DataError(f"{origin}: got {str(loose.inner)!r} outside a class folder, expected class/image.")
             self.names = tuple(sorted({file.inner.parent.name for file in files}))
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
@@ -84,7 +84,7 @@ class ImageTable(TableRecords):
 
     @staticmethod
     def measure(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows [N] have an image, and the bytes [N] of its file."""
+        """Return which rows [N] have an image, and the size in bytes [N] of its file."""
         import pyarrow.compute as pc
 
         # Chunks are not joined: ten thousand images may have more bytes than Arrow's offsets can count.
@@ -127,7 +127,7 @@ def decode(data: bytes, name: str) -> Image:
     """Decode an image file and turn it upright.
 
     Raises:
-        DataError: If the bytes are not an image, or a truncated one.
+        DataError: If the bytes are not an image, or the image is truncated.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -157,6 +157,6 @@ def zip_images(path: Path) -> list[ImageFile]:
 
 
 def is_image(path: PurePosixPath) -> bool:
-    """Tell whether a file name is that of an image, and not of a hidden file or a Mac's resource fork."""
+    """Tell whether a file name is that of an image, and not of a hidden file or a macOS resource fork."""
     hidden = any(part.startswith((".", "__MACOSX")) for part in path.parts)
     return path.suffix.lower() in IMAGE_SUFFIXES and not hidden

@@ -109,7 +109,7 @@ def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
         table, called = prose_table()
         return Part(TextRecords(table), 1.0, called + because)
     crops = Crops(CROPS + config.held_out(None), config.seed)
-    called = "built-in random crops of scikit-learn's two sample photographs (held-out crops are of the same two)"
+    called = "built-in random crops of scikit-learn's two sample photographs (held-out crops are from the same two)"
     return Part(crops, 1.0, called + because)
 
 
@@ -122,7 +122,7 @@ def open_records(
         name: Hub name, file or folder.
         config: Names of the columns, and the split.
         modality: Whether the model reads text or images.
-        weight: Of the data set in a mixture.
+        weight: Weight of the data set in a mixture.
         label: Column of the label; for image folders any name makes the class folders the labels.
 
     Raises:
@@ -170,7 +170,7 @@ def make_part(
     records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
     if not len(records.sizes):
         raise DataError(
-            f"{origin} is empty: got {records.skipped} rows, all blank or without a label, expected others."
+            f"{origin} is empty: got {records.skipped} rows, all blank or without a label, expected a usable one."
         )
     return Part(records, weight, origin)
 

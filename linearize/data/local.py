@@ -39,21 +39,21 @@ READERS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 FORMS = {
-    "json": "objects of the same fields, one per line, or a list of them",
-    "csv": "a header and rows of as many fields",
-    "tsv": "a header and rows of as many fields",
-    "parquet": "a whole parquet file",
+    "json": "objects with the same fields, one per line, or a list of them",
+    "csv": "a header and rows with the same number of fields",
+    "tsv": "a header and rows with the same number of fields",
+    "parquet": "a complete parquet file",
     "text": "lines of text",
 }
 
 
 def missing_split(where: str, split: str, known: Iterable[str]) -> DataError:
-    """Return the error for a split that data with splits lacks."""
+    """Return the error for a split that the data does not have."""
     return DataError(f"{where}: got split {split!r}, expected one of: {', '.join(sorted(known))}.")
 
 
 def looks_local(name: str) -> bool:
-    """Tell whether a name can only be a local path, by its beginning or its ending."""
+    """Tell whether a name can only be a local path, judging by how it starts or ends."""
     return name.startswith((".", "/", "~")) or "\\" in name or file_kind(Path(name)) is not None
 
 
@@ -102,7 +102,7 @@ def file_kind(path: Path) -> str | None:
     if last == ".zip":
         return "zip"
     kind = TABLE_KINDS.get(before if last == ".gz" else last)
-    # Parquet files are packed inside.
+    # Parquet files are compressed inside.
     return None if kind == "parquet" and last == ".gz" else kind
 
 
@@ -127,7 +127,7 @@ def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
     """Return the files of one split, or all files if the folder has no splits.
 
     The split of a table or zip file is in its name (``train.jsonl.gz``, ``test-0.zip``) or in a folder above it. The
-    split of images is their top folder, if all top folders are names of splits: ``train`` may be a class as well.
+    split of images is their top folder, if all top folders are names of splits: ``train`` may also be a class.
 
     Raises:
         DataError: If the folder has splits, but not this one.
@@ -246,7 +246,7 @@ def _bad_line(files: Sequence[Path]) -> str | None:
 
 
 def _is_empty(file: Path, kind: str) -> bool:
-    """Tell whether a text file has no line but a header. Each reader would raise another error for such a file."""
+    """Tell whether a text file has no line after the header. Each reader raises a different error for such a file."""
     if kind == "parquet":
         return False
     needed = 2 if kind in ("csv", "tsv") else 1
@@ -258,7 +258,7 @@ def _is_empty(file: Path, kind: str) -> bool:
                     return False
     except (OSError, EOFError) as error:
         raise DataError(
-            f"cannot read {file.name!r}: {cause(error)}; expected a whole file that may be read; check it."
+            f"cannot read {file.name!r}: {cause(error)}; expected a complete, readable file; check it."
         ) from error
     return True
 
@@ -283,9 +283,9 @@ def exists(path: Path) -> bool:
 
 
 def files_in(folder: Path, _above: tuple[Path, ...] = (), _seen: list[int] | None = None) -> Iterator[Path]:
-    """Yield the files in a folder and its folders, sorted, without hidden ones. Links are followed, loops left out.
+    """Yield the files in a folder and its subfolders, sorted, without hidden ones. Links are followed, except loops.
 
-    Broken links are included: whoever opens such a file finds it missing.
+    Broken links are included: opening such a file reports it as missing.
 
     Raises:
         DataError: If a folder cannot be read, or there are more than `MOST_FOLDERS`.
@@ -302,7 +302,7 @@ def files_in(folder: Path, _above: tuple[Path, ...] = (), _seen: list[int] | Non
         kinds = [path.is_dir() for path in inner]
     except (OSError, RuntimeError) as error:  # `resolve` calls a loop of links a RuntimeError.
         raise DataError(
-            f"cannot read folder {folder.name!r}: {cause(error)}; expected one that may be read; check it."
+            f"cannot read folder {folder.name!r}: {cause(error)}; expected a readable one; check it."
         ) from error
     for path, is_folder in zip(inner, kinds, strict=True):
         if is_folder:

@@ -1,6 +1,6 @@
 """Examples by number: the common interface of tables, image folders and built-in data; and re-paired texts.
 
-Re-paired texts are rows without a label, which a teacher labels.
+Re-paired texts are rows without a label, to be labelled by a teacher.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Records(Protocol):
     names: tuple[str, ...] | None
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
-        """Read the examples of these numbers, in this order."""
+        """Read the examples with these numbers, in this order."""
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
         """Yield a digest of each example, equal for equal texts or image files."""
 
 
 def bytes_digest(content: bytes) -> bytes:
-    """Identify bytes."""
+    """Return a digest of bytes."""
     return blake2b(content, digest_size=16).digest()
 
 
 def text_digest(text: str, pair: str | None) -> bytes:
-    """Identify a text or a pair of texts, regardless of white space around them."""
+    """Return a digest of a text or a pair of texts, ignoring white space around them."""
     # The length distinguishes ("ab", "c") from ("a", "bc").
     first = text.strip().encode("utf-8", "surrogatepass")
     second = (pair or "").strip().encode("utf-8", "surrogatepass")
@@ -69,7 +69,7 @@ class TableRecords:
     """The usable rows of a table. Others are left out and counted in ``skipped``.
 
     Args:
-        table: What `linearize.data.columns.uniform` returns.
+        table: A table from `linearize.data.columns.uniform`.
         names: Names of the classes, if the labels are classes.
     """
 
@@ -98,7 +98,7 @@ class TextRecords(TableRecords):
 
     @staticmethod
     def measure(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows [N] have all texts, and their characters [N]."""
+        """Return which rows [N] have all texts, and their numbers of characters [N]."""
         import pyarrow.compute as pc
 
         good, total = np.ones(batch.num_rows, dtype=bool), np.zeros(batch.num_rows, dtype=np.int32)
@@ -161,27 +161,27 @@ def _labelled(column: pa.ChunkedArray, is_class: bool) -> np.ndarray:
 
 
 NEIGHBOURS = 6
-"""The hard partner is drawn from so many nearest second texts."""
+"""A hard partner is drawn from this many nearest second texts."""
 CANDIDATES = 20_000
-"""Second texts that are searched, so that a large set costs no more than a medium one."""
+"""Most second texts that are searched, so that a large set costs no more than a medium one."""
 _STREAM = 0x9A12
 
 
 def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed: int) -> list[tuple[int, int]]:
-    """Pair first texts with other rows' second texts: half at random, half with one that shares words with it.
+    """Pair first texts with other rows' second texts: half at random, half with one that shares words.
 
-    Random partners are mostly unrelated; partners with common words (cosine of TF-IDF) are near misses, for which a
+    Random partners are mostly unrelated; partners with shared words (cosine of TF-IDF) are near misses, for which a
     model must compare the texts. First texts stay first, as the columns of a pair may have different meanings.
 
     Args:
         firsts: first texts [N].
         seconds: second texts [N].
         count: pairs to make.
-        seed: of the choice; the same seed gives the same pairs.
+        seed: seed of the choice; the same seed gives the same pairs.
 
     Returns:
-        `count` pairs (row of the first text, row of the second text), never of the same row or with the second text of
-        the first one's row. Empty if there are fewer than two rows or all second texts are the same.
+        `count` pairs (row of the first text, row of the second text), never of the same row or with an equal second
+        text. Empty if there are fewer than two rows or all second texts are the same.
     """
     total = len(firsts)
     if count < 1 or total < 2 or len(set(seconds)) < 2:
@@ -191,23 +191,23 @@ def paired_anew(firsts: Sequence[str], seconds: Sequence[str], count: int, seed:
     anchors = np.concatenate([chance.permutation(total) for _ in range(turns)])[:count]
     hard = np.arange(count) % 2 == 0
     near = _near(firsts, seconds, anchors[hard], chance)
-    made = []
+    pairs = []
     for place, anchor in enumerate(anchors.tolist()):
         fitting = [other for other in near.get(anchor, ()) if seconds[other] != seconds[anchor] and other != anchor]
         if hard[place] and fitting:
-            made.append((anchor, fitting[int(chance.integers(len(fitting)))]))
+            pairs.append((anchor, fitting[int(chance.integers(len(fitting)))]))
             continue
         other = anchor
         while seconds[other] == seconds[anchor]:
             other = int(chance.integers(total))
-        made.append((anchor, other))
-    return made
+        pairs.append((anchor, other))
+    return pairs
 
 
 def _near(
     firsts: Sequence[str], seconds: Sequence[str], anchors: np.ndarray, chance: np.random.Generator
 ) -> dict[int, list[int]]:
-    """Return for the first texts of some rows the rows of the nearest second texts; empty if there are no words."""
+    """Return the rows of the nearest second texts for the first text of each given row; empty without any words."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.neighbors import NearestNeighbors
 

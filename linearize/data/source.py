@@ -1,8 +1,8 @@
-"""Data as training and measuring use it: a description and batches; and the order of the examples.
+"""Sources of batches for training and measuring, and the order of their examples.
 
 The held-out choice, the mixture, every epoch and the batches are functions of the seed and a position, so a run can
 resume at any batch without reading the batches before it. (`datasets.interleave_datasets` and `train_test_split` would
-draw other rows for the same seed.)
+draw different rows for the same seed.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def apportion(total: int, weights: Sequence[float], most: Sequence[int] | None =
     Args:
         total: The number.
         weights: Weight of each part.
-        most: Largest share of each part; what exceeds it goes to the others.
+        most: Largest share of each part; any excess goes to the others.
 
     Returns:
         The shares; they sum to ``total``, or to less if ``most`` does.
@@ -101,7 +101,7 @@ def _without(part: Records, rows: np.ndarray, known: set[bytes], sizes: np.ndarr
 
 
 def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position: int = 0) -> Iterator[int]:
-    """Yield the numbers of the training examples in the order of training, for ever.
+    """Yield the numbers of the training examples endlessly, in the order of training.
 
     An epoch has as many examples as there are in total. Each part fills its weight's share of every epoch, and is
     shuffled again for each pass over it.
@@ -154,13 +154,13 @@ class MapFeed:
         self.size = sum(self.counts)
 
     def batches(self, size: int, start: int = 0) -> Iterator[list[int]]:
-        """Yield the items of batches of a size for ever, beginning with batch number `start`."""
+        """Yield batches of `size` item numbers endlessly, starting with batch number `start`."""
         items = endless(self.counts, self.weights, self.seed, start * size)
         while True:
             yield list(islice(items, size))
 
     def digest(self) -> str:
-        """Identify the examples by the sizes of all and the contents of up to `DIGESTS` of each part."""
+        """Return a digest of the sizes of all examples and the contents of up to `DIGESTS` of each part."""
         parts = []
         for part, chosen in zip(self.parts, self.rows, strict=True):
             some = [int(chosen[place]) for place in spread(len(chosen), DIGESTS)]
@@ -209,14 +209,14 @@ class Source:
         return asdict(self._config)
 
     def digest(self) -> str:
-        """Identify the examples by the sizes of all, and the contents of some."""
+        """Return a digest of the sizes of all examples, and the contents of some."""
         return data_digest([self._train.digest(), self._held.fetch(range(self.num_holdout))])
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """Yield training batches for ever, in an order that depends on the seed only.
+        """Yield training batches endlessly, in an order that depends only on the seed.
 
         The processes share every global batch of ``world_size * batch_size`` examples: their batches, joined in the
-        order of the ranks, are the batch of one process with that batch size. For that, each pads its texts to the
+        order of the ranks, are the batch of one process with that batch size. So each pads its texts to the
         longest of the global batch.
 
         Args:
@@ -239,7 +239,7 @@ class Source:
 
     @property
     def row_length(self) -> int:
-        """Tokens that every row to train on has with packing; 0 without."""
+        """Tokens in every training row with packing; 0 without."""
         return self._config.max_length if self._config.packing else 0
 
     def holdout_examples(self, most: int) -> list[Example]:
@@ -254,12 +254,12 @@ class Source:
 
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
-"""What a model reads of a batch; the rest are labels."""
+"""Fields of a batch that a model reads; the rest are labels."""
 
 
 @dataclass(frozen=True)
 class RowBatches:
-    """Batches of rows that are made already, such as a task's, for stage one and the alignment.
+    """Batches of rows that are already prepared, such as a task's, for stage one and the alignment.
 
     Attributes:
         train: Rows to learn from, by number.
@@ -267,7 +267,7 @@ class RowBatches:
         collate: Makes a batch of tensors from rows.
         digest: Identifies the rows.
         batch_size: Rows per batch and process.
-        holdout: How many of the rows to measure on are used, at most.
+        holdout: At most how many of the rows to measure on are used.
         seed: Seed of the order of the training rows, which is new for each pass.
     """
 
@@ -285,7 +285,7 @@ class RowBatches:
         return max(1, -(-len(self.train) // self.batch_size))
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """Yield batches for ever; the processes share every `world_size * batch_size` rows."""
+        """Yield batches endlessly; the processes share every `world_size * batch_size` rows."""
         rows, first = len(self.train), rank * self.batch_size
         order = functools.lru_cache(2)(lambda turn: np.random.default_rng([self.seed, turn]).permutation(rows))
         for batch in count(start):

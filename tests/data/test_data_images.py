@@ -192,7 +192,7 @@ def test_what_is_wrong_is_named(classes: Path, tmp_path: Path, image_processor: 
     with pytest.raises(DataError, match=r"got 0 columns that may be the image.*text \(text\)"):
         load_source(DataConfig(dataset=str(tmp_path / "a.txt")), image_processor, "image")
     loose = classes / "red"
-    with pytest.raises(DataError, match="in no class folder"):
+    with pytest.raises(DataError, match="outside a class folder"):
         labelled(loose)
     with zipfile.ZipFile(tmp_path / "none.zip", "w") as archive:
         archive.writestr("a.txt", "x")

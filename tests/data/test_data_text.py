@@ -239,5 +239,5 @@ def test_what_does_not_fit_the_model_is_refused(rows: Rows, gpt_tokenizer: Any, 
     with pytest.raises(ConfigError, match="image_column for a model that reads text"):
         load_source(DataConfig(dataset=path, image_column="text"), gpt_tokenizer, "text")
     bare = type(gpt_tokenizer)(tokenizer_object=gpt_tokenizer.backend_tokenizer)
-    with pytest.raises(ConfigError, match="without a padding and an end token"):
+    with pytest.raises(ConfigError, match="with neither a padding nor an end token"):
         load_source(DataConfig(dataset=path), bare, "text")
