@@ -1,6 +1,6 @@
 """Low-rank updates through peft, added to a model in place and merged before it is saved.
 
-By default they are added to the linear maps inside every attention, which are found whatever their names are.
+By default they are added to the linear maps inside every attention, whatever their names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank updates instead of full tuning; kernels and new heads are tuned in full in any case."""
+    """Low-rank updates instead of full tuning; kernels and new heads are always tuned in full."""
 
     r: int = option(8, "rank of the updates", low=1)
     alpha: float = option(16.0, "their scale is alpha / r")
@@ -51,11 +51,11 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Add low-rank updates to a model, and train only them, the kernels and the head.
 
     Args:
-        model: softmax or converted.
+        model: a softmax or converted model.
         config: rank, scale and targets.
 
     Returns:
-        Names of the modules that got one.
+        Names of the modules that got an update.
 
     Raises:
         ConfigError: if no module fits the targets.
@@ -95,12 +95,12 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str],
 def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict[str, bytes]:
     """Return the updates, before they are merged, as files for `peft.PeftModel.from_pretrained(base, folder)`.
 
-    The files also hold what was trained in full, the kernels and the head (peft's `modules_to_save`).
+    The files also hold the weights that were trained in full: kernels and head (peft's `modules_to_save`).
 
     Args:
-        model: with the updates of `add_lora`.
+        model: a model with the updates of `add_lora`.
         config: the options of `add_lora`.
-        base: name of the model that they belong to.
+        base: name of the model that the updates belong to.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import save

@@ -52,13 +52,13 @@ def reporter(
     tag: str = "stage_one",
     also: Callable[[StepReport | AlignStep], None] = lambda report: None,
 ) -> Iterator[Callable[[StepReport | AlignStep], None]]:
-    """Give a function that reports a step, while the block runs.
+    """Yield a function that reports a step.
 
     Args:
         value: `none`, or names of Accelerate's trackers (tensorboard, wandb ...), separated by commas.
-        folder: for the trackers that write files.
+        folder: folder for the trackers that write files.
         tag: prefix of the curves' names.
-        also: called with every report too.
+        also: another function to call with every report.
 
     Raises:
         UnknownNameError: for an unknown name.
@@ -75,7 +75,7 @@ def reporter(
     started = False
 
     def write(report: StepReport | AlignStep) -> None:
-        # Not before the first step: trackers need the process's state, which the loop's Accelerator sets up.
+        # Start at the first step: trackers need the process's state, which the loop's Accelerator sets up.
         nonlocal started
         for tracker in () if started else trackers:
             tracker.start()
@@ -99,7 +99,7 @@ def check_report_to(value: str) -> tuple[str, ...]:
 
     Raises:
         UnknownNameError: for a name that the Trainer does not know.
-        ConfigError: if the package of one is not installed.
+        ConfigError: if a tracker's package is not installed.
     """
     from transformers.integrations import integration_utils
 

@@ -201,7 +201,7 @@ def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gp
     assert longer.facts["context"] == 24 and longer.figures["tokens"] == 59
     assert longer.notes == (
         "Rows have up to 24 tokens, but LlamaForCausalLM was made for 16: its rotary positions continue, but it was "
-        "never trained on those after that.",
+        "never trained beyond that.",
     )
     assert found(tmp_path / "llama", 16).notes == ()
     with pytest.raises(ConfigError, match="takes at most 32 tokens"):

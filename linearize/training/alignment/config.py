@@ -38,7 +38,7 @@ class AlignConfig(RunConfig):
     pooled_weight: float = option(1.0, "weight of the pooled output's distance (1 - cosine)", low=0, high=LARGEST)
     pooling: str = option(
         "mean",
-        "what the pooled output is: the mean over tokens, or the first token's state",
+        "pooled output: the mean over tokens, or the first token's state",
         choices=POOLINGS,
         metavar="HOW",
     )
@@ -54,7 +54,7 @@ class AlignConfig(RunConfig):
     max_grad_norm: float = option(1.0, "gradient clipping", low=SMALLEST, high=LARGEST)
     eval_every: int = option(50, "steps between evaluations on held-out data", low=1)
     patience: int = option(
-        3, "how often the rate is halved after two worse evaluations before the phase is stopped", low=0
+        3, "how many times the rate is halved, each after two worse evaluations, before the phase stops", low=0
     )
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     precision: str = option("no", "mixed precision of the passes: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")

@@ -1,8 +1,8 @@
 """Align a whole converted model with its original: first every block under the teacher's inputs, then end to end.
 
-Stage one matches attention weights only: it sees neither the effect of a layer's errors on later layers nor the repairs
+Stage one matches attention weights only: it sees neither how a layer's errors affect later layers nor the corrections
 that the layer's own weights allow. The alignment trains the student to reproduce the teacher's hidden states, pooled
-output and logits, on unlabelled data. It never ends worse than it began.
+output and logits, on unlabelled data. The student never ends up worse than it began.
 """
 
 from __future__ import annotations
@@ -116,15 +116,15 @@ class AlignTrainer(Trainer):
             group["lr"] = self.factor * rate * warm_cosine(step - 1, self.steps, self.config.warmup)
         for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
-        mine = [
+        micro_batches = [
             {name: value.to(self.device, non_blocking=True) for name, value in next(batches).items()}
             for _ in range(self.config.gradient_accumulation)
         ]
-        sizes = [size_of(batch) for batch in mine]
+        sizes = [size_of(batch) for batch in micro_batches]
         tokens, rows = self.reduce(torch.tensor(sizes, dtype=torch.float64, device=self.device).sum(dim=0)).tolist()
         terms: dict[str, float] = {}
         loss = 0.0
-        for batch, size in zip(mine, sizes, strict=True):
+        for batch, size in zip(micro_batches, sizes, strict=True):
             part, part_loss = self._backward(batch, size.of(tokens, rows))
             loss += part_loss
             for name, value in part.items():
@@ -170,7 +170,7 @@ class AlignTrainer(Trainer):
             return measure(self.objective, held_out).loss
 
     def trained(self) -> dict[str, Tensor]:
-        """Return the trained weights; of weights in half precision the fp32 copies."""
+        """Return the trained weights; for those in half precision, their fp32 copies."""
         return dict(self.masters)
 
     @torch.no_grad()
@@ -193,11 +193,11 @@ class AlignStep(Report):
         step: steps done, over both phases.
         steps: steps planned.
         phase: "blockwise" or "end to end".
-        losses: the terms: by block; end to end also "output", "pooled" and "logits/...".
+        losses: the terms of the loss by block; end to end also "output", "pooled" and "logits/...".
         loss: the loss that is minimised.
-        held_out: the same on held-out data, at the steps that evaluate it.
-        learning_rate: of the kernels.
-        seconds: since the start, including those before a resumed run was interrupted.
+        held_out: the same loss on held-out data, at the steps that evaluate it.
+        learning_rate: learning rate of the kernels.
+        seconds: seconds since the start, including those before a resumed run was interrupted.
         stage: "alignment".
     """
 
@@ -218,14 +218,14 @@ class AlignResult:
 
     Attributes:
         steps: optimizer steps done.
-        best_step: the step whose weights were kept; 0 for the first weights.
+        best_step: the step whose weights were kept; 0 for the initial weights.
         stopped: why it ended ("steps", "early stopping").
-        before: student against teacher before, on the held-out batches.
-        after: the same after.
+        before: closeness of student and teacher before the alignment, on the held-out batches.
+        after: the same after the alignment.
         history: one record per step.
         seconds: duration of the training itself.
-        state: a resumed run returns this result at once from it; None if nothing was trained, or if the data cannot be
-            identified (it has no `digest`) and the run keeps no states.
+        state: state from which a resumed run returns this result at once; None if nothing was trained, or if the data
+            cannot be identified (it has no `digest`) and the run keeps no states.
     """
 
     steps: int
@@ -259,12 +259,12 @@ def align(
         accelerator: an Accelerate object; None makes one.
 
     Returns:
-        The result, with student against teacher before and after on held-out batches.
+        The result, with the closeness of student and teacher before and after, on held-out batches.
 
     Raises:
         ConfigError: if the student is not converted, the teacher does not fit it, or an option does not fit.
         DataError: if there are no held-out batches.
-        TrainingError: if the run diverges repeatedly; the student then holds its best weights from before.
+        TrainingError: if the run diverges repeatedly; the student then keeps its best earlier weights.
     """
     config = config or AlignConfig()
     check_inputs("alignment", student, data)
@@ -281,7 +281,7 @@ def align(
 
 @dataclass
 class _Progress(Progress):
-    """Where a phase stands.
+    """Progress of a phase.
 
     Attributes:
         halved: how often the rate was halved.
@@ -377,8 +377,8 @@ class _Run(Run):
             trainer.restore(self.best_weights)
             if progress.halved >= config.patience:
                 raise TrainingError(
-                    f"alignment ({trainer.phase}): {reason}, also at a halved rate; the model keeps its best state "
-                    "before that: lower the rates, train less (train=kernels), or check the data for broken inputs"
+                    f"alignment ({trainer.phase}): {reason}, even at a halved rate; the model keeps its best "
+                    "earlier state: lower the rates, train less (train=kernels), or check the data for broken inputs"
                 ) from None
             self._slow_down()
             progress.step = step
@@ -401,7 +401,7 @@ class _Run(Run):
         progress, trainer = self.progress, self.trainer
         progress.halved, progress.rises = progress.halved + 1, 0
         progress.factor = trainer.factor = trainer.factor / 2
-        # The old moments would lead the weights the same way again.
+        # The old moments would drive the weights in the same direction again.
         trainer.optimizer.state.clear()
 
     def options(self) -> dict[str, object]:
@@ -413,5 +413,5 @@ class _Run(Run):
     def last_state(self) -> RunState | None:
         if self.number < len(self.config.phases()) - 1:
             return None
-        # The weights alone: they are the best ones.
+        # Only the weights, which are the best ones by now.
         return RunState(self.record(), {f"trained/{name}": tensor for name, tensor in self.weights().items()})

@@ -1,12 +1,12 @@
-"""The error of a student on a batch: end to end against its teacher's outputs, or block by block on its inputs.
+"""A student's error on a batch: end to end against the teacher's outputs, or block by block on the teacher's inputs.
 
 Every term is a mean over the batch's tokens or rows, times the batch's share of the tokens or rows of the whole step.
 So the gradient is that of one mean over the step, however it is split over batches or processes. Squared errors are
-divided by the teacher's variances on held-out data, which do not change. `measure` sums the terms over held-out data.
+divided by the teacher's variances on held-out data, which stay fixed. `measure` sums the terms over held-out data.
 
 Hidden states follow CALD (ICLR 2025, arXiv 2410.06846) and the second stage of MOHAWK (arXiv 2408.10189), logits
-Hinton et al. 2015 (arXiv 1503.02531). An error over the variance is the share that is not explained, comparable between
-layers and models.
+Hinton et al. 2015 (arXiv 1503.02531). An error divided by the variance is the unexplained share, which is comparable
+across layers and models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooke
 
 TINY = 1e-12
 LOGITS_AT_ONCE = 1 << 24
-"""How many log-probabilities are in memory at once (64 MiB of fp32); more are computed in chunks."""
+"""Most log-probabilities in memory at once (64 MiB of fp32); larger inputs are computed in chunks."""
 
 
 def masked_rows(states: Tensor, mask: Tensor | None) -> Tensor:
@@ -56,11 +56,11 @@ def hidden_state_loss(
     teacher: Sequence[Tensor],
     mask: Tensor | None,
 ) -> Tensor:
-    """Return the mean over layers of the squared error of hidden states, over the variance of the teacher's.
+    """Return the mean over layers of the hidden states' squared error, divided by the variance of the teacher's.
 
     Args:
         student: one state [B, T, C] per layer.
-        teacher: as many.
+        teacher: the teacher's states, of the same shapes.
         mask: [B, T], true at tokens; None if there is no padding.
 
     Returns:
@@ -91,7 +91,7 @@ def pooled_loss(student: Tensor, teacher: Tensor) -> Tensor:
 def divergence(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return KL(teacher || student), summed over rows, times temperature squared; logits [N, V].
 
-    A large vocabulary is computed for some rows at a time, and again for the gradient, so that at most `LOGITS_AT_ONCE`
+    With a large vocabulary, rows are computed in chunks, and again for the gradient, so that at most `LOGITS_AT_ONCE`
     log-probabilities are in memory.
     """
     size = max(1, LOGITS_AT_ONCE // student.shape[-1])
@@ -128,9 +128,9 @@ def logits_loss(
     Args:
         student: [B, V], or [B, T, V] with one prediction per token.
         teacher: the same shape.
-        temperature: of both softmaxes; the divergence is multiplied by its square.
+        temperature: temperature of both softmaxes; the divergence is multiplied by its square.
         mask: [B, T], true at tokens; used with one prediction per token.
-        regression: whether the logits are numbers: then the squared error instead of a divergence.
+        regression: whether the logits are numbers: if so, use the squared error instead of the divergence.
 
     Returns:
         A scalar.
@@ -158,7 +158,7 @@ class Share(NamedTuple):
     rows: float = 1.0
 
     def of(self, tokens: float, rows: float) -> Share:
-        """Return the share that a batch of this size has of so many tokens and rows."""
+        """Return the share that a batch of this size has of a total of `tokens` and `rows`."""
         return Share(self.tokens / max(tokens, 1), self.rows / rows)
 
 
@@ -182,10 +182,10 @@ class Objective:
     Attributes:
         pair: student and teacher.
         config: weights and temperature.
-        states: divisors of the errors of hidden states, by block, and of the last one: the teacher's variances per
-            token, summed over channels. `measure_scales` fills them, and the next two.
-        attentions: of the attentions' outputs after the output projection, by block.
-        numbers: of regression logits, by name.
+        states: divisors for the errors of hidden states, by block, and of the last one: the teacher's variances per
+            token, summed over channels. `measure_scales` fills this and the next two.
+        attentions: divisors for the attentions' outputs after the output projection, by block.
+        numbers: divisors for regression logits, by name.
     """
 
     def __init__(self, pair: Pair, config: AlignConfig) -> None:
@@ -310,7 +310,7 @@ class Objective:
 
 
 def flat(states: Tensor) -> Tensor:
-    """Return states [B, T, C], of a grid [B, H, W, C] too."""
+    """Return states as [B, T, C], also those of a grid [B, H, W, C]."""
     return states if states.ndim == 3 else states.flatten(1, -2)
 
 
@@ -320,7 +320,7 @@ class Closeness:
 
     Attributes:
         layers: relative error of the hidden state after each block, and of the last one ("output"): the norm of the
-            difference over that of the teacher's spread around its mean.
+            difference divided by that of the teacher's spread around its mean.
         cosine: mean cosine of the pooled outputs (means over the tokens of a row).
         logits: mean divergence of the logits in nats, or share of their variance for regression; None without a head.
         loss: the weighted sum that the alignment minimises.

@@ -33,7 +33,7 @@ class Outputs:
 
     Attributes:
         states: hidden states [B, T, C] after each block by the block's name, and `OUTPUT` last if the model has it.
-        logits: by the head's names for them; [B, V], [B, T, V], or [B, T] over the tokens.
+        logits: logits by the head's names for them; [B, V], [B, T, V], or [B, T] over the tokens.
         mask: [B, T], true at tokens; None if there is no padding.
     """
 
@@ -48,12 +48,12 @@ class Outputs:
 
 
 def find_blocks(model: PreTrainedModel) -> dict[str, str]:
-    """Return the blocks with a converted attention: by module name that of the child that holds the attention.
+    """Return the blocks with a converted attention: {name of the block: name of its child with the attention}.
 
-    The child is the block's direct one, and has the attention's output projection too; or it is the block itself.
+    That child is a direct one, which also has the attention's output projection; or it is the block itself.
 
-    A block is a member of a list of modules: the outermost one with only one converted attention (in a model of stages
-    the layers, not the stages).
+    A block is a member of a list of modules: the outermost one with only one converted attention (in a model with
+    stages: the layers, not the stages).
 
     Raises:
         ConfigError: if an attention is not inside a list of modules.
@@ -123,7 +123,7 @@ def hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterat
 
 
 def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Callable[..., None]:
-    """Return a hook that keeps a module's hidden state under a name: of its last call, or of its first one."""
+    """Return a hook that keeps a module's hidden state under a name: from its last call, or with `first` its first."""
 
     def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if not (first and name in states):
@@ -188,16 +188,16 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
         ConfigError: if it is converted, or has another architecture, size, head or label set.
     """
     check_original(teacher, student, "teacher")
-    mine, its = _sizes(student), _sizes(teacher)
+    mine, theirs = _sizes(student), _sizes(teacher)
     given = "give the model that the checkpoint was made from"
     # Positions may have been extended.
-    for name in (name for name in mine if name in its and mine[name] != its[name] and "position" not in name):
+    for name in (name for name in mine if name in theirs and mine[name] != theirs[name] and "position" not in name):
         raise ConfigError(
-            f"teacher: got a model of another size ({name}: {its[name]}, the student has {mine[name]}); {given}"
+            f"teacher: got a model with another size ({name}: {theirs[name]}, the student has {mine[name]}); {given}"
         )
-    for name in sorted(name for name in mine.keys() ^ its.keys() if not name.startswith("pooler.")):
+    for name in sorted(name for name in mine.keys() ^ theirs.keys() if not name.startswith("pooler.")):
         whose = "the teacher lacks" if name in mine else "only the teacher has"
-        raise ConfigError(f"teacher: got a model of other layers ({whose} the weight {name!r}); {given}")
+        raise ConfigError(f"teacher: got a model with other layers ({whose} the weight {name!r}); {given}")
     kind, other = (type(model).__name__.removeprefix("Linearized") for model in (student, teacher))
     if _has_head(student) and kind != other:
         raise ConfigError(
@@ -207,7 +207,7 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     if _has_head(student) and "Classification" in kind and labels != others:
         raise ConfigError(
             f"teacher: got the labels {others[:5]}, but the student has {labels[:5]}; "
-            "give a teacher of the same label set"
+            "give a teacher with the same label set"
         )
 
 

@@ -14,7 +14,7 @@ DISTILL_LENGTH = 256
 """Default tokens per training row: attention is learned well on short rows, and they are cheap."""
 FEEDS = ("teacher", "student")
 LARGEST = 1e6
-"""Largest rate or weight: a larger one is a mistake."""
+"""Largest rate or weight: anything larger is a mistake."""
 
 
 class RunConfig:
@@ -22,10 +22,10 @@ class RunConfig:
 
     Attributes:
         folder: where states are kept.
-        keep: how many of them are kept.
-        resume: whether to resume from the newest one.
-        save_every: steps between them.
-        gradient_accumulation: batches of a step.
+        keep: how many states are kept.
+        resume: whether to resume from the newest state.
+        save_every: steps between two states.
+        gradient_accumulation: batches per step.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -69,7 +69,7 @@ class DistillConfig(RunConfig):
     feed: str = option(
         "teacher", "whose hidden states feed the next layer: teacher or student", choices=FEEDS, metavar="WHOSE"
     )
-    query_sample: int | None = option(None, "take the loss on N random queries per row, for long rows", low=1)
+    query_sample: int | None = option(None, "compute the loss on N random queries per row, for long rows", low=1)
     eval_every: int = option(100, "steps between evaluations of the held-out loss", low=1)
     patience: int = option(5, "evaluations without a better held-out loss after which to stop; 0: never", low=0)
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)

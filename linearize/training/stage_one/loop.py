@@ -1,4 +1,4 @@
-"""Stage one: teach the kernels of a converted model to imitate its frozen softmax attention.
+"""Stage one: train the kernels of a converted model to imitate its frozen softmax attention.
 
 Only the kernels are trained. Each layer's loss needs only that layer's q, k and v under the frozen model, so its
 gradient is computed inside the frozen forward pass, as soon as the layer has run (`stage_one.observer`).
@@ -43,8 +43,8 @@ class StepReport(Report):
         steps: steps planned.
         losses: mean loss per layer, by host module.
         held_out: mean held-out loss over layers, at the steps that evaluate it.
-        learning_rate: of the first layer.
-        seconds: since the start, including those before a resumed run was interrupted.
+        learning_rate: learning rate of the first layer.
+        seconds: seconds since the start, including those before a resumed run was interrupted.
         stage: "stage one".
         phase: empty.
     """
@@ -60,7 +60,7 @@ class StepReport(Report):
 
     @property
     def loss(self) -> float:
-        """Mean over the layers."""
+        """Mean loss over the layers."""
         return sum(self.losses.values()) / max(1, len(self.losses))
 
 
@@ -71,14 +71,14 @@ class DistillResult:
     Attributes:
         steps: optimizer steps done.
         best_step: the step whose parameters were kept.
-        held_out: its mean held-out loss.
+        held_out: mean held-out loss at that step.
         stopped: why it ended ("steps", "early stopping", "nothing to learn").
-        before: fidelity before, on the held-out batches.
-        after: fidelity after.
+        before: fidelity before stage one, on the held-out batches.
+        after: fidelity after it.
         history: one record per step.
         seconds: duration of the training itself.
-        state: a resumed run returns this result at once from it; None if nothing was trained, or if the data cannot be
-            identified (it has no `digest`) and the run keeps no states.
+        state: state from which a resumed run returns this result at once; None if nothing was trained, or if the data
+            cannot be identified (it has no `digest`) and the run keeps no states.
     """
 
     steps: int
@@ -115,8 +115,8 @@ def distill(
     Raises:
         ConfigError: if the model is not converted, the data gives no batches, or an option does not fit a kernel or
             the run to be resumed.
-        TrainingError: if a loss becomes NaN or infinite; names layer and step. The model then holds the best
-            parameters from before.
+        TrainingError: if a loss becomes NaN or infinite; the message names layer and step. The model then keeps its
+            best earlier parameters.
     """
     config = config or DistillConfig()
     check_inputs("stage one", model, data)
@@ -164,7 +164,7 @@ class _Run(Run):
         if not self.layers or self.config.steps == 0:
             return DistillResult(0, 0, None, "steps" if self.layers else "nothing to learn", before, before)
         with frozen(self.model):
-            # `frozen` does not cover a spread-out copy, which is discarded afterwards.
+            # `frozen` does not cover a sharded copy, which is discarded afterwards.
             self.frozen.eval().requires_grad_(False)
             saved = self.load(kernels_of(self.layers))
             for loss in self.layers:
@@ -234,7 +234,7 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
     """
     if loaded.modality == "other":
         raise ConfigError(
-            f"stage one knows text and images, but {type(loaded.model).__name__} takes "
+            f"stage one supports text and images, but {type(loaded.model).__name__} takes "
             f"{loaded.model.main_input_name}; pass {skip}, or call linearize.distill with your own batches"
         )
     if loaded.processor is None:
@@ -247,10 +247,10 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
 
 
 def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    """Return the model for the passes of stage one: `model` on the accelerator's device, or its spread-out copy.
+    """Return the model for the passes of stage one: `model` on the accelerator's device, or its sharded copy.
 
     Kernels are small: every process has all of them, and their gradients are added up after each step, as without FSDP.
-    The frozen model may be too large. Under FSDP it is copied; the copy's body is spread over the devices and gathered
+    The frozen model may be too large. Under FSDP it is copied; the copy's body is sharded over the devices and gathered
     one block at a time while it runs. The copy shares its kernels with `model`, which stays whole in host memory and is
     saved as usual.
 
@@ -271,8 +271,8 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
     kernels = list(linear_attentions(model).values())
     for kernel in kernels:
         kernel.to(accelerator.device)
-    spread: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
-    body = body_of(spread)
+    sharded: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
+    body = body_of(sharded)
     for module in (*blocks_of(body), body):
         fully_shard(
             module,
@@ -283,7 +283,7 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
             offload_policy=plugin.cpu_offload,
             ignored_params={parameter for kernel in kernels for parameter in kernel.parameters()},
         )
-    return spread
+    return sharded
 
 
 def blocks_of(body: nn.Module) -> list[nn.Module]:

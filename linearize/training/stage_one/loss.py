@@ -4,13 +4,13 @@ Row i of softmax's weights is t_i, the kernel's scores are s_ij = exp(c_ij) phi(
 
     positive maps:   L_i = log z_i - sum_j t_ij log s_ij,   z_i = sum_j s_ij,   dL_i / ds_ij = 1 / z_i - t_ij / s_ij
 
-Maps whose scores can be negative need more, because a clamped logarithm neither sees nor corrects them. z_i sums the
-positive scores only and is at least a fraction of the row's magnitude, so it cannot cross zero. Below a small fraction
-of the row's mean the logarithm continues as a straight line, so a wanted key with a negative score is pulled up. The
-negative mass over z_i is a penalty.
+Maps whose scores can be negative need more, because a clamped logarithm ignores negative scores. z_i sums only the
+positive scores and is at least a fraction of the row's magnitude, so it cannot cross zero. Below a small fraction
+of the row's mean the logarithm continues as a straight line, so a negative score is pulled up where softmax attends.
+The negative mass divided by z_i is a penalty.
 
 The two T x T matrices are walked in blocks of rows of one or a few heads, small enough to stay in the cache. Padding is
-removed before, blocks end at the last key that a row sees, and all blocks use the same memory.
+removed first, blocks end at the last key that a row sees, and all blocks use the same memory.
 
 Shapes: n pairs of a batch entry and a key/value head, G query heads in each, C rows, S keys, D head size, F features.
 """
@@ -42,7 +42,7 @@ LEAST_ROWS = 128
 """Smallest number of rows in a block of long inputs: products of a few rows are slow."""
 
 CAUSAL_ROWS = 64
-"""Most rows in a causal block, or an eighth of all if that is more: every row is computed as long as the last one."""
+"""Most rows in a causal block, or an eighth of all if that is more: every row is computed to the length of the last."""
 
 TINY = 1e-30
 SIGNED_TINY = 1e-6
@@ -53,13 +53,13 @@ KNEE = 1e-2
 
 
 class Targets(NamedTuple):
-    """The softmax attention that a kernel learns to imitate, as the frozen model shows it.
+    """The softmax attention that a kernel learns to imitate, as computed by the frozen model.
 
     Attributes:
         q: [B, H, R, D] queries (all T, or the sampled ones).
         k: [B, K, T, D] keys.
         scaling: factor of the scores.
-        causal: the direction.
+        causal: whether the attention is causal.
         key_padding_mask: [B, T], true at tokens, or None.
         positions: [R] ascending positions of sampled queries, or None.
     """
@@ -106,10 +106,10 @@ def cross_entropy_(
     """Return the cross-entropy of the kernel's weights against softmax's (hedgehog eq. 6, flexformer L_awd).
 
     It is summed over valid queries and heads. One pass over blocks of rows computes loss and gradient, as fused
-    cross-entropies do; with `gradient`, the features BECOME their gradients.
+    cross-entropies do; with `gradient`, the features are overwritten with their gradients.
 
     Args:
-        queries: [B, H, R, F] features of `targets.q`, fp32; their log-scale matters with a window only.
+        queries: [B, H, R, F] features of `targets.q`, fp32; their log-scale only matters with a window.
         keys: [B, K, T, F] features of `targets.k`, fp32.
         targets: the frozen layer.
         penalty: weight of the negative mass for maps whose weights can be negative; None for positive maps.
@@ -203,7 +203,7 @@ class _Walk:
                 self._block(unit, block)
             if not self.gradient:
                 continue
-            # s_ij = exp(c_j) phi(q_i) . phi(k_j): a log-scale's gradient is that of the features along themselves.
+            # s_ij = exp(c_j) phi(q_i) . phi(k_j): a log-scale's gradient is features . gradient.
             if log_scale is not None:
                 log_scale.copy_((unit.grad_k * unit.phi_k).sum(dim=-1).view_as(log_scale))
             if query_scale is not None:
@@ -253,7 +253,7 @@ class _Walk:
             exponents += unit.log_scale[:, None, None, : rows.seen]
         if unit.query_scale is not None:
             exponents += unit.query_scale[:, :, rows.part, None]
-        # Hidden keys have the score -inf here; a hidden far key must not decide the row's shift.
+        # Hidden keys have the score -inf here; a hidden far key must not determine the row's shift.
         torch.where(near | scores.isneginf(), scores, exponents, out=exponents)
         exponents -= exponents.amax(dim=-1, keepdim=True)
         return exponents.clamp_(min=FLOOR)
@@ -313,8 +313,8 @@ def positive_rows(
     Args:
         products: [n, G, C, S] phi(q_i) . phi(k_j), 0 where hidden; overwritten.
         target: [n, G, C, S] softmax's weights, 0 where hidden; overwritten.
-        exponents: c_ij, which broadcast to them, very negative where hidden; None: all 0.
-        spare: memory of that size.
+        exponents: c_ij, which broadcast to that shape, very negative where hidden; None if all are 0.
+        spare: scratch memory of that size.
         gradient: whether to compute the gradient.
     """
     factors = None if exponents is None else exponents.exp()
@@ -342,7 +342,7 @@ def signed_rows(
     penalty: float,
     grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `positive_rows` does for maps whose products can be negative; `target` keeps its values.
+    """Do the same as `positive_rows` for maps whose products can be negative; `target` keeps its values.
 
     Further arguments:
         seen: how many keys a row sees: a number, or one per row [C, 1].

@@ -1,7 +1,7 @@
 """The step of stage one: a pass of the frozen model in which every kernel gets its loss and gradient.
 
-The layers of the frozen model show their q, k and v to the trainer while they run. Each layer's gradient is computed
-at once, from those tensors alone; nothing is kept for later layers, and no autograd graph spans all tokens.
+The layers of the frozen model pass their q, k and v to the trainer while they run. Each layer's gradient is computed
+immediately, from those tensors alone; nothing is kept for later layers, and no autograd graph spans all tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from linearize.training.stage_one.run import Trainer
 
 
 class LayerFeatures:
-    """A layer's features, computed for some tokens at a time, and again for the gradient."""
+    """A layer's features, computed in chunks of tokens, and again for the gradient."""
 
     def __init__(self, layer: LinearAttention, targets: Targets, sample: Tensor | None) -> None:
         self.mixer: Any = layer.mixer
@@ -57,7 +57,7 @@ class LayerFeatures:
         return Features(phi_q, query_scale), Features(phi_k, key_scale)
 
     def backward(self, weight: float, queries: Features, keys: Features) -> None:
-        """Pass gradients with respect to the result of `whole`, times `weight`, on to the parameters."""
+        """Propagate gradients with respect to the result of `whole`, times `weight`, to the parameters."""
         with torch.enable_grad():
             for parts in self._parts():
                 reached = [
@@ -69,7 +69,7 @@ class LayerFeatures:
                     torch.autograd.backward([x for x, _ in reached], [weight * gradient for _, gradient in reached])
 
     def _parts(self) -> Iterator[list[tuple[slice, Tensor | None]]]:
-        """Yield phi(q), its log-scale, phi(k) and its log-scale of some tokens, each with its place in the whole."""
+        """Yield phi(q), its log-scale, phi(k), its log-scale for chunks of tokens, each with its place in the whole."""
         q, k, scaling, _, mask, _ = self.targets
         sample, tokens = self.sample, k.shape[2]
         if self.indivisible:
@@ -78,11 +78,11 @@ class LayerFeatures:
             yield [(slice(None), x) for x in (*rows, *keys)]
             return
         q = q if sample is None else q[:, :, sample]
-        # A map has about as many features as two heads' sizes.
+        # A map has about 2 * head_dim features.
         size = max(1, block_numbers(k.device) // (2 * q.shape[0] * q.shape[1] * k.shape[3]))
         for start in range(0, tokens, size):
             part = slice(start, min(start + size, tokens))
-            # The same share of the queries, of which there may be fewer.
+            # The same share of the queries; there may be fewer of them.
             row = slice(part.start * q.shape[2] // tokens, part.stop * q.shape[2] // tokens)
             queries, keys = self.mixer.mapped(q[:, :, row], k[:, :, part], scaling=scaling)
             yield [*((row, x) for x in queries), *((part, x) for x in keys)]
@@ -93,14 +93,14 @@ class LayerLoss:
     """Computes the loss of one layer and sums it up over batches.
 
     Attributes:
-        name: the host module.
+        name: name of the host module.
         layer: the converted layer.
-        weights: weight of the cross-entropy on weights.
+        weights: weight of the cross-entropy of the attention weights.
         output: weight of the squared error of the outputs.
         penalty: weight of the negative mass; None for positive maps.
         total: sum of the loss since the last `reset`.
-        count: valid queries times heads in it.
-        host: the layer of the frozen model that shows q, k and v; None: the converted layer itself.
+        count: number of valid queries times heads in that sum.
+        host: the layer of the frozen model that provides q, k and v; None for the converted layer itself.
     """
 
     name: str
@@ -114,7 +114,7 @@ class LayerLoss:
 
     @property
     def training(self) -> StageOne:
-        """The kernel's own defaults of its training."""
+        """The kernel's own training defaults."""
         return self.layer.mixer.info.training(self.layer.mixer.config)
 
     def reset(self) -> None:
@@ -127,7 +127,7 @@ class LayerLoss:
         return self.total / self.count if self.count else float("nan")
 
     def add(self, targets: Targets, v: Tensor, *, train: bool, sample: Tensor | None) -> None:
-        """Add a batch; with `train` also its gradient (of the sum) to the kernel's parameters."""
+        """Add a batch's loss; with `train`, also add the gradient of the sum to the kernel's parameters."""
         with torch.autocast(device_type=v.device.type, enabled=False):
             if self.weights:
                 self.total += self.weights * float(self._weights(targets, train, sample))
@@ -136,7 +136,7 @@ class LayerLoss:
         self.count += targets.sampled(sample).size()
 
     def _weights(self, targets: Targets, train: bool, sample: Tensor | None) -> Tensor:
-        """Return the cross-entropy of the weights; of all tensors only features exist for all tokens."""
+        """Return the cross-entropy of the weights; only features exist for all tokens at once."""
         features = LayerFeatures(self.layer, targets, sample)
         with torch.no_grad():
             queries, keys = features.whole()
@@ -162,25 +162,25 @@ class LayerLoss:
 
 
 def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> LayerLoss:
-    """Choose a layer's loss by what its kernel supports.
+    """Choose a layer's loss among those that its kernel supports.
 
     Raises:
         ConfigError: if the requested loss does not fit the kernel.
     """
-    info, own = layer.mixer.info, layer.mixer.info.training(layer.mixer.config)
+    info, defaults = layer.mixer.info, layer.mixer.info.training(layer.mixer.config)
     walkable = info.normalized and has_rows(layer) and (layer.mixer.positive or layer.hybrid.window is None)
     kind = config.loss
     if kind == "auto":
-        # Without scales a kernel joined with a window cannot have softmax's size, but its outputs can match.
+        # Without scales, a kernel joined with a window cannot match softmax's magnitude, but its outputs can match.
         unscaled = layer.hybrid.window is not None and layer.hybrid.scale == SCALES[0]
-        kind = own.loss if walkable and not unscaled else "output"
+        kind = defaults.loss if walkable and not unscaled else "output"
     if kind in ("weights", "both") and not walkable:
         raise ConfigError(
             f"stage one: kernel {info.name!r} has no normalised weights to compare with softmax's; use --loss output"
         )
     penalty = None
     if not layer.mixer.positive:
-        penalty = own.negative_penalty if config.negative_penalty is None else config.negative_penalty
+        penalty = defaults.negative_penalty if config.negative_penalty is None else config.negative_penalty
     output = {"weights": 0.0, "output": 1.0, "both": config.output_weight}[kind]
     return LayerLoss(name, layer, float(kind in ("weights", "both")), output, penalty)
 
@@ -212,10 +212,10 @@ class KernelTrainer(Trainer):
         groups: list[dict[str, object]] = []
         rates: list[tuple[float, float]] = []
         for loss in self.layers:
-            own = loss.training
-            decay = own.weight_decay if config.weight_decay is None else config.weight_decay
-            rate = own.learning_rate if config.learning_rate is None else config.learning_rate
-            warmup = own.warmup if config.warmup is None else config.warmup
+            defaults = loss.training
+            decay = defaults.weight_decay if config.weight_decay is None else config.weight_decay
+            rate = defaults.learning_rate if config.learning_rate is None else config.learning_rate
+            warmup = defaults.warmup if config.warmup is None else config.warmup
             groups.append({"params": list(loss.layer.parameters()), "lr": rate, "weight_decay": decay})
             rates.append((rate, warmup))
         return torch.optim.AdamW(groups), rates
@@ -323,7 +323,7 @@ class KernelTrainer(Trainer):
 
 
 def kernels_of(layers: Iterable[LayerLoss]) -> dict[str, Tensor]:
-    """Return parameters and buffers of the kernels of layers, themselves, by name."""
+    """Return the parameters and buffers of the layers' kernels by name, not copied."""
     return {
         f"{loss.name}.{name}": tensor
         for loss in layers
@@ -340,8 +340,8 @@ def warm_cosine(step: int, steps: int, warmup: float) -> float:
 
 
 def diverged(layer: str, step: int, what: str) -> TrainingError:
-    """Build the error of a run with a loss or gradient that is not finite."""
+    """Build the error for a run with a loss or gradient that is not finite."""
     return TrainingError(
-        f"stage one: {what} in layer {layer} at step {step}; the model keeps its best state before that: "
+        f"stage one: {what} in layer {layer} at step {step}; the model keeps its best earlier state: "
         "lower the learning rate (--learning-rate), or check the data for broken inputs"
     )

@@ -83,7 +83,7 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
 class Interrupts:
     """Delays a Ctrl-C while a step is half done; a second one takes effect at once.
 
-    Outside the main thread, where signals do not arrive, and outside its `with` block it only keeps `held`.
+    Outside the main thread, where signals do not arrive, and outside its `with` block it only tracks `held`.
 
     Attributes:
         held: whether a step is half done, so that the run's tensors must not be saved.

@@ -1,7 +1,7 @@
 """The training loop of stage one, the alignment and the kernel search: parts that are trained one after the other.
 
 Each part ends with the weights that were best on held-out data. A run writes complete states to disk and resumes from
-them with identical bits; an interrupt keeps what was learned. States are complete or absent (`StateFolder`), so that a
+them bit for bit; an interrupt keeps what was learned. States are complete or absent (`StateFolder`), so that a
 killed run can always be resumed.
 """
 
@@ -35,7 +35,7 @@ from linearize.training.stage_one.processes import Interrupts
 
 
 class Batches(Protocol):
-    """A data source for a run; `linearize.data.Source` is one."""
+    """A data source for a run, such as `linearize.data.Source`."""
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
         """Return endless batches, beginning with number `start`."""
@@ -49,8 +49,8 @@ class Trainer(ABC):
 
     Attributes:
         accelerator: an Accelerate object.
-        optimizer: of the trained tensors.
-        interrupts: held from the moment a step changes them to its end.
+        optimizer: optimizer of the trained tensors.
+        interrupts: held from when a step starts to change these tensors until it ends.
     """
 
     accelerator: Accelerator
@@ -59,7 +59,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def trained(self) -> dict[str, Tensor]:
-        """Return the trained tensors, themselves, by name."""
+        """Return the trained tensors by name, not copied."""
 
     @abstractmethod
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
@@ -76,12 +76,12 @@ class Trainer(ABC):
                 parameter.grad = self.reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return copies of what is trained."""
+        """Return copies of the trained tensors."""
         return {name: tensor.detach().clone() for name, tensor in self.trained().items()}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Put copies back."""
+        """Copy a snapshot back into the trained tensors."""
         for name, tensor in self.trained().items():
             tensor.copy_(snapshot[name])
 
@@ -91,7 +91,7 @@ class Trainer(ABC):
         return {f"{index}.{key}": value for index, values in state.items() for key, value in values.items()}
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read what `optimizer_tensors` returned; tensors of other names are ignored."""
+        """Load tensors that `optimizer_tensors` returned; those with other names are ignored."""
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             index, dot, key = name.partition(".")
@@ -120,7 +120,7 @@ def check_batches(stage: str, data: object) -> None:
     if not hasattr(data, "train_batches"):
         raise ConfigError(
             f"{stage}: got data of type {type(data).__name__}, expected something with train_batches and "
-            "holdout_batches; linearize.data.load_source makes it of any data set"
+            "holdout_batches; linearize.data.load_source makes it from any data set"
         )
 
 
@@ -144,13 +144,13 @@ class Report:
 
 @dataclass
 class Progress:
-    """Where a part stands.
+    """Progress of a part.
 
     Attributes:
-        step: steps done in it.
-        best_step: the one of them with the best held-out loss.
-        best_loss: that loss.
-        rises: evaluations in a row that were not better.
+        step: steps of the part that are done.
+        best_step: the step with the best held-out loss.
+        best_loss: the best held-out loss.
+        rises: consecutive evaluations without a better loss.
         stopped: why the part ended.
     """
 
@@ -175,15 +175,15 @@ class Run(ABC):
     Attributes:
         history: one report per step.
         states: the folder of states, or None.
-        identity: the facts that must be the same when the run is resumed; empty without states if the data cannot be
+        identity: fingerprint that must be the same when the run is resumed; empty without states if the data cannot be
             identified.
         state: the last state of a finished run, or None.
-        number: of the part that is trained, from 0.
+        number: number of the part that is being trained, from 0.
         before: steps of the parts before it.
         steps: steps of this part.
-        trainer: trains it.
-        progress: where it stands.
-        best_weights: its best weights so far.
+        trainer: the trainer of this part.
+        progress: the progress of this part.
+        best_weights: the best weights of this part so far.
     """
 
     part_name: ClassVar[str]
@@ -266,11 +266,11 @@ class Run(ABC):
         """Begin a part, or resume it from a state.
 
         Args:
-            number: of the part.
+            number: number of the part.
             before: steps of the parts before it.
-            steps: its steps.
-            trainer: trains it.
-            saved: None for a new part.
+            steps: steps of the part.
+            trainer: the trainer of the part.
+            saved: state to resume from; None for a new part.
             start: a new part's held-out loss before its first step.
         """
         self.number, self.before, self.steps, self.trainer = number, before, steps, trainer
@@ -282,7 +282,7 @@ class Run(ABC):
         record = {"rises" if key == "looks" else key: value for key, value in saved.record["progress"].items()}
         self.progress = self.new_progress(**record)
         tensors = saved.tensors
-        # The state of a finished run may have no copies, because its weights are the best.
+        # The state of a finished run may lack these copies, because its current weights are the best.
         copies = {name: f"best/{name}" for name in self.best_weights}
         self.best_weights = {
             name: tensors[copy if copy in tensors else f"{self.weights_name}/{name}"] for name, copy in copies.items()
@@ -405,7 +405,7 @@ class StateFolder:
         return sorted(int(path.name.removeprefix("step-")) for path in paths if path.name[5:].isdigit())
 
     def save(self, step: int, state: RunState) -> None:
-        """Write a state, give it its name when it is complete, then delete the oldest."""
+        """Write a state, rename it when it is complete, then delete the oldest."""
         with atomic_folder(self.folder / f"step-{step}", overwrite=True) as fresh:
             save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, fresh / TENSORS)
             (fresh / RECORD).write_text(json.dumps(state.record), encoding="utf-8")
@@ -414,7 +414,7 @@ class StateFolder:
                 discard(path)
 
     def load(self) -> RunState | None:
-        """Read the newest state; None without one.
+        """Return the newest state, or None.
 
         Raises:
             CheckpointError: if it cannot be read.
@@ -444,7 +444,7 @@ class StateFolder:
         remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state, check_only=True)
 
     def remove(self) -> None:
-        """Delete the folder after the run was saved, or before it starts again.
+        """Delete the folder after the result was saved, or before the run starts again.
 
         Raises:
             CheckpointError: if it holds something else; then nothing is deleted.
@@ -453,7 +453,7 @@ class StateFolder:
 
 
 def keep_states(error: CheckpointError, output: str, states: Mapping[str, RunState | None]) -> CheckpointError:
-    """Save the trained states although the result could not be written: next to the output, or in a temporary folder.
+    """Save the trained states if the result could not be written: next to the output, or in a temporary folder.
 
     Args:
         error: why the result could not be written.

@@ -1,6 +1,6 @@
 """Start a hybrid's learned log-scales in closed form, by two weighted least-squares fits on a few rows.
 
-Next to a softmax window a far weight, exp(a_i + c_j) phi(q_i) . phi(k_j), has to be exp(s_ij), where
+Alongside a softmax window, a far weight exp(a_i + c_j) phi(q_i) . phi(k_j) should be exp(s_ij), where
 s_ij = scaling q_i . k_j. With a_i = w . q_i + b and c_j = u . k_j (`linearize.attention.hybrid`) two sums are
 minimised:
 
@@ -8,8 +8,8 @@ minimised:
     then w, b:      sum over queries i of  m_i (1 - m_i) (wanted_i - a_i)^2,
                     wanted_i = logsumexp_j s_ij - logsumexp_j (log phi(q_i) . phi(k_j) + c_j), far keys only
 
-t_ij is softmax's weight and m_i the sum of those of the far keys. The second fit gives the far keys together the
-weight that softmax gives them; m_i (1 - m_i) is the curvature of stage one's cross-entropy in a_i.
+t_ij is softmax's weight, and m_i the sum of the far keys' weights. The second fit gives the far keys the same total
+weight as softmax does; m_i (1 - m_i) is the curvature of stage one's cross-entropy in a_i.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from linearize.training.stage_one.processes import autocast
 RIDGE = 1e-2
 """Penalty on squared parameters, as a share of the mean diagonal of the normal equations."""
 ROWS = 4
-"""Rows that are fitted, at most."""
+"""Most rows that are fitted."""
 JUDGED = 2
 """Held-out batches on which a fit is compared with zero scales."""
 SMALL = 1e-3
-"""Products phi(q) . phi(k) below this share of the mean of a query's far ones count as that much."""
+"""Products phi(q) . phi(k) are at least this share of their mean over a query's far keys."""
 
 
 def start_scales(
@@ -47,8 +47,8 @@ def start_scales(
     """Fit the log-scales that are zero, in place; a layer whose held-out loss does not fall keeps zero.
 
     Args:
-        trainer: of stage one. With several processes each fits its own rows, and the mean is used.
-        batches: model inputs; the first rows of the first one are used, if a layer needs them.
+        trainer: the trainer of stage one. With several processes, each fits its own rows, and the mean is used.
+        batches: model inputs; the first rows of the first batch are used, if a layer needs them.
         held_out: batches to compare on.
     """
     fresh = [loss for loss in trainer.layers if _is_zero(loss.layer)]
@@ -105,8 +105,8 @@ def fit_scales(layer: LinearAttention, targets: Targets) -> None:
     """Fit the scales of a layer with a window, in place; they stay zero if no query has far keys.
 
     Args:
-        layer: its scales are zero.
-        targets: what the frozen layer shows of all tokens.
+        layer: a layer whose scales are zero.
+        targets: queries and keys of the frozen layer for all tokens.
     """
     mixer: Any = layer.mixer
     window, size = mixer.form(targets.scaling), layer.shape.head_dim
@@ -143,10 +143,10 @@ def fit_scales(layer: LinearAttention, targets: Targets) -> None:
 
 
 class _Block(NamedTuple):
-    """Some queries of b rows.
+    """A block of queries of b rows.
 
     Attributes:
-        queries: [b, K, G, C, D + 1], a one after each.
+        queries: [b, K, G, C, D + 1], each with a 1 appended.
         keys: [b, K, S, D].
         scores: [b, K, G, C, S] s_ij of far keys, -inf elsewhere.
         products: the kernel's log-weights of far keys, -inf elsewhere.
@@ -192,7 +192,7 @@ def _summed(values: Tensor) -> Tensor:
 
 
 def _solve(moments: Tensor, right: Tensor) -> Tensor:
-    """Solve the normal equations [..., n, n] x = [..., n] with a ridge; x is 0 where they are."""
+    """Solve the normal equations [..., n, n] x = [..., n] with a ridge; x is 0 where both sides are."""
     ridge = (RIDGE * moments.diagonal(dim1=-2, dim2=-1).mean(dim=-1)).clamp(min=1e-12)
     identity = torch.eye(moments.shape[-1], dtype=moments.dtype)
     return torch.linalg.solve(moments + ridge[..., None, None] * identity, right)

@@ -1,4 +1,4 @@
-"""Options of stage two, and of the rows that stage two and an evaluation read."""
+"""Options of stage two, and of the rows that stage two and evaluations read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from linearize.training.stage_one.config import PRECISIONS
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
 LARGEST = 1e9
-"""Of a rate, weight or number of epochs: a larger one is a typing error."""
+"""Bound of a rate, weight or number of epochs: anything larger is a typing error."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class TuneConfig:
     steps: int | None = option(None, "optimizer steps, instead of epochs", low=1)
     weight_decay: float = option(0.0, "AdamW's weight decay", low=0, below=LARGEST)
     warmup: float = option(
-        0.06, "share of the steps in which the rate rises; a number of steps from 1 on", low=0, below=LARGEST
+        0.06, "share of the steps in which the rate rises; from 1 on, a number of steps", low=0, below=LARGEST
     )
     schedule: str = option(
         "cosine", "how the rate falls: cosine, linear, or another schedule of transformers", choices=SCHEDULES
     )
     max_grad_norm: float = option(1.0, "gradient clipping; 0: none", low=0, below=LARGEST)
-    betas: tuple[float, float] = option((0.9, 0.999), "AdamW's decay of its averages")
+    betas: tuple[float, float] = option((0.9, 0.999), "decay rates of AdamW's moving averages")
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     gradient_checkpointing: bool = option(
-        False, "compute each layer's activations again for its gradient, to keep less in memory: slower, same result"
+        False, "recompute each layer's activations for its gradient, to save memory: slower, same result"
     )
     eval_every: int | None = option(None, "steps between evaluations; by default once per epoch", low=1)
     eval_batch_size: int | None = option(None, "rows per batch of an evaluation; by default twice batch_size", low=1)
@@ -50,29 +50,29 @@ class TuneConfig:
         below=1,
     )
     precision: str = option("no", "mixed precision: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
-    freeze_kernels: bool = option(False, "leave the kernels as they are")
+    freeze_kernels: bool = option(False, "do not train the kernels")
     kernel_learning_rate: float | None = option(
         None, "peak rate of the kernels; by default 3e-4 with a teacher, else learning_rate", low=0, below=LARGEST
     )
     teacher_hidden_weight: float = option(
-        1.0, "weight of the hidden states' error to the teacher's, every layer", low=0, below=LARGEST
+        1.0, "weight of the error of every layer's hidden states against the teacher's", low=0, below=LARGEST
     )
     teacher_logits_weight: float = option(
-        1.0, "weight of the divergence from its logits (squared error of numbers)", low=0, below=LARGEST
+        1.0, "weight of the divergence from the teacher's logits (squared error for regression)", low=0, below=LARGEST
     )
-    temperature: float = option(1.0, "of the softmaxes whose divergence is taken", above=0, below=LARGEST)
+    temperature: float = option(1.0, "temperature of the softmaxes in that divergence", above=0, below=LARGEST)
     labels_from: float = option(
-        0.5, "with a teacher: share of the steps without labels, after which they join", low=0, high=1
+        0.5, "with a teacher: share of the steps after which the labels join the loss", low=0, high=1
     )
-    labels_ramp: float = option(0.2, "share of the steps in which the labels' weight then rises", low=0, high=1)
-    labels_weight: float = option(1.0, "the weight that it rises to; 0: the teacher alone", low=0, below=LARGEST)
+    labels_ramp: float = option(0.2, "share of the steps in which the weight of the labels then rises", low=0, high=1)
+    labels_weight: float = option(1.0, "final weight of the labels; 0: the teacher alone", low=0, below=LARGEST)
     selection_rows: int | None = option(
         None,
         "rows held out of the training rows to choose the kept state on; by default 5 %, from 32 to 500; "
         "0: choose on the validation rows",
         low=0,
     )
-    seed: int = option(0, "of the order of the rows, dropout and a new head")
+    seed: int = option(0, "seed of the order of the rows, dropout and a new head")
     log_every: int = option(50, "steps between entries of the log", low=1)
     report_to: str = option(
         "none", "where the trainer reports to: none, tensorboard (OUTPUT.tensorboard), wandb or another"
@@ -94,7 +94,7 @@ class TuneConfig:
 
     @property
     def final_labels_weight(self) -> float:
-        """Weight of the labels next to a teacher's when the training ends; 0 if they never join."""
+        """Weight of the labels at the end of training with a teacher; 0 if they never join."""
         return self.labels_weight if self.labels_from < 1 else 0.0
 
 
@@ -109,14 +109,14 @@ class DataOptions:
     max_length: int = option(
         128, "tokens per row; longer texts are cut", shown="as the model was tuned, else 128 or what it takes", low=2
     )
-    limit: int | None = option(None, "only the first N training rows; of images evenly", low=1)
-    validation_limit: int | None = option(None, "the same of the rows to measure on", low=1)
+    limit: int | None = option(None, "only the first N training rows; for images, N evenly spread ones", low=1)
+    validation_limit: int | None = option(None, "the same for the rows to measure on", low=1)
     stride: int | None = option(
         None, "new tokens per window, for perplexity and long answers; by default all but one", low=1
     )
-    mask_share: float = option(0.15, "tokens to predict, masked language models", above=0, below=1)
+    mask_share: float = option(0.15, "share of tokens to predict (masked language models)", above=0, below=1)
     augment: bool = option(False, "crop and flip training images at random")
-    seed: int = option(0, "of held-out rows, masks, crops and new pairs")
+    seed: int = option(0, "seed of held-out rows, masks, crops and new pairs")
     extra_pairs: float = option(
         0.0,
         "new pairs of the training texts per training row, for a teacher to label; half of them share words",

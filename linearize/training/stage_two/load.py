@@ -1,7 +1,7 @@
 """Load a checkpoint, softmax or converted, with the head that a task needs; or make a fresh model from a config.
 
-How long its rows are by default, and whether it takes rows of a length, is here too; and so is the teacher of stage
-two: the softmax model, tuned for the same task, loaded and compared with its student.
+This module also chooses the default length of rows, checks that a model can read them, and loads the teacher of stage
+two: the softmax model, tuned for the same task, which is compared with its student.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_record(name: str | Path) -> dict[str, object] | None:
         return None
     record = read_json(file, MOST_TEXT)
     if not isinstance(record, dict):
-        raise ValueError("no mapping")
+        raise ValueError("not a mapping")
     return record
 
 
@@ -63,15 +63,15 @@ def load_for_task(
 ) -> PreTrainedModel:
     """Load a checkpoint with the head of a task; a missing head is drawn from the seed.
 
-    The names of a trained head's outputs decide what they mean: if they are the task's in another order, the outputs
+    The names of a trained head's outputs decide what they mean: if they are the task's labels in another order, they
     are put into the task's order; if the data has only numbers, the head keeps its names.
 
     Args:
         name: Hub name, folder or GGUF file, softmax or converted.
         data: the task's data, which decides the number of labels.
         new_head: whether a trained head of another size is replaced.
-        seed: of a new head.
-        changes: to the checkpoint's config, such as dropout.
+        seed: seed of a new head.
+        changes: changes to the checkpoint's config, such as dropout.
 
     Raises:
         ConfigError: if the checkpoint has a trained head with another number of labels, or its config lacks a name in
@@ -80,13 +80,13 @@ def load_for_task(
     """
     import transformers
 
-    task, own = data.task, None
+    task, head_labels = data.task, None
     options: dict[str, object] = {}
     if data.num_labels is not None:
-        own = None if new_head else _trained_labels(name, task, data.num_labels)
+        head_labels = None if new_head else _trained_labels(name, task, data.num_labels)
         named = task
-        if own is not None and task.labels is not None and not is_named(task.labels):
-            named = dataclasses.replace(task, labels=own)
+        if head_labels is not None and task.labels is not None and not is_named(task.labels):
+            named = dataclasses.replace(task, labels=head_labels)
         options = label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
     if changes:
         with explained(name, "its config"):
@@ -99,7 +99,7 @@ def load_for_task(
     transformers.set_seed(seed)
     with explained(name, f"as {task.head.auto_class}"):
         model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
-    if own is not None and (order := label_order(own, task.labels or ())):
+    if head_labels is not None and (order := label_order(head_labels, task.labels or ())):
         reorder_outputs(model, order)
     return ready(model)
 
@@ -135,7 +135,7 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
 def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     """Return which output of a head belongs to each wanted label; None if the order is right.
 
-    Upper and lower case are the same. If the names differ otherwise, the head's outputs keep their order.
+    Case is ignored. If the names differ otherwise, the head's outputs keep their order.
     """
     places = {label.casefold(): number for number, label in enumerate(own)}
     names = [label.casefold() for label in wanted]
@@ -149,7 +149,7 @@ def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
 
     Args:
         model: a model with a head.
-        order: for each output, its place before.
+        order: for each output, its previous place.
 
     Raises:
         ConfigError: if it is not clear which layer makes the outputs.
@@ -175,9 +175,9 @@ def fresh_model(config: Mapping[str, object], task: Task, num_labels: int | None
 
     Args:
         config: `model_type` and the values that differ from its defaults.
-        task: decides the head.
+        task: the task, which decides the head.
         num_labels: outputs of the head, if it has one per label.
-        seed: of the weights.
+        seed: seed of the weights.
 
     Raises:
         ConfigError: if the config does not describe a model with such a head.
@@ -250,7 +250,7 @@ NO_LIMIT = 1_000_000
 
 
 def usual_length(name: str, most: int = 128) -> int:
-    """Return the default length of rows: as the checkpoint was tuned, else `most`, or what a shorter model takes.
+    """Return the default length of rows: as the checkpoint was tuned, else `most` or the limit of a shorter model.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
@@ -263,7 +263,7 @@ def usual_length(name: str, most: int = 128) -> int:
 
 
 def length_limit(name: str) -> int | None:
-    """Return the most tokens that a checkpoint's model and tokenizer take, by their configs; None: no known limit.
+    """Return the most tokens that a checkpoint's model and tokenizer take, by their configs; None if no limit is known.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
@@ -273,7 +273,7 @@ def length_limit(name: str) -> int | None:
     values = read_config(name)
     longest = values.get("max_position_embeddings") or values.get("n_positions")
     kind = (values.get("linearize") or {}).get("base_model_type") or values.get("model_type") or ""
-    # RoBERTa and its relatives count positions from the padding token's number + 1.
+    # RoBERTa and its relatives count positions from the padding token's id + 1.
     reserved = (values.get("pad_token_id") or 0) + 1 if "roberta" in kind else 0
     with explained(name, "its tokenizer_config.json"):
         tokenizer = get_tokenizer_config(located(name)[0]).get("model_max_length")
@@ -286,8 +286,8 @@ def length_limit(name: str) -> int | None:
 def whole_length(name: str, task: Task) -> int:
     """Return the default length of rows that are measured whole.
 
-    As the checkpoint was tuned, else what its model and tokenizer take, and at most `TaskType.most_tokens`: a language
-    model's windows could be as long as the text.
+    This is the length it was tuned with, else the limit of its model and tokenizer, and at most `TaskType.most_tokens`:
+    a language model's windows could be as long as the text.
 
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
@@ -306,15 +306,15 @@ def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | No
         return None
     return (
         f"Rows have up to {length:,} tokens, but {type(model).__name__} was made for {most:,}: its rotary positions "
-        "continue, but it was never trained on those after that."
+        "continue, but it was never trained beyond that."
     )
 
 
 def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, length: int) -> str | None:
-    """Let a model with rotary positions be tuned on longer rows than it was made for; refuse those of other models.
+    """Let a model with rotary positions be tuned on longer rows than it was made for; refuse other models.
 
     Returns:
-        What was changed, in one line; None if nothing had to be.
+        What was changed, in one line; None if nothing needed to change.
 
     Raises:
         ConfigError: if rows are longer than the model's positions, and these are a table.
@@ -329,7 +329,7 @@ def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, leng
 
 
 def _exceeded(model: PreTrainedModel, task: Task, length: int) -> int | None:
-    """Return the tokens that a model with rotary positions was made for if rows are longer; refuse those of others."""
+    """Return the tokens that a model with rotary positions was made for if rows are longer; refuse other models."""
     most = current_length(model) if task.modality == "text" else None
     if most is not None and length > most and runs_beyond_limit(model):
         return most
@@ -347,10 +347,10 @@ def check_length(
         task: the task; only text has a length.
         length: tokens of the longest row.
         called: how the message names the model; by default its class.
-        otherwise: advice besides lowering the length.
+        otherwise: advice in addition to lowering the length.
 
     Raises:
-        ConfigError: if they are.
+        ConfigError: if rows are longer.
     """
     most = current_length(model) if task.modality == "text" else None
     if most is not None and length > most:
@@ -361,7 +361,7 @@ def check_length(
 
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
-"""A text that tokenizers with the same vocabulary and different rules cut differently."""
+"""A text that tokenizers with the same vocabulary but different rules split differently."""
 
 
 def load_teacher(
@@ -380,7 +380,7 @@ def load_teacher(
         The teacher, frozen, in evaluation mode, on the student's device.
 
     Raises:
-        ConfigError: if it is converted itself, was not tuned for the task, has another architecture, size, tokenizer or
+        ConfigError: if it is itself converted, was not tuned for the task, has another architecture, size, tokenizer or
             label set, or takes fewer tokens than the rows have.
         CheckpointError: if it cannot be loaded.
     """
@@ -395,7 +395,7 @@ def load_teacher(
 
 
 def freeze(teacher: PreTrainedModel, student: PreTrainedModel) -> PreTrainedModel:
-    """Return the teacher in evaluation mode, without gradients, with its student's device and type of numbers."""
+    """Return the teacher in evaluation mode, without gradients, on its student's device and in its dtype."""
     like = next(student.parameters())
     if getattr(teacher.config, "use_cache", False):
         teacher.config.use_cache = False

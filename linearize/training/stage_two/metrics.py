@@ -1,8 +1,8 @@
-"""Metrics, and how far a score can be trusted: a bootstrap interval over units, and what guessing reaches.
+"""Metrics, and how far a score can be trusted: a bootstrap interval over units, and the chance level.
 
-A metric is a function of what is scored, one entry per unit (a row, a question, a sentence), to numbers by name. They
-are written on counts in numpy, because an interval computes them on 10,000 resamples; scikit-learn's functions check
-their inputs for longer than that takes in all.
+A metric maps arrays with one entry per unit (a row, a question, a sentence) to numbers by name. Metrics use counts in
+numpy, because an interval computes them on 10,000 resamples; scikit-learn's input checks alone would take longer than
+all of that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from linearize.training.stage_two.prepared import Predictions, TaskData
 
 DEPTHS = (1, 10)
-"""Ranks down to which `retrieval` counts a hit."""
+"""Ranks up to which `retrieval` counts a hit."""
 BLOCK = 1_024
 """Queries that are compared with all texts at a time."""
 EDGES = (1, *(64 * 2**power for power in range(15)))
@@ -37,7 +37,7 @@ def accuracy(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 def f1(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the F1 of class 1, as GLUE has it for MRPC and QQP; 0 if that class is neither predicted nor occurs."""
+    """Return the F1 of class 1, as GLUE does for MRPC and QQP; 0 if that class is neither predicted nor occurs."""
     guess, true = guess == 1, true == 1
     total = np.count_nonzero(guess) + np.count_nonzero(true)
     return {"f1": 2 * np.count_nonzero(guess & true) / total if total else 0.0}
@@ -56,7 +56,7 @@ def matthews(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
     Source: https://doi.org/10.1016/j.compbiolchem.2004.09.006
     """
-    # Python's whole numbers until the last step: they stay below N^2 for N rows, and cannot overflow.
+    # Python integers until the last step: they stay below N^2 for N rows, and cannot overflow.
     hits, guesses, truths = _class_counts(guess, true)
     rows, right = int(truths.sum()), int(hits.sum())
     spread = [rows**2 - int(counts @ counts) for counts in (guesses, truths)]
@@ -128,8 +128,8 @@ def copying(sums: np.ndarray) -> dict[str, float]:
     """Return how well repeated passages are predicted: accuracy and loss of the second reading, loss of the first.
 
     Args:
-        sums: of rows [N, 5]: right first choices and losses (nats) of the second reading, losses of the first, tokens
-            of the second, tokens of the first.
+        sums: sums of rows [N, 5]: correct first choices and losses (nats) of the second reading, losses of the first,
+            tokens of the second, tokens of the first.
     """
     right, again, first, tokens, tokens_first = sums.sum(axis=0, dtype=np.float64)
     return {
@@ -232,7 +232,7 @@ def ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
     Args:
         queries: [N, D].
-        texts: [N, D]; the n-th belongs to the n-th query. A text that is as near as the own one counts as nearer.
+        texts: [N, D]; the n-th belongs to the n-th query. A text as near as the query's own counts as nearer.
     """
     queries, texts = (_unit(np.asarray(side, dtype=np.float64)) for side in (queries, texts))
     own = np.einsum("nd,nd->n", queries, texts)
@@ -241,17 +241,17 @@ def ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
         block = slice(begin, begin + BLOCK)
         cosines = queries[block] @ texts.T
         places = np.arange(begin, begin + len(cosines))
-        # The own text is left out of the count: a product of matrices rounds differently from a product of rows.
+        # Its own text is left out of the count: a product of matrices rounds differently from a product of rows.
         cosines[places - begin, places] = -np.inf
         found[block] = 1 + (cosines >= own[block, None]).sum(axis=1)
     return found
 
 
 def part_ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """Return the ranks [N] of `ranks` if two texts are as near as their nearest parts.
+    """Return ranks [N] as `ranks` does, but with two texts as near as their nearest parts.
 
     Args:
-        queries: embeddings of their parts [N, P, D]; NaN for a text of fewer parts.
+        queries: embeddings of the queries' parts [N, P, D]; NaN for a text with fewer parts.
         texts: [N, P, D].
     """
     queries, texts = (_unit(np.asarray(side, dtype=np.float64)) for side in (queries, texts))
@@ -338,9 +338,9 @@ class Score:
 
     Attributes:
         score: the figure.
-        chance: the score of the best answer that looks at no input; None if undefined (perplexities, spans).
+        chance: the score of the best answer that ignores the input; None if undefined (perplexities, spans).
         units: how many rows (or questions, if one may have several rows) were drawn.
-        resampled: [R] the score on units drawn with replacement; as many units give the same draws.
+        resampled: [R] the score on units drawn with replacement; equal numbers of units give the same draws.
     """
 
     score: float
@@ -356,13 +356,13 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Score):
-    """What a model reaches on a task's validation rows: its main metric, and
+    """The results of a model on a task's validation rows: its main metric (`score`), and more.
 
     Attributes:
         metrics: all metrics.
         rows: how many rows were measured.
         scored: what the metrics were computed on, one entry per unit (`TaskType.units`).
-        by_position: of causal language models, the loss by the number of tokens before.
+        by_position: for causal language models, the loss by the number of preceding tokens.
         balanced: macro-F1, if the task has it and the classes are uneven: accuracy alone rewards the largest class.
     """
 
@@ -398,9 +398,9 @@ def balanced_score(
     classes, counts = len(data.task.labels or ()), np.bincount(np.asarray(labels))
     if counts.max() <= UNEVEN * counts.sum() / classes:
         return None
-    found = score_of(data, metrics, predictions, labels, (BALANCED,))
+    score = score_of(data, metrics, predictions, labels, (BALANCED,))
     # Guessing in proportion to the classes reaches 1 / C, which is more than any constant answer.
-    return replace(found, chance=max(found.chance or 0.0, 1 / classes))
+    return replace(score, chance=max(score.chance or 0.0, 1 / classes))
 
 
 def resampled_scores(
@@ -420,7 +420,7 @@ def resampled_scores(
         labels: [N, ...].
         score: metrics whose mean is the score; by default the task's.
         resamples: how often units are drawn.
-        seed: of the draws; as many units give the same draws, so that two models' scores are paired.
+        seed: seed of the draws; equal numbers of units give the same draws, so that two models' scores are paired.
     """
     units = data.type.units(predictions, labels)
     scores = [
@@ -431,7 +431,7 @@ def resampled_scores(
 
 
 def draws(units: int, resamples: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Draw all of `units` units with replacement, again and again; two models measured on the same draws are paired."""
+    """Yield draws of `units` units with replacement; two models measured on the same draws are paired."""
     chance = np.random.default_rng(seed)
     return (chance.integers(units, size=units) for _ in range(resamples))
 

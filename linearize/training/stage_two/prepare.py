@@ -41,10 +41,10 @@ def prepare(
     """Open a task's data set and make its rows, to train on and to measure on.
 
     Args:
-        task: what to read, from `linearize.training.stage_two.tasks.task`.
+        task: the task, from `linearize.training.stage_two.tasks.task`.
         processor: the model's tokenizer or image processor; it is not changed.
         options: lengths, limits and seeds.
-        data: what to read instead of the task's Hub data set: a Hub name, a file, a folder, a folder of data sets with
+        data: data to read instead of the task's Hub data set: a Hub name, a file, a folder, a folder of data sets with
             one folder per task, or tables by the name of their split.
 
     Raises:
@@ -124,7 +124,7 @@ class View:
 
 
 class Splits(NamedTuple):
-    """What to train on and what to measure on: two `View`s, or two `datasets.Dataset`s if raw."""
+    """Rows to train on and rows to measure on: two `View`s, or two `datasets.Dataset`s if raw."""
 
     train: Any
     validation: Any
@@ -139,10 +139,10 @@ def open_splits(
     Args:
         task: names the columns and the splits.
         given: data set.
-        limit: only so many training rows.
-        seed: of the choice of held-out rows if there is no split to measure on.
+        limit: the most training rows.
+        seed: seed for the choice of held-out rows if there is no split to measure on.
         raw: whether to return the tables unchanged, with all their columns.
-        most: only so many rows to measure on.
+        most: the most rows to measure on.
 
     Returns:
         Both splits. Of a data set without splits, a tenth of the rows (at most 1,000) is set aside to measure on.
@@ -176,7 +176,7 @@ def open_splits(
 
 
 def _some(task: Task, rows: int, count: int) -> np.ndarray:
-    """Choose rows [count]: the first ones of texts; of images evenly, as they are often sorted by class."""
+    """Choose rows [count]: the first ones of texts; of images evenly spread ones, as these are often sorted."""
     if task.modality == "text":
         return np.arange(count)
     return np.linspace(0, rows - 1, count).round().astype(np.int64)
@@ -187,7 +187,7 @@ def _holds_data(root: Path) -> bool:
         return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
     except OSError as error:
         raise DataError(
-            f"data: cannot read folder {root.name!r}: {cause(error)}; expected one that may be read; check it"
+            f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one; check it"
         ) from error
 
 
@@ -225,7 +225,7 @@ def _view(task: Task, given: Given, split: str) -> View:
 
 
 def _validation_split(task: Task, given: Given) -> str | None:
-    """Return the split to measure on; None if the data set has none of the task's, or no splits at all.
+    """Return the split to measure on; None if the data set has no split that the task names.
 
     Raises:
         DataError: if the user named the split and it is missing, listing the existing ones.
@@ -247,7 +247,7 @@ def _validation_split(task: Task, given: Given) -> str | None:
     if found is None and task.exact_validation:
         if not names:
             raise DataError(
-                f"{given!r}: got split {wanted!r}, but the data has no splits, expected none to be named; "
+                f"{given!r}: got split {wanted!r}, but the data has no splits, expected no split name; "
                 "leave it out, to measure on held-out rows"
             )
         raise missing_split("tables" if path is None else repr(path.name), wanted, names)

@@ -1,4 +1,4 @@
-"""A task's data, ready for the trainer: rows, what a reader must know of them, and rows held out to choose on."""
+"""A task's data, ready for the trainer: rows, facts about them, and rows held out for selection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 IGNORED = -100
-"""The label that no loss is taken on, and transformers' padding of predictions."""
+"""The label that losses ignore, and transformers' padding of predictions."""
 TOKEN_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 """Fields of a row of text that a model reads, one number per token."""
 SHARE, FEWEST, MOST, LARGEST_SHARE = 0.05, 32, 500, 0.2
@@ -32,9 +32,9 @@ _STREAM = 0x5E1E
 """Separates the choice of held-out rows from other random numbers of the same seed."""
 
 Row = dict[str, Any]
-"""A row by the names of its fields: numbers, lists of them, arrays, an image."""
+"""A row, by field name: numbers, lists of them, arrays, an image."""
 Facts = dict[str, Any]
-"""What a reader of metrics must know of the rows by name, see `row_facts`; windows and questions add others."""
+"""Facts about the rows that are needed to read the metrics (`row_facts`); windows and questions add others."""
 Predictions: TypeAlias = "np.ndarray | tuple[np.ndarray, ...]"
 """Outputs, or labels, of all rows as the trainer gathers them."""
 Logits: TypeAlias = "Tensor | tuple[Tensor, ...]"
@@ -45,7 +45,7 @@ class RowSet(Protocol):
     """Rows by number: a list of them, or an object that makes them."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of rows."""
 
     def __getitem__(self, place: int, /) -> Row:
         """Return one row."""
@@ -89,14 +89,14 @@ class TaskData:
     """A task's data set as rows.
 
     Attributes:
-        type: of the task, with what it read: the class names, the tokenizer.
+        type: the task's type, with what it read: the class names, the tokenizer.
         train: rows to train on.
         validation: rows to measure on.
         description: one line.
-        facts: what a reader of the metrics must know, such as the stride of a perplexity.
-        selection: rows held out of the training rows, to choose the kept state on; None: not held out yet.
+        facts: facts needed to read the metrics, such as the stride of a perplexity.
+        selection: rows held out of the training rows, to choose the state to keep; None if not yet held out.
         extra: rows without a label (`IGNORED`, or NaN for a number) for a teacher to label: new pairs of the texts.
-        options: the user's options of the rows.
+        options: the user's options for the rows.
         chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
     """
 
@@ -130,7 +130,7 @@ class TaskData:
         return None if self.task.labels is None else len(self.task.labels)
 
     def digest(self) -> str:
-        """Return the hash of the rows, by which a resumed run recognises them."""
+        """Return the hash of the rows, which tells whether a resumed run has the same ones."""
         parts = (self.train, self.validation, self.selection, self.extra)
         return data_digest([None if rows is None else rows_digest(rows) for rows in parts])  # type: ignore[arg-type]
 
@@ -143,16 +143,16 @@ def selection_size(rows: int, asked: int | None = None) -> int:
 
 
 def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskData:
-    """Move some training rows to `data.selection`, to choose the kept state on.
+    """Move some training rows to `data.selection`, to choose the state to keep.
 
     The validation rows are reported, so nothing may be chosen on them. The same seed holds out the same rows, for a
     teacher and for its student. Rows of one question stay together, and rows without a label that share a text with a
     held-out row are left out.
 
     Args:
-        data: a task's rows. Data that has a selection already is returned unchanged.
+        data: a task's rows. Data that already has a selection is returned unchanged.
         rows: how many; None: 5 % of the training rows, 32 to 500 of them, but never over a fifth; 0: none.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Raises:
         DataError: if no row would be left to train on.
@@ -187,7 +187,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
 def tokenise(
     tokenizer: PreTrainedTokenizerBase, first: Sequence[str], second: Sequence[str | None], max_length: int | None
 ) -> list[Row]:
-    """Tokenise texts or pairs into rows of at most `max_length` tokens; None: whole."""
+    """Tokenise texts or pairs into rows of at most `max_length` tokens; None keeps them whole."""
     rows: list[Row] = []
     for begin in range(0, len(first), 1_000):
         pairs = second[begin : begin + 1_000]
@@ -251,14 +251,14 @@ def text_facts(
     rows: Sequence[Row],
     options: DataOptions,
 ) -> Facts:
-    """Return how many rows of text there are, how long they are, and which share of them was cut.
+    """Return how many rows of text there are, how long they are, and what share of them was cut.
 
     Args:
-        tokenizer: what the rows were made with.
-        first: their texts.
-        second: the second texts of pairs; None: no pairs.
+        tokenizer: the tokenizer that made the rows.
+        first: the texts of the rows.
+        second: the second texts of pairs; None without pairs.
         rows: the rows.
-        options: their options.
+        options: options of the rows.
     """
     lengths = [len(row["input_ids"]) for row in rows]
     # Only rows that are full can have been cut; they are tokenised again, whole.
@@ -270,11 +270,11 @@ def text_facts(
 
 
 def row_facts(lengths: Sequence[int], options: DataOptions) -> Facts:
-    """Return how many rows there are, how long they may be and are, and which share of them is cut.
+    """Return how many rows there are, how long they may be and are, and what share of them is cut.
 
     Args:
         lengths: tokens of each whole row.
-        options: of the rows.
+        options: options of the rows.
     """
     longest = max(lengths, default=0)
     cut = sum(length > options.max_length for length in lengths)

@@ -1,4 +1,4 @@
-"""What stage two writes: a tuned model with the record of its tuning, and the folder of a run, `OUTPUT.training`.
+"""Write what stage two makes: a tuned model with the record of its tuning, and a run's folder, `OUTPUT.training`.
 
 That folder holds the trainer's checkpoints, and a record of what the run depends on (`STARTED`).
 """
@@ -44,15 +44,15 @@ def save_model(
     stage: Mapping[str, object] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
-    """Save a model of either kind, all or nothing.
+    """Save a softmax or converted model, completely or not at all.
 
     Args:
-        model: it is moved to the CPU.
+        model: the model; it is moved to the CPU.
         target: folder to write.
         processor: tokenizer or image processor.
         overwrite: whether an existing folder may be replaced.
         stage: additions to a converted model's provenance.
-        extra_files: more files, texts or bytes by name; a name may hold folders.
+        extra_files: more files, text or bytes by name; names may contain folders.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.
@@ -135,9 +135,9 @@ TRAINERS = re.compile(
     r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth|trainer_state\.json|training_args\.bin"
     r"|adapter_config\.json|adapter_model\.safetensors|" + TRANSFORMERS.pattern
 )
-"""Files of the trainer's checkpoints; after a kill any one of them may be the first, or the last that is left."""
+"""Files of the trainer's checkpoints; after a kill, any of them may be the only one."""
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""Files without which a checkpoint of the trainer was written in part only (the weights come first)."""
+"""A trainer's checkpoint without one of these files is incomplete (the weights are written first)."""
 CALLED = "a tuning run of linearize"
 FREE = ("report_to", "gradient_checkpointing", "save_every")
 """Options that may differ when a run is resumed."""
@@ -156,7 +156,7 @@ def check_work(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def remove_work(folder: Path, *, check_only: bool = False) -> None:
-    """Remove a run that is saved, or that is started again.
+    """Remove a run whose result is saved, or that is started again.
 
     Raises:
         CheckpointError: if the folder holds something else; nothing is removed then.
@@ -208,7 +208,7 @@ def check_started(folder: Path, now: Mapping[str, object]) -> None:
     try:
         saved = read_json(file) if file.exists() else {}
         if not isinstance(saved, dict):
-            raise ValueError("no mapping")
+            raise ValueError("not a mapping")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(file)!r} cannot be read ({error}), so this run cannot be resumed; remove the folder to start again"
@@ -219,7 +219,7 @@ def check_started(folder: Path, now: Mapping[str, object]) -> None:
 def last_checkpoint(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint of the trainer whose best checkpoint still exists.
 
-    Without the best one the run could only end with other weights than it chose, so it is resumed from an earlier
+    Without the best checkpoint the run would end with weights that it did not choose, so it is resumed from an earlier
     checkpoint, or from the start.
     """
     checkpoints = {path: path.name.rpartition("-")[2] for path in Path(folder).glob("checkpoint-*")}

@@ -1,6 +1,6 @@
 """Tasks: what a model can be tuned for and measured on, as data.
 
-GLUE's tasks have their own names. For any other data set, take the task of its type and name other columns
+GLUE's tasks have their own names. For any other data set, use the task of its type and name other columns
 (`task("text-classification", columns=("review",))`).
 
 A new task is one entry of `TASKS`. A new type of task is also a subclass of `task_types.base.TaskType`, which the entry
@@ -29,14 +29,14 @@ class Task:
     """One task.
 
     Attributes:
-        name: as users write it.
+        name: the name that users write.
         kind: module of `task_types` and class of its type, `module:Class`; imported when it is needed.
         summary: one line.
-        dataset: Hub data set, `name` or `name:config`; None: the user has to name one.
+        dataset: Hub data set, `name` or `name:config`; None if the user must name one.
         folders: possible names of the task's folder in a folder of data sets (`data=PATH`).
-        columns: of the text or texts, or of the image; empty: found by their content.
-        label: column of the label; None if rows have none, as those of language models.
-        labels: class names in the order of their numbers; None: read from the data.
+        columns: columns of the text or texts, or of the image; found by their content if empty.
+        label: column of the label; None if rows have no label, as for language models.
+        labels: class names in the order of their numbers; None to read them from the data.
         metrics: names in `linearize.training.stage_two.metrics.METRICS`; all are computed.
         score: metrics whose mean is the task's score, as in GLUE; by default all `metrics`.
         lower_is_better: whether a smaller score is better.
@@ -85,7 +85,7 @@ class Task:
 
     @property
     def type(self) -> type[TaskType]:
-        """The class that reads data of its type."""
+        """The class that reads data for this type of task."""
         module, _, name = self.kind.partition(":")
         found: type[TaskType] = getattr(importlib.import_module(f"{TYPES}.{module}"), name)
         return found
@@ -126,8 +126,8 @@ def _language(name: str, kind: str, summary: str, **more: Any) -> Task:
 _ALL = (
     _glue("cola", "is a sentence grammatical?", ("sentence",), ("unacceptable", "acceptable"), metrics=("matthews",)),
     _glue("sst2", "sentiment of a film review's sentence", ("sentence",), ("negative", "positive")),
-    _glue("mrpc", "do two sentences say the same?", _PAIR, _EQUIVALENT, metrics=_ACCURACY_F1),
-    _glue("stsb", "likeness of two sentences, 0 to 5", _PAIR, None, kind="text:TextRegression", metrics=_CORRELATIONS),
+    _glue("mrpc", "do two sentences mean the same?", _PAIR, _EQUIVALENT, metrics=_ACCURACY_F1),
+    _glue("stsb", "similarity of two sentences, 0-5", _PAIR, None, kind="text:TextRegression", metrics=_CORRELATIONS),
     _glue("qqp", "are two questions the same?", ("question1", "question2"), _DUPLICATE, metrics=_ACCURACY_F1),
     _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
     _glue("qnli", "does a sentence answer a question?", ("question", "sentence"), _RTE),
@@ -149,7 +149,7 @@ _ALL = (
     Task(
         "similarity",
         "embeddings:Similarity",
-        "likeness of two sentences by the cosine of their embeddings; no head, nothing to train",
+        "similarity of two sentences by the cosine of their embeddings; no head, nothing to train",
         dataset="nyu-mll/glue:stsb",
         folders=("stsb", "STS-B"),
         columns=_PAIR,
@@ -159,7 +159,7 @@ _ALL = (
     Task(
         "duplicates",
         "embeddings:Duplicates",
-        "do two sentences say the same, by the cosine of their embeddings? no head, nothing to train",
+        "do two sentences mean the same, by the cosine of their embeddings? no head, nothing to train",
         dataset="nyu-mll/glue:mrpc",
         folders=("mrpc", "MRPC"),
         columns=_PAIR,
@@ -169,7 +169,7 @@ _ALL = (
     Task(
         "retrieval",
         "embeddings:Retrieval",
-        "first halves of long texts look for their second halves (or questions for texts), without training",
+        "find the second half of a long text by its first (or a text by a question), without training",
         label=None,
         metrics=("retrieval",),
         score=("recall_at_1",),
@@ -184,7 +184,7 @@ _ALL = (
     Task(
         "copying",
         "language:Copying",
-        "each passage appears twice: how much of the second reading is found in the first",
+        "each passage appears twice: how much of the second copy is looked up in the first",
         label=None,
         metrics=("copying",),
         score=("copy_accuracy",),
@@ -193,14 +193,14 @@ _ALL = (
     _language(
         "chat",
         "chat:Chat",
-        "conversations: what the assistant says next, by the tokenizer's chat template",
+        "conversations: the assistant's next tokens, in the tokenizer's chat template",
         columns=("messages",),
     ),
     Task("image-classification", "images:ImageClassification", "any images with a class"),
     Task(
         "cifar10",
         "images:ImageClassification",
-        "CIFAR-10: 32 x 32 photographs of ten kinds",
+        "CIFAR-10: 32 x 32 photographs in ten classes",
         dataset="uoft-cs/cifar10",
         folders=("cifar10",),
         columns=("img",),
@@ -278,14 +278,14 @@ def recovery(
     chance: float | None = None,
     interval: tuple[float, float] | None = None,
 ) -> float | None:
-    """Return which share of the original's score above chance is recovered, in percent.
+    """Return what share of the original's score above chance is recovered, in percent.
 
     Args:
         chosen: the task.
-        score: the converted model's.
-        original: the original's.
+        score: the converted model's score.
+        original: the original's score.
         chance: the score of guessing; None: 0, as in papers.
-        interval: the original's interval; None: only its score counts.
+        interval: the original's interval; None to use its score alone.
 
     Returns:
         `(score - chance) / (original - chance)`; None if the original is not above chance. For perplexities the

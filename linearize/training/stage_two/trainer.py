@@ -1,6 +1,6 @@
 """Stage two: tune a model on a task with transformers' Trainer, or measure it.
 
-After that: what is refused before a tuning, and what is switched in a model during it (trained parts, dropout,
+The second part has the checks before a tuning, and the switches in a model during it (trained parts, dropout,
 checkpointing).
 """
 
@@ -43,7 +43,7 @@ from linearize.training.trackers import callbacks_for
 
 @dataclass
 class TuneResult:
-    """What stage two did.
+    """The result of stage two.
 
     Attributes:
         metrics: the task's metrics of the kept weights, on the validation rows.
@@ -55,8 +55,8 @@ class TuneResult:
         history: the trainer's log.
         seconds: duration; after a resume, of the last part only.
         interval: 95 % bootstrap interval of the score.
-        chance: the score of the best answer that looks at no input; None if undefined.
-        adapter: files of the low-rank updates as peft has them, by name; None if they were not asked for.
+        chance: the score of the best answer that ignores the input; None if undefined.
+        adapter: files of the low-rank updates in peft's format, by name; None if not requested.
     """
 
     metrics: dict[str, float]
@@ -87,17 +87,17 @@ def finetune(
 ) -> TuneResult:
     """Tune a model on a task, in place; it ends with the weights that measured best on rows held out of training.
 
-    The weights before the first step are one of the choices, so by these rows the model never gets worse.
+    The weights before the first step are one of the choices, so on these rows the model never gets worse.
 
     With a teacher the loss is the squared error of every layer's hidden states and the divergence from the teacher's
-    logits; the labels join later (CALD, ICLR 2025, arXiv 2410.06846; TinyBERT, arXiv 1909.10351). The kept weights are
-    then those nearest to the teacher's logits, else those with the smallest loss, on the held-out rows.
+    logits; the labels join later (CALD, ICLR 2025, arXiv 2410.06846; TinyBERT, arXiv 1909.10351). The kept weights
+    are those nearest to the teacher's logits on the held-out rows; without a teacher, those with the smallest loss.
 
     Args:
-        model: softmax or converted, with the task's head.
+        model: a softmax or converted model with the task's head.
         data: rows to train on and to measure on.
         config: options.
-        folder: for the trainer's checkpoints.
+        folder: folder for the trainer's checkpoints.
         resume: whether to resume from the last complete checkpoint in that folder, if there is one.
         on_log: called with every entry of the log.
         tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
@@ -107,7 +107,7 @@ def finetune(
         adapter_of: name of the model, if its low-rank updates are also wanted as separate files; None: merged only.
 
     Returns:
-        What was done.
+        The result.
 
     Raises:
         ConfigError: if the teacher cannot be compared with the model, the model does not support gradient
@@ -171,7 +171,7 @@ def _train(
     trainer.add_callback(Hooks(trainer, interrupts, on_step))
     share = config.dropout
     if share is None and trainer.teacher is not None and not config.final_labels_weight:
-        # A student of a teacher alone cannot overfit labels, and the noise of dropout moves it away from its teacher.
+        # A student that learns only from a teacher cannot overfit labels, and dropout moves it away from its teacher.
         share = 0.0
     with interrupts, checkpointing(model, config.gradient_checkpointing), dropping(model, share):
         try:
@@ -179,7 +179,7 @@ def _train(
                 write_started(folder, started)
             with quiet():
                 if last is not None and finished(last):
-                    # transformers would take one step more.
+                    # transformers would do one more step.
                     trainer.restore(last)
                 else:
                     trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -192,13 +192,13 @@ def _train(
             ) from error
 
 
-def _selection_record(data: TaskData, config: TuneConfig, taught: bool, value: float | None) -> dict[str, object]:
+def _selection_record(data: TaskData, config: TuneConfig, has_teacher: bool, value: float | None) -> dict[str, object]:
     """Return how the kept state was chosen, as plain data."""
     if data.selection is None:
         by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
     else:
         by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
-        if taught:
+        if has_teacher:
             by = data.type.distance + (" and loss on the labels" if config.final_labels_weight else "")
     return {"by": by, "on": on, "rows": rows, "value": value}
 
@@ -282,7 +282,7 @@ def check_checkpointing(model: PreTrainedModel, wanted: bool) -> None:
 
 @contextlib.contextmanager
 def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
-    """Temporarily compute each layer's activations again for its gradients (Chen et al. 2016), if wanted.
+    """Temporarily recompute each layer's activations for its gradients (Chen et al. 2016), if wanted.
 
     Raises:
         ConfigError: if the model does not support it.
@@ -291,7 +291,7 @@ def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    # transformers 5.17 has the older name alone; later ones warn of it.
+    # transformers 5.17 only has the older name; later versions warn about it.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     try:
@@ -303,7 +303,7 @@ def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropping(model: nn.Module, share: float | None) -> Iterator[None]:
-    """Temporarily drop another share of the activations everywhere in a model; None: unchanged."""
+    """Temporarily set the dropout rate everywhere in a model; None leaves it unchanged."""
     before: list[tuple[Any, str, float]] = []
     try:
         for module, name in places(model) if share is not None else ():
@@ -316,7 +316,7 @@ def dropping(model: nn.Module, share: float | None) -> Iterator[None]:
 
 
 def places(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return where a model keeps the shares that it drops: modules, and the names of their attributes."""
+    """Return where a model keeps its dropout rates: modules, and the names of their attributes."""
     found: list[tuple[nn.Module, str]] = []
     for path, module in model.named_modules():
         if LOW_RANK in path:

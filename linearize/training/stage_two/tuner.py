@@ -1,4 +1,4 @@
-"""transformers' Trainer with the additions of stage two: a teacher, a rate for kernels, and rows to choose on.
+"""transformers' Trainer with the additions of stage two: a teacher, a learning rate for kernels, selection rows.
 
 The loss with a teacher is CALD's (ICLR 2025, arXiv 2410.06846) and TinyBERT's (arXiv 1909.10351): the hidden states of
 every layer and the logits; the labels join later.
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from linearize.training.stage_one.processes import Interrupts
 
 KERNEL_RATE = 3e-4
-"""Peak rate of the kernels with a teacher (RADLADS 2a has 1e-4 for its mixers, and 1e-5 for the rest)."""
+"""Peak rate of the kernels with a teacher (RADLADS 2a uses 1e-4 for its mixers, and 1e-5 for the rest)."""
 
 
 class Tuner(Trainer):
     """Trains and measures one model on one task.
 
     Args:
-        model: with the task's head, or what is measured of a model (`TaskType.wrap`).
+        model: a model with the task's head, or a wrapper of what is measured (`TaskType.wrap`).
         data: rows to train on, to choose on (`selection`) and to measure on.
         config: stage two's options.
-        folder: for checkpoints.
+        folder: folder for checkpoints.
         teacher: a frozen softmax model on the model's device; None: labels alone, without `data.extra`.
         on_log: called with every entry of the log.
     """
@@ -72,7 +72,7 @@ class Tuner(Trainer):
         on_log: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         self.data, self.tune, self.teacher = data, config, teacher
-        # Any rows by number will do, though transformers' types say torch's data sets.
+        # Any indexable rows will do, although transformers' types ask for torch's data sets.
         self.selection: Any = data.selection
         train: Any = data.train
         self.order = by_length(data.validation)
@@ -95,7 +95,7 @@ class Tuner(Trainer):
             self.remove_callback(printing)
         if not data.type.next_token:
             # The loss of a pass is a mean over its batch, which accumulation has to divide. The trainer assumes that a
-            # model with further keywords divides by the labels of all passes; classifiers accept and ignore them.
+            # model with extra keywords divides by the labels of all passes; classifiers accept and ignore them.
             self.model_accepts_loss_kwargs = False
         if teacher is not None:
             self.loss_is_scaled_for_ga = False
@@ -109,13 +109,13 @@ class Tuner(Trainer):
         return metrics | {"score": self.data.task.mean_of(metrics)}
 
     def _as_given(self, values: Any) -> Any:
-        """Return outputs or labels of the validation rows in the order in which `data` has the rows."""
+        """Return outputs or labels of the validation rows in the order of the rows in `data`."""
         if self.order is None:
             return values
         return tuple(map(self._as_given, values)) if isinstance(values, tuple) else values[np.argsort(self.order)]
 
     def measure(self) -> tuple[dict[str, float], Predictions, Predictions]:
-        """Return the task's metrics on the validation rows, what was predicted, and the labels."""
+        """Return the task's metrics on the validation rows, the predictions, and the labels."""
         with quiet():
             self.evaluate()
         return self.measured, *self.predicted
@@ -151,7 +151,7 @@ class Tuner(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
-        """Return the loss of a batch: while training with a teacher the distance from it, else the model's own."""
+        """Return the loss of a batch: the distance from the teacher while training with one, else the model's own."""
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         weight = self.label_weight()
@@ -159,13 +159,13 @@ class Tuner(Trainer):
         unlabelled = weight == 0 or self.data.type.row_labels
         hidden = self.tune.teacher_hidden_weight > 0
         outputs = model(**(fields if unlabelled else inputs), output_hidden_states=hidden)
-        theirs = self._taught(fields, hidden=hidden)
+        taught = self._taught(fields, hidden=hidden)
         parts = {}
         if hidden:
             mask = fields.get("attention_mask")
-            parts["hidden"] = hidden_state_loss(layer_states(outputs), layer_states(theirs), mask)
+            parts["hidden"] = hidden_state_loss(layer_states(outputs), layer_states(taught), mask)
         if self.tune.teacher_logits_weight:
-            parts["logits"] = self.data.type.teacher_loss(outputs, theirs, inputs, temperature=self.tune.temperature)
+            parts["logits"] = self.data.type.teacher_loss(outputs, taught, inputs, temperature=self.tune.temperature)
         loss = sum(
             (getattr(self.tune, f"teacher_{name}_weight") * part for name, part in parts.items()),
             start=torch.zeros((), device=self.args.device),
@@ -230,11 +230,11 @@ class Tuner(Trainer):
 
     @torch.no_grad()
     def measure_selection(self) -> float:
-        """Return the mean over the held-out rows of the loss at the end of the training.
+        """Return the mean, over the held-out rows, of the loss that applies at the end of training.
 
         Without a teacher that is the model's own loss; with one the divergence from it, and the loss on the labels if
-        they join: by the divergence alone a state from before the labels would always win. Every process measures all
-        of these rows, as some would count twice if they were divided.
+        they join: by the divergence alone, a state from before the labels joined would always win. Every process
+        measures all of these rows, because dividing them would count some twice.
         """
         model, rows = self.model, self.selection
         assert isinstance(model, nn.Module) and rows is not None
@@ -250,7 +250,7 @@ class Tuner(Trainer):
                 else:
                     value = self._selection_loss(model, inputs)
             total += torch.stack([value.float() * count, torch.tensor(float(count), device=total.device)])
-        # All processes need the same figure, to the bit, as it decides when they stop.
+        # All processes need exactly the same value, as it decides when they stop.
         return float(self.accelerator.reduce(total[0] / total[1], "mean"))
 
     def keep_start(self) -> None:
@@ -258,12 +258,12 @@ class Tuner(Trainer):
 
         A well-aligned model has little to gain from stage two, so this state may be the best.
         """
-        # The measurement must not change the numbers that the training draws.
+        # The measurement must not change the random numbers that the training draws.
         with torch.random.fork_rng(devices=()):
             value = self.measure_selection()
         self.log({"eval_selection": value})
         folder = Path(self.args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-0"
-        # Weights alone: a resume starts from the beginning.
+        # Only the weights: a resumed run starts from the beginning.
         self.save_model(str(folder), _internal_call=True)
         self.state.best_metric, self.state.best_global_step = value, 0
         self.state.best_model_checkpoint = str(folder)
@@ -272,11 +272,11 @@ class Tuner(Trainer):
         """Return the divergence from the teacher on a batch, and the loss on its labels if they join."""
         fields = {name: value for name, value in inputs.items() if name not in self.data.type.label_fields}
         weight = self.tune.final_labels_weight
-        mine = model(**(fields if self.data.type.row_labels or not weight else inputs))
-        value = self.data.type.teacher_loss(mine, self._taught(fields), inputs)
+        outputs = model(**(fields if self.data.type.row_labels or not weight else inputs))
+        value = self.data.type.teacher_loss(outputs, self._taught(fields), inputs)
         if not weight:
             return value
-        return self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(mine, inputs)
+        return self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(outputs, inputs)
 
     def _taught(self, fields: Mapping[str, Tensor], *, hidden: bool = False) -> Any:
         """Run the teacher on a batch in the student's precision."""
@@ -293,7 +293,7 @@ class Tuner(Trainer):
             self._load_best_model()
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint in the run's present folder; without it transformers would keep the last weights.
+        """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights.
 
         Raises:
             CheckpointError: if its weights are gone.
@@ -328,7 +328,7 @@ def layer_states(outputs: Any) -> tuple[Tensor, ...]:
     """Return the hidden states [B, T, C] after every layer, without the embeddings.
 
     Raises:
-        ConfigError: if the model has none in its outputs.
+        ConfigError: if the model's outputs have no hidden states.
     """
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     groups = [states[1:] for name in names if (states := getattr(outputs, name, None))]
@@ -340,7 +340,7 @@ def layer_states(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def training_arguments(data: TaskData, config: TuneConfig, folder: str | Path, device: str) -> TrainingArguments:
-    """Return the options as transformers has them."""
+    """Return the options in transformers' form."""
     held_out = data.selection is not None
     on_cpu = device == "cpu"
     when = "steps" if config.eval_every else "epoch"
@@ -393,13 +393,13 @@ class TuneStep:
     Attributes:
         step: steps done.
         steps: steps planned.
-        loss: of the step's rows.
-        seconds: since the start, or since the resume.
+        loss: loss on the step's rows.
+        seconds: seconds since the start or the resume.
         left: expected seconds left.
         stage: "stage two".
-        phase: none.
-        losses: none apart from `loss`.
-        held_out: none; it is in the trainer's log.
+        phase: always empty.
+        losses: always empty: there is only `loss`.
+        held_out: always None: it is in the trainer's log.
     """
 
     step: int
@@ -414,7 +414,7 @@ class TuneStep:
 
 
 class LossMeter(TrainerCallback, ExportableState):
-    """Holds the sum of the loss over all steps of a run, a resumed one included.
+    """Holds the sum of the loss over all steps of a run, including those before a resume.
 
     The trainer stores and restores it in its checkpoints, by the name of this class.
 
@@ -426,22 +426,22 @@ class LossMeter(TrainerCallback, ExportableState):
         self.total: Tensor | float = 0.0
 
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint keeps."""
+        """Return the values that a checkpoint keeps."""
         return {"args": {}, "attributes": {"total": float(self.total)}}
 
 
 def meter_of(trainer: Trainer) -> LossMeter:
-    """Return a trainer's meter, which a resume replaces by another one."""
+    """Return a trainer's meter, which a resume replaces with another one."""
     return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, LossMeter))
 
 
 class Hooks(TrainerCallback):
-    """Around the steps of a run: keeps the start, holds Ctrl-C back, asks for states, and reports every step.
+    """Acts around the steps of a run: keeps the start, delays Ctrl-C, asks for states, and reports every step.
 
     Args:
-        trainer: of the run.
+        trainer: the trainer of the run.
         interrupts: entered while the trainer runs; it raises once the state is written completely.
-        on_step: called after every step; None: nothing.
+        on_step: called after every step, or None.
     """
 
     def __init__(self, trainer: Tuner, interrupts: Interrupts, on_step: Callable[[TuneStep], None] | None) -> None:
@@ -455,7 +455,7 @@ class Hooks(TrainerCallback):
             self.trainer.keep_start()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Hold Ctrl-C back during the step; several processes would have to agree on the step."""
+        """Delay Ctrl-C during the step; several processes would have to agree on the step."""
         if args.world_size == 1:
             self.interrupts.hold()
 

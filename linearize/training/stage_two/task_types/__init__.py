@@ -1,1 +1,1 @@
-"""One class per type of task: how its data becomes rows, and its predictions metrics."""
+"""One class per type of task: how its data becomes rows, and how its predictions become metrics."""

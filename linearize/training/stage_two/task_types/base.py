@@ -1,4 +1,4 @@
-"""The interface of a type of task, and what types with one label per row share."""
+"""The interface of a type of task, and the base classes of types with one label per row."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from linearize.training.stage_two.tasks import Task
 
 MOST_CLASSES = 100_000
-"""Labels are below this number: a head of a million outputs was never meant."""
+"""Labels must be below this number: a head with a million outputs would be a mistake."""
 
 
 class TaskType:
-    """How rows, labels, predictions and metrics of one type of task go together. An instance reads one data set.
+    """One type of task: its rows, labels, predictions and metrics. An instance reads one data set.
 
-    A subclass states the class attributes, and writes `prepare` and `units`; all else has a default.
+    A subclass sets the class attributes, and implements `prepare` and `units`; all else has a default.
 
     Args:
         task: the task.
         processor: the model's tokenizer or image processor.
-        options: of the rows.
+        options: options of the rows.
 
     Attributes:
         head: the head that a model needs.
@@ -48,8 +48,8 @@ class TaskType:
         numeric: whether labels are numbers, rather than classes.
         row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
             added for a teacher to label.
-        most_tokens: the longest row to measure on if the user gives no length; None: no limit but the model's.
-        distance: what stage two calls the distance of the logits from a teacher's.
+        most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
+        distance: name of the distance of the logits from a teacher's, in the records of stage two.
     """
 
     head: ClassVar[Head]
@@ -66,13 +66,13 @@ class TaskType:
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """A copy of the tokenizer that can pad.
+        """A copy of the tokenizer, able to pad.
 
         Raises:
-            ConfigError: if the processor is no tokenizer, or cannot pad.
+            ConfigError: if the processor is not a tokenizer, or cannot pad.
         """
         copied = copy_tokenizer(self.processor)
-        # Labels of tokens are padded on the right as well, and positions count from the first place.
+        # Token labels are also padded on the right, and positions count from the first token.
         copied.padding_side = "right"
         return copied
 
@@ -95,47 +95,47 @@ class TaskType:
         return pad_with_labels(self.tokenizer, rows)
 
     def read_labels(self, view: View) -> None:
-        """Find out what the labels mean; numbers have no names."""
+        """Find the names of the labels; numbers have no names."""
 
     def numbered(self, examples: Sequence[Example]) -> Sequence[float]:
         """Return the labels of examples as numbers."""
         raise NotImplementedError
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
-        """Return what is measured of a model: by default the model itself."""
+        """Return the module that is measured: by default the model itself."""
         return model
 
     def reduce(self, logits: Logits, labels: Tensor) -> Logits:
-        """Return what is kept of a batch's logits, on their device: by default all."""
+        """Return the part of a batch's logits that is kept, on their device: by default all."""
         return logits
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the arguments of the task's metrics, each with one entry per unit that is scored and resampled [N].
 
         Args:
-            predictions: of all rows, after `reduce`, as the trainer gathers them.
-            labels: of all rows.
+            predictions: predictions of all rows, after `reduce`, as the trainer gathers them.
+            labels: labels of all rows.
         """
         raise NotImplementedError
 
     def metrics(self, *units: np.ndarray) -> dict[str, float]:
-        """Return the task's metrics of some `units`."""
+        """Return the task's metrics for some `units`."""
         return {name: value for metric in self.task.metrics for name, value in METRICS[metric](*units).items()}
 
     def compute_metrics(self, predictions: Predictions, labels: Predictions) -> dict[str, float]:
-        """Return the task's metrics of all rows."""
+        """Return the task's metrics for all rows."""
         return self.metrics(*self.units(predictions, labels))
 
     def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
-        """Return predictions that look at no input; none if the task has no such answer (perplexities, spans)."""
+        """Return predictions that ignore the input; empty if the task has no such answer (perplexities, spans)."""
         return ()
 
     def chance_metrics(self, labels: Predictions) -> list[dict[str, float]]:
-        """Return the metrics of every way to guess."""
+        """Return the metrics of every constant answer."""
         return [self.compute_metrics(answer, labels) for answer in self.constant_answers(labels)]
 
     def by_position(self, predictions: Predictions) -> tuple[PositionLoss, ...]:
-        """Return the loss by position in the row; nothing but for causal language models."""
+        """Return the loss by position in the row; empty except for causal language models."""
         return ()
 
     @classmethod
@@ -154,10 +154,10 @@ class TaskType:
             student: the model's outputs.
             teacher: the teacher's outputs.
             inputs: the batch with its labels.
-            temperature: of both softmaxes.
+            temperature: temperature of both softmaxes.
 
         Returns:
-            A scalar: a mean over rows; over tokens if each has a prediction; a squared error for numbers.
+            A scalar: the mean over rows, or over tokens if each has a prediction; for numbers, of squared errors.
         """
         mine, theirs = student.logits, teacher.logits
         if mine.ndim == 2:
@@ -176,7 +176,7 @@ class TaskType:
         """Return the tokenizer.
 
         Raises:
-            ConfigError: if it is slow, and so does not know what the task needs.
+            ConfigError: if it is slow, and so lacks the information that the task needs.
         """
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(f"{what}: got a slow tokenizer, expected a fast one, {knows}")
@@ -189,7 +189,7 @@ def first_output(outputs: Any) -> Any:
 
 
 class ClassLabels(TaskType):
-    """Rows with a class each."""
+    """Rows that each have a class."""
 
     def read_labels(self, view: View) -> None:
         """Find the class names in the order of their numbers: the task's, the data's, or the numbers that occur.
@@ -208,7 +208,7 @@ class ClassLabels(TaskType):
             if len(numbers) < len(labels):
                 raise DataError(
                     f"task {name}: got the label {next(x for x in labels if x not in numbers)!r} in column {column!r}, "
-                    "expected class names or whole numbers from 0; use task text-regression for numbers of other kinds"
+                    "expected class names or whole numbers from 0; use task text-regression for other numbers"
                 )
             if max(numbers) >= MOST_CLASSES:
                 raise DataError(
@@ -218,7 +218,7 @@ class ClassLabels(TaskType):
             names = tuple(str(number) for number in range(int(max(numbers)) + 1))
         if len(labels) < 2:
             raise DataError(
-                f"task {name}: got the one class {labels[0]!r} in column {column!r}, expected at least two; add rows "
+                f"task {name}: got only the class {labels[0]!r} in column {column!r}, expected at least two; add rows "
                 "of others, or name all classes (--labels A,B)"
             )
         self.task = dataclasses.replace(self.task, labels=names)
@@ -256,7 +256,7 @@ class ClassLabels(TaskType):
 
 
 class NumberLabels(TaskType):
-    """Rows with a number each."""
+    """Rows that each have a number."""
 
     numeric = True
     distance = "squared error to the teacher"

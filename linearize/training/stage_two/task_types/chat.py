@@ -1,7 +1,7 @@
-"""Conversations: next token of what the assistant says, one row per conversation.
+"""Conversations: the next token of the assistant's turns, one row per conversation.
 
-The tokenizer's chat template writes the text of a conversation; the loss is taken on the assistant's turns alone, as in
-`trl`. The template itself shows where these are: it is applied to the conversation up to each turn.
+The tokenizer's chat template writes the text of a conversation; the loss is computed on the assistant's turns alone, as
+in `trl`. The template itself shows where these are: it is applied to the conversation up to each turn.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class Chat(CausalType):
 
         Raises:
             DataError: if the column is missing, holds something else, or the assistant says nothing in any row.
-            ConfigError: if the tokenizer has no chat template, or does not know where in the text a token is.
+            ConfigError: if the tokenizer has no chat template, or does not map tokens to places in the text.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
-                "chat: got a tokenizer without a chat template, expected one that can write conversations down; take "
+                "chat: got a tokenizer without a chat template, expected one that can write conversations down; use "
                 "the tokenizer of a chat model, or write the conversations as text and use task causal-lm"
             )
-        self.fast_tokenizer("chat", "which knows where in the text a token is")
+        self.fast_tokenizer("chat", "which maps tokens to places in the text")
         splits = self.open_splits(given, raw=True)
         train, _, left_out = self._rows(splits.train)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too
-        note = f"; {silent:,} left out, in which the assistant says nothing that fits" if silent else ""
+        note = f"; {silent:,} left out, in which no answer of the assistant fits" if silent else ""
         facts = row_facts(lengths, self.options)
         return TaskData(self, train, validation, splits.description + note, facts=facts)
 
     def _rows(self, table: Dataset) -> tuple[list[Row], list[int], int]:
-        """Return the rows, the lengths of the whole conversations, and how many have nothing to learn from."""
+        """Return the rows, the lengths of the whole conversations, and how many have nothing to learn."""
         column, most = self.task.columns[0], self.options.max_length
         need_columns(table, [column], "chat")
         rows, lengths, silent = [], [], 0
@@ -82,7 +82,7 @@ def _checked(messages: object, column: str) -> list[Message]:
             f"chat: got {str(messages)[:60]!r} in column {column!r}, expected a list of messages with 'role' and "
             "'content'; repair the row, or name another column (--columns)"
         )
-    # Tables give every message all the fields that any has.
+    # Tables give every message all the fields that any message has.
     return [{name: value for name, value in message.items() if value is not None} for message in listed]
 
 
@@ -90,12 +90,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
     """Tokenise a conversation as its chat template writes it.
 
     Args:
-        tokenizer: fast, with a chat template.
-        messages: with `role` and `content`.
+        tokenizer: a fast one with a chat template.
+        messages: messages with `role` and `content`.
 
     Returns:
-        Its tokens, and for each whether it is the assistant's: from the end of what the template puts before an answer
-        to the end of the turn, its end token included.
+        Its tokens, and for each whether it is the assistant's: from the end of the template's generation prompt to the
+        end of the turn, including its end token.
 
     Raises:
         ConfigError: if the template writes earlier turns differently once later ones follow.
@@ -128,5 +128,5 @@ def _written(
         )
     except TemplateError as error:
         raise DataError(
-            f"chat: the chat template refuses a conversation ({error}), expected roles as it knows them; repair the row"
+            f"chat: the chat template refuses a conversation ({error}), expected roles that it supports; repair the row"
         ) from None

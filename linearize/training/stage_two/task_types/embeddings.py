@@ -24,7 +24,7 @@ from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabe
 from linearize.training.stage_two.task_types.text import Reader, Texts, mean_over_chunks, read_chunks
 
 SPAN = 512
-"""Tokens of a part of a text that is read whole."""
+"""Tokens per part of a text that is read whole."""
 SECOND = "second_"
 """Prefix of the second text's fields."""
 
@@ -55,8 +55,8 @@ class PartEmbedder(Reader):
     def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
         """Embed 2 N texts [2 N, T] -> [N, 1 + P, 2, D]: first the whole texts, then their parts.
 
-        A text of fewer parts ends in `IGNORED`, with which the trainer too fills up batches of fewer parts. A whole
-        text is the mean over its tokens, or over its chunks.
+        Texts with fewer parts are padded with `IGNORED`, as the trainer pads batches with fewer parts. A whole text
+        is the mean over its tokens, or over its chunks.
         """
         if owners is None:
             halves = [_trimmed({name: field.chunk(2)[side] for name, field in fields.items()}) for side in (0, 1)]
@@ -79,7 +79,7 @@ class PartEmbedder(Reader):
 
 
 def _trimmed(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut off columns that are padding in all rows, if they are half of them: questions next to long documents."""
+    """Cut off columns that are padding in all rows, if they are at least half: questions next to long documents."""
     length = int(fields["attention_mask"].sum(dim=1).max())
     few = 2 * length <= fields["attention_mask"].shape[1]
     return {name: field[:, :length] for name, field in fields.items()} if few else dict(fields)
@@ -96,7 +96,7 @@ class EmbeddedPairs(Texts):
 
     @property
     def trains(self) -> bool:
-        """Whether the rows can be trained on: there is no head, and nothing to train."""
+        """Whether the rows can be trained on: no, as there is no head to train."""
         return False
 
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
@@ -126,7 +126,7 @@ class EmbeddedPairs(Texts):
 
 
 def _side_by_side(texts: list[Row], labels: Sequence[float]) -> list[Row]:
-    """Return rows of two texts: the first half of the texts are the first ones of each row."""
+    """Return rows of two texts: the first half of `texts` are the first texts of the rows."""
     half = len(labels)
     return [
         {**one, **{f"{SECOND}{name}": value for name, value in two.items()}, "labels": label}
@@ -135,15 +135,15 @@ def _side_by_side(texts: list[Row], labels: Sequence[float]) -> list[Row]:
 
 
 class Similarity(EmbeddedPairs, NumberLabels):
-    """Likeness of two sentences by the cosine of their embeddings."""
+    """Similarity of two sentences by the cosine of their embeddings."""
 
     columns = 2
 
     def prepare(self, given: Given) -> TaskData:
-        """Read pairs of sentences and how alike they are.
+        """Read pairs of sentences and their similarity.
 
         Raises:
-            DataError: if rows have one text only, or a label is no number.
+            DataError: if rows have only one text, or a label is not a number.
         """
         splits = self.open_splits(given)
         return self.rows(splits, splits.description)
@@ -152,7 +152,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
         """Return the first and the second sentences of all rows, and the labels.
 
         Raises:
-            DataError: if rows have one text only, or a label is no number.
+            DataError: if rows have only one text, or a label is not a number.
         """
         examples = view.fetch(range(len(view)))
         if any(example.pair is None for example in examples):
@@ -167,15 +167,15 @@ class Similarity(EmbeddedPairs, NumberLabels):
 
 
 class Duplicates(ClassLabels, Similarity):  # type: ignore[misc]
-    """Whether two sentences say the same, by the cosine of their embeddings."""
+    """Whether two sentences mean the same, by the cosine of their embeddings."""
 
     units = NumberLabels.units
 
 
 class Retrieval(EmbeddedPairs):
-    """Long texts found again without labels: the first half of every text looks for its second half among all.
+    """Retrieval without labels: the first half of every text is the query for its second half, among all texts.
 
-    Of rows with two texts the first, a question, looks for the second.
+    In rows with two texts, the first one, a question, is the query for the second.
     """
 
     columns = 2
@@ -184,13 +184,13 @@ class Retrieval(EmbeddedPairs):
         """Read texts and cut each in two, at the middle of its words; or read questions and their texts.
 
         Raises:
-            DataError: if a text has one word only, or there is only one text.
+            DataError: if a text has only one word, or there is only one text.
         """
         splits = self.open_splits(given)
         if len(splits.validation) < 2:
             raise DataError(
-                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to look "
-                "among; add rows"
+                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to "
+                "search; add rows"
             )
         what = "halves of the texts of" if len(self.task.columns) < 2 else "questions and texts of"
         return self.rows(splits, f"{what} {splits.description}")
@@ -199,7 +199,7 @@ class Retrieval(EmbeddedPairs):
         """Return the first and the second halves of all texts, or both texts of each row, and their numbers.
 
         Raises:
-            DataError: if a text to be cut has one word only.
+            DataError: if a text to be cut has only one word.
         """
         examples = view.fetch(range(len(view)))
         if len(self.task.columns) == 2:
@@ -228,6 +228,6 @@ class Retrieval(EmbeddedPairs):
         return ranks(first[:, 0], second[:, 0]), part_ranks(*parts)
 
     def chance_metrics(self, labels: Predictions) -> list[dict[str, float]]:
-        """Return what a random order reaches on average."""
+        """Return the average metrics of a random order."""
         order = np.arange(1, len(labels) + 1)
         return [retrieval(order, order)]

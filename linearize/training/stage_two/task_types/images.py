@@ -17,7 +17,7 @@ from linearize.training.stage_two.task_types.base import ClassLabels
 
 DIGESTS = 512
 SHIFT = 1 / 8
-"""Furthest shift of an augmented image, relative to its size: 4 pixels of 32."""
+"""Largest shift of an augmented image, relative to its size: 4 pixels of 32."""
 
 
 class ImageRows:
@@ -39,7 +39,7 @@ class ImageRows:
 
 
 class ImageClassification(ClassLabels):
-    """Images with a class each."""
+    """Images that each have a class."""
 
     head = HEADS["image-classification"]
 

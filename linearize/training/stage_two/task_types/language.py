@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 TEXTS = 1_000
 """Texts that are tokenised at a time."""
 WINDOW = 2_048
-"""Tokens of a language model's windows if the user gives no length, and the model takes as many."""
+"""Tokens in a language model's windows if the user gives no length and the model takes that many."""
 
 
 class Windows:
@@ -49,8 +49,8 @@ class Windows:
     Args:
         tokens: [N] int32.
         length: tokens per window.
-        starts: [W] first token of each window; None: windows do not overlap.
-        fresh: [W] first place of the whole row whose token a window predicts; None: all of the window.
+        starts: [W] first token of each window; None for windows that do not overlap.
+        fresh: [W] place in the whole row of the first token that a window predicts; None if it predicts all.
         fixed: whether masks are the same each time.
     """
 
@@ -63,7 +63,7 @@ class Windows:
         fixed: bool = False,
     ) -> None:
         self.tokens, self.length, self.fresh, self.fixed = tokens, length, fresh, fixed
-        # Without given starts full windows, or one short one if none is full.
+        # Without starts: full windows, or a single short window if the row is too short.
         self.starts = np.arange(0, max(1, len(tokens) - length + 1), length) if starts is None else starts
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class LanguageType(TaskType):
     most_tokens: ClassVar[int | None] = WINDOW
 
     def read_tokens(self, given: Given, fit: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray, int, str]:
-        """Return the texts to train on and to measure on, each as one row of tokens [N], words of the latter, a line.
+        """Return training and validation texts, each as one row of tokens [N], the latter's words, and a description.
 
         Args:
             given: the data set.
@@ -114,7 +114,7 @@ class LanguageType(TaskType):
 
 
 class CausalType(LanguageType):
-    """Tasks of the next token that keep the loss by position."""
+    """Next-token tasks that keep the loss by position."""
 
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return sums of the negative log-likelihoods of labels [B, T] under logits [B, T, V].
@@ -156,18 +156,18 @@ class CausalLanguage(CausalType):
         )
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return windows [B, T]; a shorter last one is filled up with labels that do not count."""
+        """Return windows [B, T]; a shorter last window is padded with labels that do not count."""
         width = max(len(row["input_ids"]) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         labels = torch.full((len(rows), width), IGNORED)
         for place, row in enumerate(rows):
             ids[place, : len(row["input_ids"])] = torch.from_numpy(row["input_ids"])
             labels[place, : len(row["labels"])] = torch.from_numpy(row["labels"])
-        # The filling comes after the text, which a causal model does not read; so no padding mask is needed.
+        # The padding comes after the text, where a causal model does not look, so no padding mask is needed.
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def metrics(self, *units: np.ndarray) -> dict[str, float]:
-        """Return the perplexity by token, and by word."""
+        """Return the perplexity per token, and per word."""
         by_word = perplexity(units[0], np.array([self.words]))
         return super().metrics(*units) | {"word_perplexity": by_word["perplexity"]}
 
@@ -244,7 +244,7 @@ def _need_tokens(description: str, what: str, least: int, train: np.ndarray, val
 
 
 def tokens_of(table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
-    """Tokenise a column -> tokens [N], and its words as WikiText counts them (line ends count)."""
+    """Tokenise a column; return its tokens [N] and its number of words, counted as in WikiText (line ends count)."""
     parts, words = [], 0
     for begin in range(0, len(table), TEXTS):
         texts = [text or "" for text in table[begin : begin + TEXTS][column]]
@@ -259,7 +259,7 @@ def strided(count: int, length: int, stride: int) -> tuple[np.ndarray, np.ndarra
     """Cut a row of `count` tokens into windows of `length`, `stride` new tokens each.
 
     Returns:
-        starts [W] and, of each window, the first place that it predicts [W]: every place from 1 on is predicted once.
+        starts [W] and, for each window, the first place that it predicts [W]: every place from 1 on is predicted once.
     """
     starts, fresh = [0], [1]
     end = min(length, count)
@@ -271,18 +271,18 @@ def strided(count: int, length: int, stride: int) -> tuple[np.ndarray, np.ndarra
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the negative log-likelihoods of labels [B, T] under logits [B, T, V], 0 if ignored, and which count."""
+    """Return the negative log-likelihoods of labels [B, T] under logits [B, T, V], 0 if ignored, and a mask [B, T]."""
     nll = functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     return nll, (labels != IGNORED).float()
 
 
 class Copies(Windows):
-    """Passages of one long row of tokens, each twice: windows, read two times."""
+    """Passages of one long row of tokens, each repeated once."""
 
     def __getitem__(self, place: int) -> Row:
         passage = super().__getitem__(place)["input_ids"]
         labels = np.concatenate([np.full(len(passage), IGNORED), passage])
-        # The first token of the second reading follows from nothing.
+        # The first token of the second reading cannot be predicted.
         labels[len(passage)] = IGNORED
         return {"input_ids": np.concatenate([passage, passage]), "labels": labels}
 
@@ -291,8 +291,8 @@ class Copying(LanguageType):
     """A passage appears twice in a row, and every token of the second reading could be looked up in the first.
 
     The probe depends on the length of the passage (half of `max_length`): softmax looks tokens up exactly, and a state
-    of a fixed size has a limit. The repeated sequences of Olsson et al. 2022, https://arxiv.org/abs/2209.11895, with
-    passages of real text.
+    of a fixed size has a limit. It uses the repeated sequences of Olsson et al. 2022, https://arxiv.org/abs/2209.11895,
+    with passages of real text.
     """
 
     def prepare(self, given: Given) -> TaskData:
@@ -323,7 +323,7 @@ class Copying(LanguageType):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
-        """Return what the metric `copying` reads [B, 5], from logits [B, T, V]."""
+        """Return the sums that the metric `copying` reads, [B, 5], from logits [B, T, V]."""
         scores: Tensor = first_output(logits)
         half = labels.shape[1] // 2
         passage = labels[:, half + 1 :]
@@ -346,7 +346,7 @@ class Recall(LanguageType):
     most_tokens = None
 
     def prepare(self, given: Given) -> TaskData:
-        """Read sequences; the loss is taken on the answers only.
+        """Read sequences; the loss is computed on the answers only.
 
         Raises:
             DataError: if a column is missing or a sequence does not fit the length.

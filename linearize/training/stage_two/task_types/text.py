@@ -1,6 +1,6 @@
-"""Texts and pairs of texts, classified or with a number each; whole or in chunks.
+"""Texts and pairs of texts, each with a class or a number; whole or in chunks.
 
-Chunks are the usual way to read a long text with a model of short inputs: each is read alone, and outputs are averaged.
+Chunks are the usual way to read long texts with a model of short inputs: each is read alone, outputs are averaged.
 A text's chunks do not overlap, and each has the tokenizer's special tokens around it.
 """
 
@@ -127,7 +127,7 @@ def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mappin
 
 
 class Reader(nn.Module):
-    """What is measured of a model: texts go in, something to score comes out, and nothing is trained.
+    """Wraps a model for measuring: texts go in, values to score come out, and nothing is trained.
 
     Args:
         model: the model.
@@ -140,12 +140,12 @@ class Reader(nn.Module):
     def forward(
         self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
     ) -> dict[str, Tensor]:
-        """Read a batch, in chunks if `owners` says whose each is -> `logits`; the trainer wants a loss too."""
+        """Return `logits` for a batch, in chunks if `owners` is given; also a zero loss, which the trainer needs."""
         logits = self.read(owners, **fields)
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
 
     def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
-        """Return what is scored."""
+        """Return the values that are scored."""
         raise NotImplementedError
 
 
@@ -166,7 +166,7 @@ class Texts(TaskType):
         return tokenise(self.tokenizer, first, second or [None] * len(first), self.options.max_length)
 
     def checked(self, first: Sequence[str], second: Sequence[str | None] | None = None) -> list[Row]:
-        """Return the same.
+        """Return the same as `tokenised`.
 
         Raises:
             DataError: if a text has no token.
@@ -278,8 +278,8 @@ def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str | None]]:
 
 
 class TextClassification(ClassLabels, _TextRows):
-    """Texts, or pairs of texts, with a class each."""
+    """Texts, or pairs of texts, each with a class."""
 
 
 class TextRegression(NumberLabels, _TextRows):
-    """Texts, or pairs of texts, with a number each."""
+    """Texts, or pairs of texts, each with a number."""

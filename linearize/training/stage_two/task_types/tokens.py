@@ -1,6 +1,6 @@
 """Tags for words, learned and scored on each word's first piece; and question answering by spans, SQuAD's columns.
 
-A long text becomes several overlapping rows of a question.
+A long text becomes several overlapping rows for one question.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TokenClassification(TaskType):
-    """Words with a tag each."""
+    """Words that each have a tag."""
 
     head = HEADS["token-classification"]
 
@@ -49,7 +49,7 @@ class TokenClassification(TaskType):
             DataError: if a column is missing or does not hold lists, or a tag is not among the task's.
             ConfigError: if the tokenizer cannot tell which word a token belongs to.
         """
-        self.fast_tokenizer("token classification", "which knows its words")
+        self.fast_tokenizer("token classification", "which maps tokens to words")
         splits = self.open_splits(given, raw=True)
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits.train, (words, label), "token classification")
@@ -131,7 +131,7 @@ class TokenClassification(TaskType):
 
 
 def most_frequent(labels: Predictions) -> Iterable[np.ndarray]:
-    """Return one answer: the most frequent label of tokens, everywhere; none if no token has a label."""
+    """Return one answer: the most frequent token label everywhere; empty if no token has a label."""
     labels = np.asarray(labels)
     known = labels[labels != IGNORED]
     return (np.full_like(labels, np.bincount(known).argmax()),) if len(known) else ()
@@ -144,7 +144,7 @@ FAR_BELOW = -1e4
 
 
 class QuestionAnswering(TaskType):
-    """Questions with a text each, and the answer's span in the text."""
+    """Questions, each with a text and the answer's span in it."""
 
     head = HEADS["question-answering"]
     columns = 2
@@ -154,10 +154,10 @@ class QuestionAnswering(TaskType):
         """Read questions, texts and answers.
 
         Raises:
-            DataError: if a column is missing or answers do not have SQuAD's form.
-            ConfigError: if the tokenizer does not know its characters.
+            DataError: if a column is missing or answers do not have SQuAD's format.
+            ConfigError: if the tokenizer does not map tokens to characters.
         """
-        self.fast_tokenizer("question answering", "which knows its characters")
+        self.fast_tokenizer("question answering", "which maps tokens to characters")
         splits = self.open_splits(given, raw=True)
         held = splits.validation
         question, context = self.task.columns
@@ -185,7 +185,7 @@ class QuestionAnswering(TaskType):
         return TaskData(self, self._rows(splits.train), validation, splits.description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return token fields [B, T], which are padded already, and the answers' places [B]."""
+        """Return token fields [B, T], which are already padded, and the answers' places [B]."""
         names = (*TOKEN_FIELDS, *self.label_fields)
         return {name: torch.tensor([row[name] for row in rows]) for name in names if name in rows[0]}
 
@@ -230,7 +230,7 @@ class QuestionAnswering(TaskType):
 
 
 def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:
-    """Return one row; an answer that is not wholly inside is answered by the first token."""
+    """Return one row; if the answer is not entirely inside, its span is the first token."""
     inside = [part == 1 for part in coded.sequence_ids(piece)]
     offsets = [tuple(pair) if keep else None for pair, keep in zip(coded["offset_mapping"][piece], inside, strict=True)]
     start = end = 0
