@@ -113,7 +113,7 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
     Args:
         plan: the plan of the conversion.
         provenance: how the checkpoint was made.
-        length: tokens that the model takes; None: unlimited or unknown.
+        length: tokens that the model takes; None if unlimited or unknown.
     """
     sentences = ["Short inputs are not faster than with softmax; the gain grows with the length."]
     trained = provenance.longest_row_length
@@ -197,7 +197,7 @@ def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
 
 
 def _fidelity(provenance: Provenance) -> dict[str, object] | None:
-    """Return head and rows of a table: how close each layer's attention is to softmax, before and after stage one."""
+    """Return head and rows of the table of how close each layer is to softmax, before and after stage one."""
     earlier, later = (provenance.part("distillation").part(side).parts("layers") for side in ("before", "after"))
     if not later or len(earlier) != len(later):
         return None

@@ -136,7 +136,7 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
 
 
 def data_digest(data: object) -> str:
-    """Return the hash of data, of the kinds that `fingerprint` takes."""
+    """Return the hash of data of any kind that `fingerprint` takes."""
     own = getattr(data, "digest", None)
     if callable(own):
         return str(own())

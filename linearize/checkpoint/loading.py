@@ -1,7 +1,7 @@
 """Load a model by Hub name, folder or GGUF file, with its tokenizer or image processor.
 
 A sentence-transformers folder has more modules (pooling, normalisation, dense layers), which a checkpoint keeps:
-`SentenceTransformer(FOLDER)` reads them from `modules.json`; without it, it would use mean pooling and not normalise.
+`SentenceTransformer(FOLDER)` reads them from `modules.json`, without which it would use mean pooling and not normalise.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
 
     Args:
         name: Hub name, folder or GGUF file.
-        task: a key of `linearize.core.heads.HEADS`; None: the class in the config's `architectures`.
+        task: a key of `linearize.core.heads.HEADS`; None for the class in the config's `architectures`.
         device: device of the model.
         revision: branch, tag or commit on the Hub.
 
@@ -85,7 +85,7 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
         loader = transformers.AutoModel
     if task is None and "architecture" in raw and raw.get("num_classes"):
-        # timm's config.json does not name a class of transformers.
+        # timm's config.json does not name a transformers class.
         loader = transformers.AutoModelForImageClassification
     with explained(name, f"as {architecture}" if architecture else ""):
         model = load_weights(loader, name, revision=revision, **_timm_options(name, revision, raw))

@@ -1,7 +1,7 @@
 """A command's output folder: checked and locked before any slow step, renamed when complete.
 
 The user's own files are never replaced (`linearize.checkpoint.ownership`), one process at a time writes to an output,
-and the next process removes, or restores, what a killed one left.
+and the next process removes, or restores, the leftovers of a killed one.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
         The folder's absolute path.
 
     Raises:
-        CheckpointError: as `check_target`, and if another process writes to it.
+        CheckpointError: as in `check_target`, and if another process writes to it.
     """
     sources = list(sources)
     path = check_target(target, overwrite=overwrite, sources=sources)
@@ -168,7 +168,7 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
 
 
 def clear_leftovers(target: Name) -> None:
-    """Remove what killed processes left around a complete output and around outputs inside it, locks included.
+    """Remove the leftovers of killed processes next to a complete output and inside it, including locks.
 
     What a running process is writing stays, as does anything that cannot be removed.
 

@@ -1,4 +1,4 @@
-"""How a checkpoint was made: the record `provenance` in its config.json, read by type.
+"""How a checkpoint was made: typed access to the record `provenance` in its config.json.
 
 The record comes from whoever made the checkpoint. Reading never fails: a value of the wrong type counts as missing.
 """
@@ -14,7 +14,7 @@ MOST_POINTS = 8
 
 
 class Record:
-    """A mapping of unknown origin; without values it is false.
+    """A mapping of unknown origin; false if it is empty.
 
     Args:
         values: the mapping; anything else counts as an empty one.
@@ -84,7 +84,7 @@ class Provenance(Record):
 
     @property
     def weights_were_trained(self) -> bool:
-        """Whether the alignment or stage two trained the original's weights; its softmax has then changed."""
+        """Whether the alignment or stage two trained the original's weights; if so, its softmax has changed."""
         return "finetuning" in self.values or self.part("alignment").text("train") not in (None, "kernels")
 
     @property
@@ -121,7 +121,7 @@ class Provenance(Record):
 
     @property
     def search_sentence(self) -> str:
-        """What the search was asked for; empty if no search chose the kernels."""
+        """A sentence on what the search was asked for; empty if no search chose the kernels."""
         search = self.part("search")
         limit, length, kept = search.number("limit"), search.whole("length"), search.part("budget").number("softmax")
         if limit is None or length is None:

@@ -54,7 +54,7 @@ def record(
 
     Args:
         model: the original, not yet converted.
-        inputs: keyword arguments for its forward; None: made up from the config.
+        inputs: keyword arguments for its forward; None to make them up from the config.
         longest: the most tokens for which layers that lose their window still compute the same.
 
     Returns:
@@ -69,7 +69,7 @@ def record(
 
 
 def _record(run: Run, longest: int | None = None, padded: bool = True) -> list[Recorded]:
-    # Cut the tokens.
+    # Cut the rows to `longest` tokens.
     texts = {
         key: x for key, x in run.inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()
     }

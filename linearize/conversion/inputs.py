@@ -1,4 +1,4 @@
-"""Make up inputs for a trial run from a model's config (a few tokens, one image, a little sound); its attention calls.
+"""Made-up inputs for a trial run of a model (a few tokens, one image, a little sound), and the calls in that run.
 
 Architectures take inputs in different shapes and combinations. So there are several candidates, most complete first,
 and the first that the model accepts is used.
@@ -135,7 +135,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     try:
         return config.get_text_config()
     except ValueError:
-        # MusicGen has two: take the part for the text that it writes.
+        # MusicGen has two: use the part for the text that it writes.
         return config.get_text_config(decoder=True)
 
 

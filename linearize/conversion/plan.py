@@ -147,7 +147,7 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call])
         if calls:
             return (
                 f"{name} has attention in its head only ({type(calls[0].module).__name__}), outside of the body "
-                f"({type(model.base_model).__name__}) by whose names a plan goes, so it cannot be converted"
+                f"({type(model.base_model).__name__}) whose modules a plan names, so it cannot be converted"
             )
         if any("attention" in type(module).__name__.lower() for module in model.modules()):
             return (
@@ -248,7 +248,7 @@ def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Pla
 
 
 def set_trained_length(model: PreTrainedModel, tokens: int) -> None:
-    """Let causal hybrids fade beyond the longest rows they were trained on, in place; the length never shrinks."""
+    """Make causal hybrids fade beyond the longest rows they were trained on, in place; this length never shrinks."""
     fading = {
         layer.module: dataclasses.replace(layer.hybrid, trained_length=max(tokens, layer.hybrid.trained_length or 0))
         for layer in Plan.from_dict(model.config.linearize).converted

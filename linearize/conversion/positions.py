@@ -6,10 +6,10 @@ Everything that depends on the length is found and changed (`follow`):
   stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
 - tables of patches: interpolated bicubically in fp32, as transformers' own `interpolate_pos_encoding` does
   (timm models: by their own `set_input_size`);
-- values of a formula (sinusoidal tables, `position_ids`, causal masks): the values that the class itself writes;
+- values of a formula (sinusoidal tables, `position_ids`, causal masks): the values that the class itself computes;
 - numbers stored in modules (`num_embeddings`, `image_size`, `max_seq_len_cached`).
 
-Any other difference is an error, raised before any change. Rotary frequencies stay (no scaling). Parameters are
+Any other dependence is an error, raised before any change. Rotary frequencies stay (no scaling). Parameters are
 replaced, so build the optimizer afterwards.
 """
 
@@ -77,7 +77,7 @@ class _Image(NamedTuple):
 def current_length(model: nn.Module) -> int | None:
     """Return how many tokens a transformers or timm model takes now; None if unlimited or unknown.
 
-    RoBERTa's 514 rows are 512 tokens; image models count every token.
+    RoBERTa's 514 rows hold 512 tokens; image models count every token.
     """
     if (timm := _timm(model)) is not None:
         image = _image(model) if isinstance(getattr(timm, "pos_embed", None), Tensor) else None
@@ -120,7 +120,7 @@ def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile")
             the same output, bit for bit; "interpolate" stretches them linearly, and keeps the first and last row.
 
     Raises:
-        ConfigError: `max_length` is not a whole number or less than the model takes now; `method` is unknown.
+        ConfigError: `max_length` is not a whole number, or is below what the model takes now; `method` is unknown.
         UnsupportedModelError: the model has no limit, or one of an unknown kind.
     """
     if type(max_length) is not int or max_length < 1:
@@ -402,7 +402,7 @@ def follow(
     """Set a config field and everything that depends on it; compute everything first, then write.
 
     No list per model is needed: the model's class is built twice on the meta device, with the old and the new value,
-    and whatever differs between the two must change. A difference of an unknown kind is an error, raised first.
+    and whatever differs between the two must change. Unknown kinds of differences raise an error first.
 
     Returns:
         Names of the replaced tensors, and of the field.

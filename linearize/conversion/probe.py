@@ -127,7 +127,7 @@ def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = Non
 
     Args:
         model: any transformers model; it is not changed.
-        inputs: keyword arguments for its forward; None: made up from the config.
+        inputs: keyword arguments for its forward; None to make them up from the config.
 
     Returns:
         A run of the whole model if it takes the inputs, and the calls in order. With made-up inputs, parts that did not

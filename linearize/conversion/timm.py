@@ -3,7 +3,7 @@
 timm's attentions have no interface to register with, but they call `F.scaled_dot_product_attention` themselves. These
 calls are recorded here, and redirected in a converted model (`linearize.attention.redirect`). Plain attentions that
 write softmax out (TNT, SHViT) get a forward from there that calls it; others (LeViT, CaiT, XCiT ...) are not recorded,
-and refused with the reason.
+but refused with the reason.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
     """Run a wrapped timm model once and return its attention calls in order.
 
     Raises:
-        UnsupportedModelError: if no attention is called, although some modules are named attention.
+        UnsupportedModelError: if no attention is called, although there are modules with such names.
     """
     watcher = _Watcher()
     with _following(model, watcher), torch.no_grad(), watcher:

@@ -31,7 +31,7 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
         config: Names of the columns, or None to find them.
         modality: Whether the model reads text or images.
         origin: Name of the data set in messages.
-        label: Column of the label; None: rows have no labels.
+        label: Column of the label; None if rows have no labels.
 
     Returns:
         The table with at most three columns; images are not decoded.
@@ -88,7 +88,7 @@ def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin
 
 
 def find_pair(kinds: dict[str, str]) -> tuple[str, str] | None:
-    """Return the two columns of a pair if they have usual names and no other column has a usual name of a text."""
+    """Return the two columns of a pair if they have usual names and no other column has a usual text name."""
     for pair in PAIRS:
         others = [name for name in TEXT_NAMES if kinds.get(name) == "text" and name not in pair]
         if not others and all(kinds.get(name) == "text" for name in pair):

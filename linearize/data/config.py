@@ -80,7 +80,7 @@ class DataConfig:
         return self.text_column is None and self.text_pair_column is None and not self.packing
 
     def held_out(self, examples: int | None) -> int:
-        """Return how many of `examples` (None: unknown) are held out."""
+        """Return how many of `examples` (None if unknown) are held out."""
         if self.holdout is not None:
             return self.holdout
         return HOLDOUT if examples is None else max(1, min(HOLDOUT, examples // 4))

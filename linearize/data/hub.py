@@ -49,7 +49,7 @@ def load_hub(name: str, split: str, most: int | None = None) -> Dataset:
     Args:
         name: ``owner/name`` or ``owner/name:config``.
         split: Name of the split; slices such as ``train[:1000]`` work too.
-        most: Rows to read, without loading the rest; None: all.
+        most: Rows to read, without loading the rest; None for all.
 
     Returns:
         The data set.

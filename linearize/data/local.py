@@ -65,7 +65,7 @@ def open_local(path: Path, split: str, modality: Modality, most: int | None = No
             or a folder written by ``Dataset.save_to_disk``.
         split: Which files of a folder to read, if their names or folders say train, validation or test.
         modality: Whether the model reads text or images.
-        most: Rows to read of each kind of file, without loading the rest; None: all. Image files are always all listed.
+        most: Rows to read of each kind of file, without loading the rest; None for all. All image files are listed.
 
     Returns:
         Tables, one for each kind of file; or the images.
@@ -136,7 +136,7 @@ def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
 
 
 def _tags(root: Path, files: Sequence[Path]) -> dict[Path, str | None]:
-    """Return the split of each file; None if it has none."""
+    """Return the split of each file; None if it has no split."""
     inner = {file: PurePosixPath(file.relative_to(root)) for file in files}
     tops = _top_splits([place for file, place in inner.items() if file_kind(file) == "image"])
     return {

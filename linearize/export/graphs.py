@@ -37,7 +37,7 @@ class Graph:
 
     Attributes:
         name: "model" or "step".
-        module: takes the inputs in their order, and returns the outputs as a tuple.
+        module: module that takes the inputs in this order, and returns the outputs as a tuple.
         inputs: example tensors by name.
         outputs: names of the outputs.
         sizes: name of each open dimension, by input.

@@ -165,7 +165,7 @@ def check(graphs: list[Graph], model: PreTrainedModel, folder: Path, tokens: int
 
 
 def resized(graph: Graph, sizes: Mapping[str, int], *, padded: bool = True) -> dict[str, Tensor]:
-    """Return a graph's example inputs at other sizes; `padded`: the first row gets padding on the left."""
+    """Return a graph's example inputs at other sizes; with `padded`, the first row gets padding on the left."""
     inputs = {}
     for name, x in graph.inputs.items():
         for axis, size in graph.sizes[name].items():

@@ -130,7 +130,7 @@ class AlignTrainer(Trainer):
             for name, value in part.items():
                 terms[name] = terms.get(name, 0.0) + value
         if self.accelerator.num_processes > 1:
-            # Together the processes compute one step.
+            # The processes compute one step together.
             self.reduce_gradients(self.parameters.values())
             names = sorted(terms)
             sums = torch.tensor([loss, *(terms[n] for n in names)], dtype=torch.float64, device=self.device)
@@ -253,8 +253,8 @@ def align(
         student: a converted model.
         data: the source of batches, e.g. `linearize.data.load_source(...)`; labels are not used.
         config: options.
-        teacher: the original; it is copied and not changed. None: the student's own weights under softmax, which are
-            the original's unless the student was aligned or tuned before.
+        teacher: the original; it is copied and not changed. None for the student's own weights under softmax, which
+            are the original's unless the student was aligned or tuned before.
         on_step: called after every step (progress bars, logs).
         accelerator: an Accelerate object; None makes one.
 

@@ -150,8 +150,8 @@ class Share(NamedTuple):
     """The size of a batch, or its share of a step.
 
     Attributes:
-        tokens: tokens; rows if the batch has no mask.
-        rows: rows.
+        tokens: number or share of tokens; of rows if the batch has no mask.
+        rows: number or share of rows.
     """
 
     tokens: float = 1.0
@@ -302,7 +302,7 @@ class Objective:
             error = (mine.float() - target.float()).square().sum() / (target.shape[0] * self.numbers[name])
             return share.rows * error
         if mask is not None and not per_token and target.shape == mask.shape:
-            # One logit per token, of which one is chosen (the start of an answer): never padding.
+            # One logit per token: the chosen token (the start of an answer) must not be padding.
             mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
         first, second = masked_rows(mine, mask), masked_rows(target, mask)
         mean = divergence(first, second, temperature=self.config.temperature) / max(len(first), 1)
@@ -310,7 +310,7 @@ class Objective:
 
 
 def flat(states: Tensor) -> Tensor:
-    """Return states as [B, T, C], also those of a grid [B, H, W, C]."""
+    """Return states as [B, T, C]; a grid [B, H, W, C] is flattened."""
     return states if states.ndim == 3 else states.flatten(1, -2)
 
 

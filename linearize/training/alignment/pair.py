@@ -33,7 +33,7 @@ class Outputs:
 
     Attributes:
         states: hidden states [B, T, C] after each block by the block's name, and `OUTPUT` last if the model has it.
-        logits: logits by the head's names for them; [B, V], [B, T, V], or [B, T] over the tokens.
+        logits: logits by their names in the head's output; [B, V], [B, T, V], or [B, T] over the tokens.
         mask: [B, T], true at tokens; None if there is no padding.
     """
 
@@ -104,7 +104,7 @@ class Pair:
 
     @contextlib.contextmanager
     def softmax(self) -> Iterator[None]:
-        """Have the teacher compute softmax while the block runs."""
+        """Make the teacher compute softmax inside the block."""
         with observed(self.teacher, frozen_output):
             yield
 
@@ -166,7 +166,7 @@ def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shar
 
     Args:
         student: a converted model.
-        teacher: its original, which is copied; None: the student's current weights under softmax.
+        teacher: its original, which is copied; None for the student's current weights under softmax.
         shared: whether the student's other weights do not change, so that it can be its own teacher.
 
     Raises:

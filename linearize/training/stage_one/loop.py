@@ -225,7 +225,7 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
     Args:
         loaded: model, processor, modality and name from `linearize.checkpoint.loading`.
         data: the data; its `max_length` is replaced.
-        length: tokens per row, at most the model's limit; None: `usual_length`.
+        length: tokens per row, at most the model's limit; None for `usual_length`.
         skip: the option that avoids reading data, for error messages.
 
     Raises:

@@ -76,7 +76,7 @@ class Targets(NamedTuple):
         return self if positions is None else self._replace(q=self.q[:, :, positions], positions=positions)
 
     def valid_queries(self) -> Tensor | None:
-        """Return [B, R] ones for queries that are tokens; None if all are."""
+        """Return a mask [B, R] of the queries that are tokens; None if all are."""
         if self.key_padding_mask is None:
             return None
         mask = self.key_padding_mask.float()
@@ -135,7 +135,7 @@ def cross_entropy_(
 
 
 def _places(targets: Targets, keys: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Return which of the given queries are among the kept tokens (None: all), and their places among them."""
+    """Return which of the given queries are among the kept tokens (None for all), and their places among them."""
     if targets.positions is None:
         tokens = targets.k.shape[2] if keys is None else len(keys)
         return keys, torch.arange(tokens, device=targets.k.device)

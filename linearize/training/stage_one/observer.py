@@ -207,7 +207,7 @@ class KernelTrainer(Trainer):
         self.optimizer, self.rates = self._optimizer()
 
     def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
-        """Make one parameter group per layer, with its kernel's defaults; return also their peak rates and warm-ups."""
+        """Make one parameter group per layer, with its kernel's defaults; also return their peak rates and warm-ups."""
         config = self.config
         groups: list[dict[str, object]] = []
         rates: list[tuple[float, float]] = []
@@ -234,7 +234,7 @@ class KernelTrainer(Trainer):
         for _ in range(self.config.gradient_accumulation):
             self._pass(next(batches), train=True)
         if self.accelerator.num_processes > 1:
-            # Together the batches of all processes are one batch.
+            # The batches of all processes form one batch.
             sums = torch.tensor([[x.total, x.count] for x in self.layers], device=self.device, dtype=torch.float64)
             for loss, (total, count) in zip(self.layers, self.reduce(sums).tolist(), strict=True):
                 loss.total, loss.count = total, count
@@ -313,7 +313,7 @@ class KernelTrainer(Trainer):
         return kernels_of(self.layers)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's moments and the sampler's random state after the last whole step, by name."""
+        """Return the optimizer's moments and the sampler's random state after the last complete step, by name."""
         return super().optimizer_tensors() | {"sampler": self.drawn}
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:

@@ -216,7 +216,7 @@ class Run(ABC):
 
     @property
     def identifiable(self) -> bool:
-        """Whether `identity` can be known: states need it, and data with a `digest` gives it."""
+        """Whether the run has an `identity`: states need it, and data with a `digest` allows it."""
         return self.states is not None or hasattr(self.data, "digest")
 
     def options(self) -> dict[str, object]:

@@ -192,7 +192,7 @@ def _summed(values: Tensor) -> Tensor:
 
 
 def _solve(moments: Tensor, right: Tensor) -> Tensor:
-    """Solve the normal equations [..., n, n] x = [..., n] with a ridge; x is 0 where both sides are."""
+    """Solve the normal equations [..., n, n] x = [..., n] with a ridge; x is 0 where both sides are 0."""
     ridge = (RIDGE * moments.diagonal(dim1=-2, dim2=-1).mean(dim=-1)).clamp(min=1e-12)
     identity = torch.eye(moments.shape[-1], dtype=moments.dtype)
     return torch.linalg.solve(moments + ridge[..., None, None] * identity, right)

@@ -68,14 +68,14 @@ class TuneConfig:
     labels_weight: float = option(1.0, "final weight of the labels; 0: the teacher alone", low=0, below=LARGEST)
     selection_rows: int | None = option(
         None,
-        "rows held out of the training rows to choose the kept state on; by default 5 %, from 32 to 500; "
+        "rows held out of the training rows to choose the state to keep; by default 5 %, from 32 to 500; "
         "0: choose on the validation rows",
         low=0,
     )
     seed: int = option(0, "seed of the order of the rows, dropout and a new head")
     log_every: int = option(50, "steps between entries of the log", low=1)
     report_to: str = option(
-        "none", "where the trainer reports to: none, tensorboard (OUTPUT.tensorboard), wandb or another"
+        "none", "where the trainer reports: none, tensorboard (OUTPUT.tensorboard), wandb or another"
     )
     lora: LoraConfig | None = option(
         None,
@@ -107,7 +107,7 @@ class DataOptions:
     """How a task's data becomes rows."""
 
     max_length: int = option(
-        128, "tokens per row; longer texts are cut", shown="as the model was tuned, else 128 or what it takes", low=2
+        128, "tokens per row; longer texts are cut", shown="as the model was tuned, else 128 or its limit", low=2
     )
     limit: int | None = option(None, "only the first N training rows; for images, N evenly spread ones", low=1)
     validation_limit: int | None = option(None, "the same for the rows to measure on", low=1)

@@ -248,7 +248,7 @@ def ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 
 def part_ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """Return ranks [N] as `ranks` does, but with two texts as near as their nearest parts.
+    """Return ranks [N] as `ranks` does, but two texts are as near as their nearest parts.
 
     Args:
         queries: embeddings of the queries' parts [N, P, D]; NaN for a text with fewer parts.

@@ -62,7 +62,7 @@ def prepare(
 
 
 def check_extra_pairs(task: Task, options: DataOptions) -> None:
-    """Refuse new pairs if the task's rows do not have one label each for a teacher to give.
+    """Refuse new pairs for a task whose rows do not each have one label that a teacher can give.
 
     Raises:
         ConfigError: naming the option.
@@ -77,7 +77,7 @@ def located(task: Task, given: Given) -> Given:
     """Return the task's own folder if a folder of data sets is given; anything else unchanged.
 
     Raises:
-        DataError: if a path does not exist, or the folder lacks the task's.
+        DataError: if a path does not exist, or the folder has no folder for the task.
     """
     if not isinstance(given, str):
         return given
@@ -105,7 +105,7 @@ class View:
 
     Attributes:
         records: the data set.
-        rows: [N] their numbers.
+        rows: [N] numbers of the rows.
     """
 
     records: Records
@@ -139,13 +139,13 @@ def open_splits(
     Args:
         task: names the columns and the splits.
         given: data set.
-        limit: the most training rows.
+        limit: maximum number of training rows.
         seed: seed for the choice of held-out rows if there is no split to measure on.
         raw: whether to return the tables unchanged, with all their columns.
-        most: the most rows to measure on.
+        most: maximum number of rows to measure on.
 
     Returns:
-        Both splits. Of a data set without splits, a tenth of the rows (at most 1,000) is set aside to measure on.
+        Both splits. Without a split to measure on, a tenth of the training rows (at most 1,000) is set aside for it.
 
     Raises:
         DataError: if the data or a column is missing, cannot be read, or is empty.
@@ -176,7 +176,7 @@ def open_splits(
 
 
 def _some(task: Task, rows: int, count: int) -> np.ndarray:
-    """Choose rows [count]: the first ones of texts; of images evenly spread ones, as these are often sorted."""
+    """Choose rows [count]: the first ones of texts; evenly spread ones of images, which are often sorted."""
     if task.modality == "text":
         return np.arange(count)
     return np.linspace(0, rows - 1, count).round().astype(np.int64)
@@ -255,7 +255,7 @@ def _validation_split(task: Task, given: Given) -> str | None:
 
 
 def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
-    """Refuse a raw table that lacks a column, or whose column does not hold what it should.
+    """Refuse a raw table that lacks a column, or whose column holds something else.
 
     Raises:
         DataError: naming the existing columns.

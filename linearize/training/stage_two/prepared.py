@@ -151,7 +151,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
 
     Args:
         data: a task's rows. Data that already has a selection is returned unchanged.
-        rows: how many; None: 5 % of the training rows, 32 to 500 of them, but never over a fifth; 0: none.
+        rows: how many; None for 5 % of the training rows, 32 to 500 of them, but never over a fifth; 0 for none.
         seed: seed of the choice.
 
     Raises:

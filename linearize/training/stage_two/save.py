@@ -1,4 +1,4 @@
-"""Write what stage two makes: a tuned model with the record of its tuning, and a run's folder, `OUTPUT.training`.
+"""Write the files of stage two: a tuned model with the record of its tuning, and a run's folder, `OUTPUT.training`.
 
 That folder holds the trainer's checkpoints, and a record of what the run depends on (`STARTED`).
 """
@@ -135,7 +135,7 @@ TRAINERS = re.compile(
     r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth|trainer_state\.json|training_args\.bin"
     r"|adapter_config\.json|adapter_model\.safetensors|" + TRANSFORMERS.pattern
 )
-"""Files of the trainer's checkpoints; after a kill, any of them may be the only one."""
+"""Files of the trainer's checkpoints; after a kill, any of them may be the only one left."""
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """A trainer's checkpoint without one of these files is incomplete (the weights are written first)."""
 CALLED = "a tuning run of linearize"
@@ -147,7 +147,7 @@ def check_work(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Refuse to start a run in the folder of an interrupted run, or of something else; remove nothing.
 
     Raises:
-        ConfigError: if there is a run, and neither `resume` nor `overwrite`.
+        ConfigError: if there is a run, and neither `resume` nor `overwrite` is set.
         CheckpointError: if the folder holds anything else.
     """
     if folder.exists() and not resume and not overwrite:
@@ -255,7 +255,7 @@ def check_weights(model: PreTrainedModel, checkpoint: Path) -> None:
     with safe_open(file, "pt") as weights:
         saved = set(weights.keys())
     state = model.state_dict()
-    # Weights that share their memory are saved under one name.
+    # Weights that share memory are saved under one name.
     memory = {state[name].data_ptr() for name in saved & set(state)}
     missing = {name for name, tensor in state.items() if name not in saved and tensor.data_ptr() not in memory}
     strange = sorted(missing or saved - set(state))

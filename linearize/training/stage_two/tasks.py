@@ -1,4 +1,4 @@
-"""Tasks: what a model can be tuned for and measured on, as data.
+"""Tasks that a model can be tuned for and measured on, as data.
 
 GLUE's tasks have their own names. For any other data set, use the task of its type and name other columns
 (`task("text-classification", columns=("review",))`).
@@ -284,7 +284,7 @@ def recovery(
         chosen: the task.
         score: the converted model's score.
         original: the original's score.
-        chance: the score of guessing; None: 0, as in papers.
+        chance: the score of guessing; None means 0, as in papers.
         interval: the original's interval; None to use its score alone.
 
     Returns:
@@ -302,7 +302,7 @@ def recovery(
 def above_chance(
     chosen: Task, score: float, *, chance: float | None, interval: tuple[float, float] | None = None
 ) -> bool:
-    """Tell whether a score, with its whole interval if it has one, is better than guessing; True without a chance."""
+    """Tell whether a score, with its whole interval if it has one, beats guessing; True if `chance` is None."""
     if chance is None:
         return True
     low, high = interval or (score, score)

@@ -101,10 +101,10 @@ def finetune(
         resume: whether to resume from the last complete checkpoint in that folder, if there is one.
         on_log: called with every entry of the log.
         tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
-        teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None: labels
-            alone.
+        teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None to
+            learn from labels alone.
         on_step: called after every step (progress bars).
-        adapter_of: name of the model, if its low-rank updates are also wanted as separate files; None: merged only.
+        adapter_of: name of the model, if its low-rank updates are also wanted as separate files; else None.
 
     Returns:
         The result.
@@ -329,7 +329,7 @@ def places(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
-    """Choose what is trained: low-rank updates with kernels and head, or everything; never frozen kernels."""
+    """Set what is trained: low-rank updates with kernels and head, or everything; never frozen kernels."""
     if config.lora is not None:
         add_lora(model, config.lora)
     if config.freeze_kernels:

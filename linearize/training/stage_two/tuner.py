@@ -53,11 +53,11 @@ class Tuner(Trainer):
     """Trains and measures one model on one task.
 
     Args:
-        model: a model with the task's head, or a wrapper of what is measured (`TaskType.wrap`).
-        data: rows to train on, to choose on (`selection`) and to measure on.
+        model: a model with the task's head, or its wrapper for measuring (`TaskType.wrap`).
+        data: rows for training, selection and measuring.
         config: stage two's options.
         folder: folder for checkpoints.
-        teacher: a frozen softmax model on the model's device; None: labels alone, without `data.extra`.
+        teacher: a frozen softmax model on the model's device; None for labels alone, without `data.extra`.
         on_log: called with every entry of the log.
     """
 
@@ -222,7 +222,7 @@ class Tuner(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Measure the validation rows, and the rows to choose on (`eval_selection`)."""
+        """Measure the validation rows, and the selection rows (`eval_selection`)."""
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.selection is not None:
             output.metrics[f"{metric_key_prefix}_selection"] = self.measure_selection()  # type: ignore[index]
@@ -232,7 +232,7 @@ class Tuner(Trainer):
     def measure_selection(self) -> float:
         """Return the mean, over the held-out rows, of the loss that applies at the end of training.
 
-        Without a teacher that is the model's own loss; with one the divergence from it, and the loss on the labels if
+        Without a teacher, that is the model's own loss; with one, the divergence from it, and the loss on the labels if
         they join: by the divergence alone, a state from before the labels joined would always win. Every process
         measures all of these rows, because dividing them would count some twice.
         """
@@ -365,7 +365,7 @@ def training_arguments(data: TaskData, config: TuneConfig, folder: str | Path, d
         save_strategy=when,
         eval_steps=config.eval_every,
         save_steps=config.eval_every or 500,
-        # The best and the last: if the result cannot be written, a resume from the last saves it at once.
+        # Keep the best and the last: if the result cannot be written, a resume from the last saves it at once.
         save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="selection" if held_out else "score",

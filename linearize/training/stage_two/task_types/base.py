@@ -42,7 +42,7 @@ class TaskType:
 
     Attributes:
         head: the head that a model needs.
-        columns: how many columns are read at most.
+        columns: the largest number of columns that are read.
         label_fields: the fields of a batch that hold the labels.
         next_token: whether the prediction at a position is of the next token.
         numeric: whether labels are numbers, rather than classes.

@@ -86,7 +86,7 @@ class LanguageType(TaskType):
     most_tokens: ClassVar[int | None] = WINDOW
 
     def read_tokens(self, given: Given, fit: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray, int, str]:
-        """Return training and validation texts, each as one row of tokens [N], the latter's words, and a description.
+        """Return training and validation texts, each as one row of tokens [N], the latter's word count, a description.
 
         Args:
             given: the data set.
@@ -173,7 +173,7 @@ class CausalLanguage(CausalType):
 
 
 class MaskedLanguage(LanguageType):
-    """Masked tokens of windows of a corpus."""
+    """Masked tokens in windows of a corpus."""
 
     head = HEADS["fill-mask"]
     next_token = False

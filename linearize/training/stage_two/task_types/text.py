@@ -1,6 +1,6 @@
 """Texts and pairs of texts, each with a class or a number; whole or in chunks.
 
-Chunks are the usual way to read long texts with a model of short inputs: each is read alone, outputs are averaged.
+Chunks are the usual way to read long texts with a short-input model: each is read alone, and the outputs are averaged.
 A text's chunks do not overlap, and each has the tokenizer's special tokens around it.
 """
 

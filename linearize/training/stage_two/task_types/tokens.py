@@ -1,4 +1,4 @@
-"""Tags for words, learned and scored on each word's first piece; and question answering by spans, SQuAD's columns.
+"""Tags for words, learned and scored on each word's first piece; and question answering by spans, with SQuAD's columns.
 
 A long text becomes several overlapping rows for one question.
 """
