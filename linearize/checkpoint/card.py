@@ -79,7 +79,7 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     kernels = sorted({layer.kernel for layer in plan.converted})
     length = current_length(model)
     tuned = provenance.part("finetuning")
-    metrics, theirs = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
+    metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
     card = ModelCard.from_template(
         _card_data(model, kernels, head, facts or {}, name, tuned),
         template_path=str(TEMPLATE),
@@ -91,10 +91,10 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
         packages=sorted(set(outside_packages(plan).values())),
         needs=why_not(plan),
         limits=[_text(text) for text in limits(plan, provenance, length)],
-        results=[(_text(name), f"{ours:.4g}", _number(theirs.get(name))) for name, ours in metrics.items()],
+        results=[(_text(name), f"{ours:.4g}", _number(original_metrics.get(name))) for name, ours in metrics.items()],
         chance=_number(tuned.number("chance")),
         above_chance=tuned.is_true("above_chance"),
-        original_score=any(name in theirs for name in metrics),
+        original_score=any(name in original_metrics for name in metrics),
         commands=commands(provenance),
         longest="not limited" if length is None else f"{length:,} tokens",
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",

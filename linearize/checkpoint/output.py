@@ -184,16 +184,16 @@ def clear_leftovers(target: Name) -> None:
 
 def _make_parents(path: Path, shown: str) -> list[Path]:
     """Make the parent folders, and return those that did not exist, deepest first."""
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         for parent in reversed(path.parents):
             if not parent.exists():
                 parent.mkdir(exist_ok=True)
-                made.insert(0, parent)
+                created.insert(0, parent)
     except OSError as error:
-        _remove_empty(made)
+        _remove_empty(created)
         raise _refused(shown, f"cannot be made ({error.strerror or error})") from error
-    return made
+    return created
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

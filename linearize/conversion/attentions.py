@@ -101,18 +101,18 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
         return []
     root = model.base_model
     named = {
-        name: one
-        for name, one in root.named_modules()
-        if re.search(r"(attention|attn)(v?\d+)?$", type(one).__name__, re.I)
+        name: module
+        for name, module in root.named_modules()
+        if re.search(r"(attention|attn)(v?\d+)?$", type(module).__name__, re.I)
     }
-    seen = [name for name, one in root.named_modules() if any(call.module is one for call in calls)]
+    seen = [name for name, module in root.named_modules() if any(call.module is module for call in calls)]
     layers = []
-    for name, one in named.items():
+    for name, module in named.items():
         around = any(other.startswith(f"{name}.") for other in (*named, *seen))
         inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
-        if around or inside or next(one.parameters(), None) is None:
+        if around or inside or next(module.parameters(), None) is None:
             continue
-        kind = type(one)
+        kind = type(module)
         host: tuple[str, ...] = (MASKED, OWN)
         reason = f"attention code of its own ({kind.__name__}), which cannot be reached"
         if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward):

@@ -83,17 +83,17 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
     decoder = {key: x for key, x in text.items() if key == "decoder_input_ids"}
     alone = [other | decoder for other in (*images, *sounds)]
     wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone, *others]
-    wanted += [made | added for made in wanted if (added := _companions(model, names, made))]
-    wanted += [made | added for made in wanted[:1] if (added := _rows_of_codebooks(model, made))]
+    wanted += [inputs | added for inputs in wanted if (added := _companions(model, names, inputs))]
+    wanted += [inputs | added for inputs in wanted[:1] if (added := _rows_of_codebooks(model, inputs))]
     more: Inputs = {"use_cache": False} if "use_cache" in names else {}
-    for made in wanted:
-        yield made | more
+    for inputs in wanted:
+        yield inputs | more
     with contextlib.suppress(Exception):
         dummy = {key: x for key, x in model.dummy_inputs.items() if torch.is_tensor(x) and key in names}
         vocabulary = getattr(text_config(model.config), "vocab_size", None) or 1
         if dummy:
-            made = {key: x if x.is_floating_point() else x % vocabulary for key, x in dummy.items()}
-            yield {**made, **more}
+            inputs = {key: x if x.is_floating_point() else x % vocabulary for key, x in dummy.items()}
+            yield {**inputs, **more}
 
 
 def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     if lags := _setting(config, "lags_sequence"):
         past, more = length + max(lags), _setting(config, "num_time_features") or 0
         columns = (config.input_size,) if getattr(config, "input_size", 1) > 1 else ()
-        made = {
+        tensors = {
             "past_values": _floats(model, 1, past, *columns),
             "past_time_features": _floats(model, 1, past, more),
             "past_observed_mask": torch.ones(1, past, *columns, device=device),
@@ -200,14 +200,14 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
             "static_categorical_features": zeros(_setting(config, "num_static_categorical_features") or 0),
             "static_real_features": _floats(model, 1, _setting(config, "num_static_real_features") or 0),
         }
-        yield {key: x for key, x in made.items() if key in names and (x.numel() or not key.startswith("static"))}
+        yield {key: x for key, x in tensors.items() if key in names and (x.numel() or not key.startswith("static"))}
         return
     if channels := _setting(config, "num_input_channels"):
         yield {"past_values": _floats(model, 1, length, channels)}
         return
     # Shorter series would be padded, and forecasters return numbers for padding too.
-    made = {"past_values": _floats(model, 1, length), "past_values_padding": zeros(length), "freq": zeros(1)[0]}
-    yield {key: x for key, x in made.items() if key in names}
+    tensors = {"past_values": _floats(model, 1, length), "past_values_padding": zeros(length), "freq": zeros(1)[0]}
+    yield {key: x for key, x in tensors.items() if key in names}
 
 
 def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:

@@ -73,7 +73,7 @@ def parse_indices(text: str, where: str) -> list[int]:
     Raises:
         ConfigError: if it cannot be read.
     """
-    found: list[int] = []
+    indices: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()) or part.strip().endswith("-"):
@@ -83,8 +83,8 @@ def parse_indices(text: str, where: str) -> list[int]:
             raise ConfigError(f"{where}: got the range {part.strip()!r}, expected the smaller number first")
         if stop > _LARGEST:
             raise ConfigError(f"{where}: got layer {stop}, expected at most {_LARGEST}")
-        found.extend(range(start, stop + 1))
-    return found
+        indices.extend(range(start, stop + 1))
+    return indices
 
 
 def kept_layers(keep: Iterable[int] | str, count: int) -> list[int]:

@@ -273,13 +273,13 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     recorded = record(model, example_inputs, longest)
     could_be_built = not why_not_built(model)
     config = model.config
-    made = config_class(base_config_class(plan.base_model_type))
+    linearized = config_class(base_config_class(plan.base_model_type))
     # Submodules hold the same config object, so it changes its class in place.
-    config.__class__ = made
+    config.__class__ = linearized
     config.linearize = {"format_version": FORMAT_VERSION, **plan.to_dict()}
     use_linear_attention(config)
     attach(model, plan)
-    change_class(model, made)
+    change_class(model, linearized)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "linear_attention"}
     forget_renamings(model)
     if could_be_built and (why := why_not_built(model)):

@@ -411,8 +411,8 @@ def follow(
         UnsupportedModelError: something unknown depends on the field, or an `expected` tensor does not.
     """
     old, new = _twin(model, field, getattr(model.config, field)), _twin(model, field, value)
-    before, after, mine = dict(_tensors(old)), dict(_tensors(new)), dict(_tensors(model))
-    live = {n: mine[n].detach() for n in sorted(before.keys() & mine.keys()) if before[n].shape != after[n].shape}
+    before, after, current = dict(_tensors(old)), dict(_tensors(new)), dict(_tensors(model))
+    live = {n: current[n].detach() for n in sorted(before.keys() & current.keys()) if before[n].shape != after[n].shape}
     if missing := sorted(set(expected) - live.keys()):
         raise stray(model, missing[0], field)
     for name, tensor in live.items():
@@ -423,7 +423,7 @@ def follow(
     tensors = {}
     for name, tensor in live.items():
         formula = fresh[name].to(tensor.device) if torch.equal(was[name], tensor.cpu()) else None
-        if isinstance(mine[name], nn.Parameter):
+        if isinstance(current[name], nn.Parameter):
             tensors[name] = resize(name, tensor, formula, after[name].shape)
         elif formula is None:
             raise stray(model, name, field)

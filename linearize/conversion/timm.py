@@ -61,9 +61,9 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
     values = {"architecture": facts.get("architecture"), "num_classes": classes, "pretrained_cfg": facts}
     labels = {"num_labels": classes} if classes else {}
     config = TimmWrapperConfig.from_dict(values | {"model_args": arguments or None}, **labels)
-    made: Any = TimmWrapperForImageClassification if classes else TimmWrapperModel
+    wrapper: Any = TimmWrapperForImageClassification if classes else TimmWrapperModel
     with torch.device("meta"):
-        wrapped = made(config)
+        wrapped = wrapper(config)
     # A checkpoint would be loaded into the model that timm builds.
     mine, other = ({k: tuple(x.shape) for k, x in m.state_dict().items()} for m in (model, wrapped.timm_model))
     if mine != other:
@@ -74,7 +74,7 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
         )
     wrapped.timm_model = model
     wrapped.train(model.training)
-    wrapped.config.architectures = [made.__name__]
+    wrapped.config.architectures = [wrapper.__name__]
     return wrapped
 
 

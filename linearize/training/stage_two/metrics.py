@@ -169,7 +169,7 @@ def entities_of(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     An I- that does not continue the entity before it begins a new one, as in CoNLL's script. A tag without a prefix,
     other than O, is an entity of one token.
     """
-    found: set[tuple[str, int, int]] = set()
+    result: set[tuple[str, int, int]] = set()
     kind, start = "", 0
     for place, tag in enumerate([*tags, "O"]):
         prefix, dash, name = tag.partition("-")
@@ -177,11 +177,11 @@ def entities_of(tags: Sequence[str]) -> set[tuple[str, int, int]]:
             name = "" if tag == "O" else tag
             prefix = "B"
         if kind and (not name or prefix in ("B", "S") or name != kind):
-            found.add((kind, start, place))
+            result.add((kind, start, place))
             kind = ""
         if name and not kind:
             kind, start = name, place
-    return found
+    return result
 
 
 def spans(agreements: np.ndarray) -> dict[str, float]:
@@ -235,16 +235,16 @@ def ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
         texts: [N, D]; the n-th belongs to the n-th query. A text as near as the query's own counts as nearer.
     """
     queries, texts = (_unit(np.asarray(side, dtype=np.float64)) for side in (queries, texts))
-    own = np.einsum("nd,nd->n", queries, texts)
-    found = np.empty(len(queries), dtype=np.int64)
+    own_cosines = np.einsum("nd,nd->n", queries, texts)
+    result = np.empty(len(queries), dtype=np.int64)
     for begin in range(0, len(queries), BLOCK):
         block = slice(begin, begin + BLOCK)
         cosines = queries[block] @ texts.T
         places = np.arange(begin, begin + len(cosines))
         # Its own text is left out of the count: a product of matrices rounds differently from a product of rows.
         cosines[places - begin, places] = -np.inf
-        found[block] = 1 + (cosines >= own[block, None]).sum(axis=1)
-    return found
+        result[block] = 1 + (cosines >= own_cosines[block, None]).sum(axis=1)
+    return result
 
 
 def part_ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:

@@ -243,15 +243,15 @@ def _validation_split(task: Task, given: Given) -> str | None:
                     raise
         return None
     names = sorted(given) if path is None else splits_of(path)
-    found = next((name for name in task.validation if name in names), None)
-    if found is None and task.exact_validation:
+    chosen = next((name for name in task.validation if name in names), None)
+    if chosen is None and task.exact_validation:
         if not names:
             raise DataError(
                 f"{given!r}: got split {wanted!r}, but the data has no splits, expected no split name; "
                 "leave it out, to measure on held-out rows"
             )
         raise missing_split("tables" if path is None else repr(path.name), wanted, names)
-    return found
+    return chosen
 
 
 def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:

@@ -317,15 +317,15 @@ def dropping(model: nn.Module, share: float | None) -> Iterator[None]:
 
 def places(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return where a model keeps its dropout rates: modules, and the names of their attributes."""
-    found: list[tuple[nn.Module, str]] = []
+    result: list[tuple[nn.Module, str]] = []
     for path, module in model.named_modules():
         if LOW_RANK in path:
             continue
         if isinstance(module, _DropoutNd):
-            found.append((module, "p"))
+            result.append((module, "p"))
         else:
-            found += [(module, n) for n, v in vars(module).items() if isinstance(v, float) and SHARE.fullmatch(n)]
-    return found
+            result += [(module, n) for n, v in vars(module).items() if isinstance(v, float) and SHARE.fullmatch(n)]
+    return result
 
 
 def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:

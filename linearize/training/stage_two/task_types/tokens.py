@@ -89,16 +89,16 @@ class TokenClassification(TaskType):
         feature = getattr(table.features[label], "feature", None)
         if isinstance(feature, ClassLabel):
             return tuple(feature.names)
-        found = {tag for tags in table[label] for tag in (tags if isinstance(tags, list) else [tags])}
-        if found and all(isinstance(tag, str) for tag in found):
-            return tuple(sorted(found))
-        wrong = [tag for tag in found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
-        if wrong or not found:
+        tags_found = {tag for tags in table[label] for tag in (tags if isinstance(tags, list) else [tags])}
+        if tags_found and all(isinstance(tag, str) for tag in tags_found):
+            return tuple(sorted(tags_found))
+        wrong = [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
+        if wrong or not tags_found:
             raise DataError(
                 f"task {self.task.name}: got {f'tag {wrong[0]!r}' if wrong else 'no tags'} in column {label!r}, "
                 "expected a list of names or of whole numbers from 0 in every row; repair the rows"
             )
-        return tuple(str(number) for number in range(int(max(found)) + 1))
+        return tuple(str(number) for number in range(int(max(tags_found)) + 1))
 
     def _rows(self, table: Dataset) -> list[Row]:
         words, label = self.task.columns[0], str(self.task.label)
