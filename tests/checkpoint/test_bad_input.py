@@ -385,7 +385,7 @@ def test_every_side_file_that_is_broken_is_one_line(kind, tmp_path):
     for file in ("sentence_bert_config.json", "config_sentence_transformers.json", "modules.json"):
         before = (tmp_path / file).read_bytes() if (tmp_path / file).exists() else b"{}"
         write(file, BROKEN[kind])
-        with pytest.raises(CheckpointError, match=f"{file} (cannot be read as JSON|holds a|is no list)") as caught:
+        with pytest.raises(CheckpointError, match=f"{file} (cannot be read as JSON|holds a|is not a list)") as caught:
             sentence_files(str(tmp_path))
         assert len(str(caught.value).splitlines()) == 1
         write(file, before)
