@@ -1,7 +1,7 @@
 """Every error that linearize raises on purpose.
 
-A message says what was got, what was expected and what to do. The command line prints it as one line and ends with
-exit code 2, so a message holds no line break.
+A message states the value it got, what it expected and what to do. The command line prints it as one line and exits
+with code 2, so a message contains no line break.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _HIDDEN = (
-    # Control characters steer a terminal: colours, the cursor, its title, what was printed before.
+    # Control characters can change a terminal's colours, cursor, title and earlier output.
     *(*range(0x20), *range(0x7F, 0xA0)),
-    # Those that change the direction or break the line show a text that is not there.
+    # Direction marks and line separators make text look different from what it is.
     *(0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),
-    # Halves of a character, as in file names that are not UTF-8, cannot be printed at all.
+    # Lone surrogates, as in file names that are not UTF-8, cannot be printed at all.
     *range(0xD800, 0xE000),
 )
 _REPLACED = {code: "\N{REPLACEMENT CHARACTER}" for code in _HIDDEN if chr(code) not in "\n\t"}
 
 
 def printable(text: str) -> str:
-    """Return a text whose characters all show: others become U+FFFD, but for line breaks and tabs.
+    """Return the text with its unprintable characters, except line breaks and tabs, replaced by U+FFFD.
 
-    Names and metadata come from whoever made a file; they must not steer the reader's terminal.
+    Names and metadata come from whoever made a file; they must not control the reader's terminal.
     """
     return text.translate(_REPLACED)
 
@@ -34,7 +34,7 @@ def first_line(error: BaseException) -> str:
 
 
 class LinearizeError(Exception):
-    """Base of all errors raised on purpose: something the user can put right."""
+    """Base of all errors raised on purpose: problems that the user can fix."""
 
 
 class ConfigError(LinearizeError, ValueError):
@@ -64,15 +64,15 @@ EXTRAS = {
     **dict.fromkeys(("gguf",), "gguf"),
     **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript"), "export"),
 }
-"""The packages that the plain install goes without, and the extra (see pyproject.toml) that brings each."""
+"""Packages that the plain install does not include, and the extra (see pyproject.toml) that provides each."""
 
 
 class MissingPackageError(LinearizeError, ModuleNotFoundError):
-    """A package is needed that the plain install goes without; the message names the extra that brings it."""
+    """A required package is not part of the plain install; the message names the extra that provides it."""
 
 
 def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
-    """Return what to raise in place of an import error, or None where no extra would help."""
+    """Return the error to raise in place of an import error; None if no extra provides the package."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
@@ -81,11 +81,11 @@ def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
 
 
 class NotSavedError(CheckpointError):
-    """A trained result that could not be written where it should; what was trained is kept.
+    """A trained result could not be written to its output; the training state is kept.
 
     Attributes:
-        kept: folder of the state from which the same run, resumed, saves its result at once.
-        output: the output that this run must be given for that; None: the same as before.
+        kept: folder of the training state; a run resumed from it saves its result at once.
+        output: the output to pass when resuming; None if it is the same as before.
     """
 
     def __init__(self, message: str, kept: str, output: str | None = None) -> None:
@@ -94,11 +94,11 @@ class NotSavedError(CheckpointError):
 
 
 class TrainingError(LinearizeError):
-    """Training that had to stop; the message says where, and what was kept."""
+    """Training had to stop; the message says where, and what was kept."""
 
 
 def interrupted_run(folder: object) -> ConfigError:
-    """Return the error of starting again in a folder that holds an interrupted run."""
+    """Return the error for starting again in a folder that holds an interrupted run."""
     return ConfigError(
         f"{str(folder)!r} holds an interrupted run; continue with --resume, or start again with --overwrite"
     )

@@ -1,6 +1,6 @@
-"""Events of long work: its callback gets one object per event, and each kind of event is a class.
+"""Events of long-running work: the callback gets one object per event, and each kind of event is a class.
 
-`linearize.jobs.events` adds those of jobs.
+`linearize.jobs.events` adds the events of jobs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """Something slow begins, described in a few words."""
+    """Something slow has begun; `what` describes it in a few words."""
 
     what: str
 

@@ -1,4 +1,4 @@
-"""The table of heads: their names on the Hub, the classes of transformers that have them, and what they read.
+"""The table of heads: their names on the Hub, the transformers classes that have them, and their inputs.
 
 Loading, tuning, recipes and the model card read this table.
 """
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 Modality = Literal["text", "image"]
-"""What a model reads."""
+"""The kind of input that a model reads."""
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor | ProcessorMixin"
-"""What makes a model's inputs: a tokenizer, an image processor, or both in one."""
+"""Prepares a model's inputs: a tokenizer, an image processor, or both in one."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Head:
 
     Attributes:
         name: as users write it.
-        auto_class: class of transformers that loads it.
+        auto_class: transformers class that loads it.
         suffixes: endings of the names of the classes that have it.
-        modality: what it reads, "text" or "image".
+        modality: its input, "text" or "image".
         per_label: whether it has one output per label.
-        own_weights: whether it has weights that a checkpoint without it lacks; a causal language model may use its
-            embedding's.
-        pipeline: the Hub's name of the head's work, if it is not `name`.
+        own_weights: whether it has weights that a checkpoint without the head lacks; a causal language model may
+            share those of its embedding.
+        pipeline: its task on the Hub, if that is not `name`.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Head:
 
     @property
     def pipeline_tag(self) -> str:
-        """The Hub's name of the head's work."""
+        """The head's task on the Hub."""
         return self.pipeline or self.name
 
     def is_of(self, class_name: str) -> bool:
-        """Tell whether a class of transformers has this head, by its name."""
+        """Tell from its name whether a transformers class has this head."""
         return bool(self.suffixes) and class_name.endswith(self.suffixes)
 
 
@@ -83,5 +83,5 @@ HEADS: dict[str, Head] = {
 
 
 def head_of_class(class_name: str) -> Head | None:
-    """Return the head of a class of transformers (or of its converted form), by its name; None if it has none."""
+    """Return the head of a transformers class (or of its converted form) by the class name; None if it has no head."""
     return next((head for head in HEADS.values() if head.is_of(class_name)), None)

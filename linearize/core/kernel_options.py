@@ -21,7 +21,7 @@ def window(group: str | None = None) -> Any:
 
 def exact_keys(group: str | None = None) -> Any:
     """Declare the option `--exact-keys`."""
-    help = "softmax for N chosen keys per head outside the window too: those of the largest learned scale"
+    help = "softmax for N keys per head outside the window as well: those with the largest learned scales"
     return option(0, help, metavar="N", low=0, group=group)
 
 
@@ -33,4 +33,4 @@ def scale(group: str | None = None) -> Any:
 
 def sinks(group: str | None = None) -> Any:
     """Declare the option `--sinks`."""
-    return option(0, "softmax for the first N tokens too", metavar="N", low=0, group=group)
+    return option(0, "softmax for the first N tokens as well", metavar="N", low=0, group=group)

@@ -1,8 +1,8 @@
 """Options as fields of dataclasses: each field defines its default, help, range and choices once.
 
-The checks on construction, the command line and files of options all read them. A job's config has sections: other
-configs, whose fields become options of the job under one flat list of names. `build` turns plain data, as YAML has it,
-into nested dataclasses; its errors name the key.
+The checks on construction, the command line and option files all read them. A job's config has sections: other configs,
+whose fields become options of the job in one flat list of names. `build` turns plain data, such as parsed YAML, into
+nested dataclasses; its errors name the key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Section:
 
     Attributes:
         config: the inner config.
-        title: title of their group; None: among the job's own options.
+        title: title of their group; None puts them among the job's own options.
         prefix: prefix of every name: "align" turns `steps` into `align_steps`.
         shared: fields without the prefix; one option sets them in every section that has them.
         names: names of options that differ from the fields'.
@@ -76,8 +76,8 @@ class Option:
 
     Attributes:
         name: its name, with underscores.
-        kind: type of its values: one of `PLAIN`, or another one, which `parse` makes.
-        default: its default; MISSING without one, or for a new object each time.
+        kind: type of its values: one of `PLAIN`, or a type that `parse` returns.
+        default: its default; MISSING if it has none, or if a factory makes it.
         metadata: the arguments of `linearize.core.registry.option`.
         group: the title of its group, or None.
         places: (section or "", field) of each field that it sets.
@@ -146,11 +146,11 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def make(config: type[Config], values: Mapping[str, Any]) -> Config:
     """Build a job's config from options by name; those left out keep their defaults.
 
-    A config may have a method `derive(values)` of its class, which returns defaults that follow from other options, by
+    A config may have a class method `derive(values)`, which returns the defaults that depend on other options, by
     section ("" for its own); options given explicitly take precedence.
 
     Raises:
-        UnknownNameError: for a name that is no option.
+        UnknownNameError: for a name that is not an option.
         ConfigError: for a missing option, or a value that is not allowed.
     """
     known = options_of(config)
@@ -177,7 +177,7 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
 
 
 def effective(job: object) -> dict[str, object]:
-    """Return the options of a job by name, defaults included, as plain data; values are as they would be typed."""
+    """Return the options of a job by name, defaults included, as plain data; values are as typed on a command line."""
     values = {}
     for name, declared in options_of(type(job)).items():
         section_name, inner = declared.places[0]
@@ -195,7 +195,7 @@ OF_THE_PLACE = ("output", "overwrite", "resume", "device")
 
 
 def recorded(job: object) -> dict[str, Any]:
-    """Return the options of a job for the record of its output: a file of options that repeats the job.
+    """Return the options of a job as recorded with its output: an option file with them repeats the job.
 
     Local files and folders are named without their folder, and options without a value are left out.
     """
@@ -208,7 +208,7 @@ def recorded(job: object) -> dict[str, Any]:
 
 
 def on_disk(name: str) -> bool:
-    """Tell whether a file or folder of this name exists; no name may be too long."""
+    """Tell whether a file or folder of this name exists; a name that is too long or invalid does not."""
     try:
         return Path(name).exists()
     except (OSError, ValueError):
@@ -216,12 +216,12 @@ def on_disk(name: str) -> bool:
 
 
 def name_of(source: str) -> str:
-    """Return a Hub name as it is, and a local file or folder without the private path to it."""
+    """Return a Hub name unchanged; strip the private path from a local file or folder."""
     return Path(source).name if on_disk(source) else source
 
 
 def without_folder(value: Any) -> Any:
-    """Return an option's value with `name_of` each text in it."""
+    """Return an option's value with `name_of` applied to each text in it."""
     if isinstance(value, str):
         return name_of(value)
     return type(value)(map(without_folder, value)) if isinstance(value, list | tuple) else value
@@ -232,7 +232,7 @@ def check(config: DataclassInstance, where: str) -> None:
 
     Args:
         config: a dataclass; fields whose types are not plain are skipped.
-        where: what the config is, for messages.
+        where: name of the config in messages.
 
     Raises:
         ConfigError: naming the field.
@@ -266,11 +266,11 @@ def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]
     """Read repeated K=V options.
 
     Args:
-        pairs: one text each.
-        place: the option, for messages.
+        pairs: the texts "K=V".
+        place: name of the option in messages.
 
     Raises:
-        ConfigError: if one has no equals sign, or a name comes twice.
+        ConfigError: if a text has no equals sign, or a name is given twice.
     """
     arguments: dict[str, str] = {}
     for pair in pairs:
@@ -284,12 +284,12 @@ def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Read names with commas between them."""
+    """Read comma-separated names."""
     return tuple(text.split(",")) if text else ()
 
 
 def parse_lengths(text: str, option: str = "--lengths", example: str = "128,512,2048") -> tuple[int, ...]:
-    """Read whole numbers with commas between them, or `none`.
+    """Read comma-separated whole numbers, or `none`.
 
     Raises:
         ConfigError: if it is anything else.
@@ -313,11 +313,11 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
         cls: the dataclass; values are checked against its annotations.
         values: a mapping as `yaml.safe_load` returns it.
         where: the key of this mapping, for messages.
-        kind: what messages call one of its keys.
+        kind: the word for one of its keys in messages.
 
     Raises:
         UnknownNameError: for an unknown key.
-        ConfigError: for a wrong type or a missing value, or if the dataclass refuses the values.
+        ConfigError: for a wrong type or a missing value, or if the dataclass rejects the values.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
@@ -342,7 +342,7 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
 def convert(hint: Any, value: object, where: str) -> Any:
     """Check a value against an annotation and return it as that type.
 
-    A text stands for a section whose only required key is `name`.
+    Text in place of a section is its `name`, if that is the only required key.
 
     Raises:
         ConfigError: if it is of another type.
@@ -376,7 +376,7 @@ def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     wanted = [kind for kind in kinds if kind is not type(None)]
-    # A mapping can only be the section, whose own keys errors should name.
+    # A mapping can only be meant as the section, so errors should name that section's keys.
     sections = [kind for kind in wanted if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)]
     if len(wanted) == 1 or sections:
         return convert((sections or wanted)[0], value, where)
@@ -414,7 +414,7 @@ def kind_of(value: object) -> str:
     if isinstance(value, str | int | float):
         return repr(value)
     # YAML turns unquoted text such as 2024-01-01 into a date.
-    return f"{str(value)!r} (put it in quotes, if text is meant)"
+    return f"{str(value)!r} (put it in quotes if it is meant as text)"
 
 
 def _described(hint: Any) -> str:

@@ -1,7 +1,7 @@
 """Read text, JSON and YAML of unknown origin, with limits on size, depth and aliases; write single files.
 
-A few hundred bytes of YAML aliases stand for billions of values, and nested brackets overflow Python's stack. Whatever
-is wrong with a text raises `ValueError`.
+A few hundred bytes of YAML aliases can expand to billions of values, and nested brackets can overflow Python's stack.
+Every problem with a text raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import yaml
 from linearize.core.errors import ConfigError, first_line
 
 MOST_BYTES = 16 * 2**20
-"""Longest JSON text: configs with a label for every class of a large vocabulary."""
+"""Longest JSON text: enough for a config with a label for every entry of a large vocabulary."""
 MOST_TEXT = 2**30
-"""Longest file of text: logs of long runs."""
+"""Longest text file: enough for the log of a long run."""
 MOST_YAML_BYTES = 2**20
 MOST_DEPTH = 64
 _TOO_DEEP = f"nested too deeply, expected at most {MOST_DEPTH} levels"
 MOST_ALIASES = 100
 MOST_VALUES = 200_000
-"""Values that a YAML text may have after its aliases are replaced."""
+"""Most values that a YAML text may have after its aliases are expanded."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -35,7 +35,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is not UTF-8, or too long; one line.
+        ValueError: if it is not UTF-8, or too long; the message is one line.
     """
     facts = os.stat(path)
     if not stat.S_ISREG(facts.st_mode):
@@ -54,11 +54,11 @@ def _decode(data: bytes) -> str:
 
 
 def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
-    """Read a JSON file of at most so many characters; records of long runs have up to `MOST_TEXT`.
+    """Read a JSON file of at most `most` characters; records of long runs have up to `MOST_TEXT`.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: as `read_text` and `parse_json`.
+        ValueError: as in `read_text` and `parse_json`.
     """
     return parse_json(read_text(path), most)
 
@@ -67,7 +67,7 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
     """Parse JSON, in UTF-8 if it is given as bytes.
 
     Raises:
-        ValueError: if it is not JSON, too long or nested too deeply; one line.
+        ValueError: if it is not JSON, too long or nested too deeply; the message is one line.
     """
     if len(text) > most:
         raise ValueError(f"got {len(text):,} characters, expected at most {most:,}")
@@ -80,10 +80,10 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
 
 
 def check_depth(value: object) -> None:
-    """Refuse lists and mappings that are nested deeper than `MOST_DEPTH` levels.
+    """Check that lists and mappings are nested at most `MOST_DEPTH` levels deep.
 
     Raises:
-        ValueError: if they are.
+        ValueError: if they are nested deeper.
     """
     level = [value]
     for _ in range(MOST_DEPTH + 1):
@@ -98,7 +98,7 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML with plain values only.
 
     Raises:
-        ValueError: if it is not YAML, too long, nested too deeply, or has too many values; one line.
+        ValueError: if it is not YAML, too long, nested too deeply, or has too many values; the message is one line.
     """
     if len(text) > MOST_YAML_BYTES:
         raise ValueError(f"got {len(text):,} characters, expected at most {MOST_YAML_BYTES:,}")
@@ -106,7 +106,7 @@ def parse_yaml(text: str) -> Any:
         _check_events(text)
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
-        # Its own text speaks of "<unicode string>", and shows the line, which may be long.
+        # PyYAML's own message mentions "<unicode string>" and quotes the line, which may be long.
         mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end")
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise ValueError(f"{place}{problem}") from None
@@ -115,9 +115,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_events(text: str) -> None:
-    """Go through the text without building anything: count levels, aliases, and what they stand for."""
+    """Scan the text without building anything: count levels, aliases, and the values that they expand to."""
     sizes: dict[str, int] = {}
-    # For each open collection its anchor and the values in it so far; the first is the text itself.
+    # The number of values so far in each open collection, and its anchor; the first entry is the text itself.
     counts: list[int] = [0]
     anchors: list[str | None] = [None]
     aliases = 0
@@ -133,7 +133,7 @@ def _check_events(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             aliases += 1
             if event.anchor in anchors:
-                raise ValueError(f"the alias {event.anchor!r} stands for itself")
+                raise ValueError(f"the alias {event.anchor!r} refers to itself")
             counts[-1] += sizes.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
             counts[-1] += 1
@@ -143,12 +143,12 @@ def _check_events(text: str) -> None:
             raise ValueError(_TOO_DEEP)
         if aliases > MOST_ALIASES or sum(counts) > MOST_VALUES:
             raise ValueError(
-                f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values in all that they stand for"
+                f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values after they are expanded"
             )
 
 
 def finite(data: object) -> object:
-    """Replace numbers that JSON lacks by null."""
+    """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(data, dict):
         return {str(key): finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -157,7 +157,7 @@ def finite(data: object) -> object:
 
 
 def spare_name(path: Path) -> Path:
-    """Return a temporary name in the folder of a path; what a killed process leaves there is cleared."""
+    """Return a temporary name in the folder of a path; later runs delete the files that a killed process leaves."""
     return path.with_name(f".new-{path.name}-{secrets.token_hex(4)}")
 
 
@@ -167,7 +167,7 @@ def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: b
     Args:
         path: the file.
         option: the option that names it, for messages.
-        endings: the allowed ones, with their dots.
+        endings: the allowed file endings, with their dots.
         overwrite: whether an existing file may be replaced.
 
     Raises:

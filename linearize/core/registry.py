@@ -1,4 +1,4 @@
-"""The registry: every kernel by name, with its facts, which other code reads instead of testing names.
+"""The registry: every kernel by name, with the facts that other code reads instead of comparing names.
 
 A kernel module registers itself on import (`register_kernel`). `linearize/kernels/<name>.py` files are found by their
 name or by listing the folder; kernels outside the package come from the entry point group `linearize.kernels` or from
@@ -51,12 +51,12 @@ class KernelInfo:
         summary: one line.
         formula: the map, exactly as it is computed.
         source: paper, section and equation.
-        url: where the paper is.
+        url: link to the paper.
         config: frozen dataclass of the arguments, declared with `option`.
         build: class of the map or mixer (`linearize.kernels.base`); None for presets.
         feature_dim: (config, head_dim) -> F, None for mixers without a feature map.
         parameters: (config, head_dim) -> learnable numbers of one map of one head.
-        parameters_formula: the same in words.
+        parameters_formula: that number, in words.
         learnable: whether stage one has parameters to train.
         positive: whether weights can never be negative, or (config) -> bool if that depends on the arguments. Read it
             through `is_positive`.
@@ -68,17 +68,17 @@ class KernelInfo:
         bidirectional: whether it works in bidirectional models.
         streamable: whether decoding needs constant memory only.
         maximum_positions: whether it needs the longest input length at conversion (argument `max_positions`).
-        max_head_dim: largest head size, None for any.
+        max_head_dim: largest head size; None if any will do.
         shared_parameters: (config, head_dim) -> learnable numbers that all heads of one map share.
         output_parameters: (config, value_dim) -> learnable numbers per query head after the attention (norms, powers).
-        preset: (config, layers) -> (kernel, arguments) for each layer, for the name of a whole layer plan, which has no
-            mixer.
+        preset: (config, layers) -> (kernel, arguments) for each layer; only for a name that means a whole layer plan
+            and has no map or mixer.
         choose: when to choose it, in a few words.
         stage_one: defaults of stage one, or (config) -> `StageOne` if they depend on the arguments. Read them through
             `training`.
         needs_window: whether it works only together with a softmax window.
-        legacy_defaults: defaults of arguments that older checkpoints do not mention, if they were others when those
-            checkpoints were written; newer checkpoints always mention these arguments.
+        legacy_defaults: earlier defaults of arguments that older checkpoints do not mention, where the default has
+            changed since; newer checkpoints always mention these arguments.
     """
 
     name: str
@@ -112,7 +112,7 @@ class KernelInfo:
 
     @property
     def windowed(self) -> bool:
-        """Whether a softmax window can be joined to it: it has a feature map and a denominator."""
+        """Whether it can be combined with a softmax window: it has a feature map and a denominator."""
         return self.feature_dim is not None and self.normalized
 
     def is_positive(self, config: Any) -> bool:
@@ -130,16 +130,16 @@ SCALES = ("none", "linear", "network")
 
 @dataclass(frozen=True)
 class Hybrid:
-    """What a layer has in addition to its kernel: softmax for some keys and heads, and learned scales.
+    """Additions to a layer's kernel: softmax for some keys and heads, and learned scales.
 
     Attributes:
-        window: W of the softmax window joined to the kernel (`linearize.ops.window`), or None.
-        sinks: first tokens that get softmax's weights from everywhere.
-        exact_keys: S keys per head, outside the window, that do so too (`linearize.ops.window_causal`).
+        window: size W of the softmax window (`linearize.ops.window`), or None.
+        sinks: number of first tokens that get softmax weights from every query.
+        exact_keys: number S of keys per head outside the window that also do (`linearize.ops.window_causal`).
         scale: learned log-scales of queries and keys: "none", "linear" or "network".
-        softmax_heads: query heads that stay softmax.
-        trained_length: tokens of the longest rows that a causal hybrid was trained on. Beyond them its linear part
-            fades (`linearize.attention.hybrid.fade`); with None it does not.
+        softmax_heads: query heads that keep softmax attention.
+        trained_length: longest row, in tokens, that a causal hybrid was trained on. Beyond it the linear part fades
+            (`linearize.attention.hybrid.fade`); None: it never fades.
     """
 
     window: int | None = None
@@ -155,7 +155,7 @@ class Hybrid:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
-        """Read the additions among a layer's arguments, which may be text (as typed on a command line)."""
+        """Pick the additions out of a layer's arguments, which may be text (as typed on a command line)."""
         values = {name: value for name, value in arguments.items() if name in HYBRID}
         for name, value in values.items():
             if name == "softmax_heads":
@@ -177,9 +177,9 @@ def _number(value: Any) -> Any:
 
 
 PLAIN = Hybrid()
-"""Only the kernel."""
+"""A kernel without additions."""
 HYBRID = tuple(f.name for f in dataclasses.fields(Hybrid))
-"""The arguments that every kernel with `windowed` takes in addition to its own."""
+"""The arguments that every `windowed` kernel accepts in addition to its own."""
 
 _KERNELS: dict[str, KernelInfo] = {}
 _LOCK = threading.Lock()
@@ -194,14 +194,14 @@ def register_kernel(info: KernelInfo) -> KernelInfo:
     """
     known = _KERNELS.get(info.name)
     if known is not None and _origin(known) != _origin(info):
-        raise ConfigError(f"kernel {info.name!r} is registered already by {_origin(known)}; choose another name")
+        raise ConfigError(f"kernel {info.name!r} is already registered by {_origin(known)}; choose another name")
     if not (dataclasses.is_dataclass(info.config) and info.config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ConfigError(f"kernel {info.name!r}: got config {info.config!r}, expected a frozen dataclass")
     if taken := {f.name for f in dataclasses.fields(info.config)} & set(HYBRID):
         name = sorted(taken)[0]
-        raise ConfigError(f"kernel {info.name!r}: {name!r} is an argument of every kernel; give its own another name")
+        raise ConfigError(f"kernel {info.name!r}: {name!r} is an argument of every kernel; rename its own argument")
     if (info.build is None) == (info.preset is None):
-        raise ConfigError(f"kernel {info.name!r}: got a build and a preset or neither, expected one of them")
+        raise ConfigError(f"kernel {info.name!r}: got both build and preset, or neither; expected exactly one")
     if not (info.causal or info.bidirectional):
         raise ConfigError(f"kernel {info.name!r}: works neither causally nor bidirectionally; set one of the two")
     _KERNELS[info.name] = info
@@ -216,7 +216,7 @@ def kernel_info(name: str) -> KernelInfo:
     """Look a kernel up by name.
 
     Raises:
-        UnknownNameError: if it does not exist; names the nearest one and lists all.
+        UnknownNameError: if it does not exist; the message suggests the nearest name and lists all.
     """
     if name not in _KERNELS:
         _discover()
@@ -232,7 +232,7 @@ def kernel_infos() -> list[KernelInfo]:
 
 
 def _discover() -> None:
-    """Import the package's kernel files and the entry points, once. Code that travels with a checkpoint has neither."""
+    """Import the package's kernel files and the entry points, once. The code in a checkpoint has neither."""
     global _discovered
     with _LOCK:
         if _discovered:
@@ -321,7 +321,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def _convert(where: str, value: Any, hint: Any) -> Any:
-    """Convert text to the annotated type; other values must have it already."""
+    """Convert text to the annotated type; other values must already have it."""
     optional = isinstance(hint, types.UnionType) and type(None) in hint.__args__
     kind = next(t for t in hint.__args__ if t is not type(None)) if optional else hint
     if optional and (value is None or (isinstance(value, str) and value.lower() == "none")):

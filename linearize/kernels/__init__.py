@@ -1,4 +1,4 @@
-"""Kernels: one file each, found by listing this folder; `base` and names with a leading underscore are shared parts."""
+"""Kernels: one file each, found by listing this folder; `base` and files with a leading underscore hold shared code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pkgutil
 
 
 def load_all() -> None:
-    """Import every kernel file, so that each registers itself."""
+    """Import every kernel file, so that each kernel registers itself."""
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_") and module.name != "base":
             importlib.import_module(f"{__name__}.{module.name}")

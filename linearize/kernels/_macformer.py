@@ -1,4 +1,4 @@
-"""Shared by the Macformer kernels: random Maclaurin features, and ppSBN around them.
+"""Code shared by the Macformer kernels: random Maclaurin features with ppSBN around them.
 
 Paper: Guo et al. 2024, "Macformer: Transformer with Random Maclaurin Feature Attention",
 https://arxiv.org/abs/2408.11656, definition 3, table 1, algorithm 1.
@@ -9,10 +9,10 @@ For a kernel K(x . y) = sum_N a_N (x . y)^N:
 
 ppSBN is in `linearize.kernels._ppsbn`.
 Differs from the paper:
-- table 1 has two misprints; the coefficients here are those of the functions (see each kernel);
-- P[N = eta] = p^-(eta+1) is a distribution for p = 2 only, so there is no p to choose;
-- the number of features of each degree is its expectation (64, 32, 16, ... of 128) instead of a draw: the same mean, up
-  to degree 7, with less variance.
+- table 1 has two misprints; the coefficients here are the correct ones for each function (see the kernel's file);
+- P[N = eta] = p^-(eta+1) is a distribution only for p = 2, so p is not an argument;
+- the number of features of each degree is its expected value (64, 32, 16, ... of 128) instead of a draw: the same mean,
+  up to degree 7, with less variance.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class MacformerConfig:
 
 
 class Macformer(FeatureMap):
-    """Map [B, H, T, D] -> [B, H, T, F], between the two halves of ppSBN; the Rademacher vectors are drawn once."""
+    """Map [B, H, T, D] -> [B, H, T, F] between the two halves of ppSBN; the Rademacher vectors are drawn only once."""
 
     def __init__(self, config: MacformerConfig, heads: int, head_dim: int) -> None:
         super().__init__(config, heads, head_dim)
         self.counts = config.degrees()
         self.factors = [(self.series(n) / count) ** 0.5 for n, count in enumerate(self.counts)]
-        # A feature of degree N takes part in N products, so stage j holds the features of degree j and more.
+        # A feature of degree N is a product of N factors, so stage j holds the features of degree j or higher.
         self.stages = [sum(self.counts[j:]) for j in range(1, len(self.counts))]
         self.signs: Tensor
         self.add_buffer("signs", sum(self.stages), head_dim)
@@ -63,12 +63,12 @@ class Macformer(FeatureMap):
 
     @classmethod
     def inputs(cls, config: Any, heads: int, key_heads: int, head_dim: int) -> Standardise:
-        """Make the first half of ppSBN."""
+        """Return the first half of ppSBN."""
         return Standardise(heads, key_heads, head_dim)
 
     @classmethod
     def output(cls, config: Any, heads: int, value_dim: int) -> Rescale:
-        """Make the second half of ppSBN."""
+        """Return the second half of ppSBN."""
         return Rescale(heads)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -94,7 +94,7 @@ def register_macformer(
         KernelInfo(
             name=name,
             summary=f"random Maclaurin features of {function}, with ppSBN",
-            choose=f"to repeat the paper with {function}; trained from scratch or far from softmax",
+            choose=f"to reproduce the paper with {function}; when training from scratch or far from softmax",
             formula=f"phi_i(x) = sqrt(a_N / D_N) prod_(j<=N) w_j.x, {function}: {coefficients}; q, k standardised, "
             "divided by their norms and scaled by scaling^1/2; o <- sign(gamma o) |gamma o|^beta",
             source="Guo et al. 2024 (Macformer), definition 3, table 1 (corrected), algorithm 1",

@@ -1,12 +1,12 @@
-"""Pre-post scaling batch normalisation, around the Macformer kernels.
+"""Pre-post scaling batch normalisation (ppSBN), used around the Macformer kernels.
 
 Paper: Guo et al. 2024, "Macformer: Transformer with Random Maclaurin Feature Attention",
 https://arxiv.org/abs/2408.11656, algorithm 1.
 
     q, k <- (q - mu) / sqrt(sigma^2 + eps), then divided by their norms;      o <- sign(gamma o) |gamma o|^beta
 
-Differs from the paper: mu and sigma are running statistics per head and channel, updated after every batch of training
-and frozen otherwise, so that one token has the same features as in a batch and no token sees a later one; gamma and
+Differs from the paper: mu and sigma are running statistics per head and channel, updated after every training batch and
+frozen otherwise, so that a token has the same features alone as in a batch and no token sees a later one; gamma and
 beta are one number per query head; eps is 1e-6.
 """
 
@@ -23,7 +23,7 @@ MOMENTUM = 0.01
 
 
 class Standardise(Inputs):
-    """The first half of ppSBN: remove mean and deviation, then normalise the length."""
+    """The first half of ppSBN: standardise each channel, then scale every vector to length 1."""
 
     def __init__(self, heads: int, key_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Standardise(Inputs):
         self.register_buffer("batches", torch.empty(1, dtype=torch.float32))
 
     def reset_parameters(self) -> None:
-        """Start with the statistics of no batch."""
+        """Reset the statistics to those before any batch."""
         for name, buffer in self.named_buffers():
             buffer.fill_(float(name.endswith("variance")))
 
     def forward(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalise with the statistics so far, and learn from the batch while training."""
+        """Normalise with the statistics so far; in training mode, also update them from the batch."""
         queries = self._normal(q, self.query_mean, self.query_variance)
         keys = self._normal(k, self.key_mean, self.key_variance)
         if self.training and torch.is_grad_enabled():
@@ -55,7 +55,7 @@ class Standardise(Inputs):
 
     @staticmethod
     def _normal(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        # Copies, because the statistics change in place before the backward pass.
+        # Copy, because the statistics change in place before the backward pass.
         centre, spread = mean.float().clone(), torch.rsqrt(variance.float() + EPS)
         y = (x - centre[:, None]) * spread[:, None]
         return y / y.norm(dim=-1, keepdim=True).clamp(min=EPS)
@@ -86,6 +86,6 @@ class Rescale(Output):
             self.beta.fill_(1.0)
 
     def forward(self, mixed: Tensor) -> Tensor:
-        """Rescale [B, H, T, V]; below `EPS` the power continues as a straight line."""
+        """Rescale [B, H, T, V]; below `EPS` the power function continues as a straight line."""
         y = mixed * self.gamma.float()[:, None, None]
         return y * y.abs().clamp(min=EPS) ** (self.beta.float()[:, None, None] - 1.0)

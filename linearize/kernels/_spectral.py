@@ -1,4 +1,4 @@
-"""Shared by the two Flexformer kernels: arguments, the norm factor h(x) with its learned width, and waves."""
+"""Code shared by the two Flexformer kernels: arguments, the norm factor h(x) with its learned width, and the waves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class SpectralConfig:
 
     frequencies: int | None = option(None, "number n of frequencies per head; none: the head size", low=1, high=4096)
     init_scale: float | None = option(
-        None, "deviation of the starting frequencies (softmax's own: 1); none: by form", low=0.0, high=10.0
+        None, "deviation of the initial frequencies (softmax: 1); none: depends on the form", low=0.0, high=10.0
     )
     tied: bool = option(True, "whether queries and keys share one map")
     floor: float = floor_option(0.2)
 
     magnitude: bool = option(
-        True, "whether the positive form learns how much attention a key gets in total; no effect in the others"
+        True, "whether the positive form learns the total attention of each key; no effect in the other forms"
     )
 
     def count(self, head_dim: int) -> int:
@@ -34,7 +34,7 @@ class SpectralConfig:
         return self.frequencies if self.frequencies is not None else head_dim
 
     def deviation(self, usual: float) -> float:
-        """Return the deviation of the starting frequencies; `usual` by default."""
+        """Return the deviation of the initial frequencies; `usual` by default."""
         return usual if self.init_scale is None else self.init_scale
 
     @property
@@ -49,11 +49,11 @@ class SpectralConfig:
 
 
 LEGACY_DEFAULTS = {"form": "paper", "floor": 0.0}
-"""The defaults of checkpoints that do not mention these arguments: the only form then, without a floor."""
+"""Defaults for checkpoints that do not mention these arguments: older versions had only this form, without a floor."""
 
 
 def spectral_stage_one(config: SpectralConfig) -> StageOne:
-    """Train like hedgehog, with a penalty on negative weights if there can be any."""
+    """Return hedgehog's defaults, with a penalty on negative weights if weights can be negative."""
     return StageOne(learning_rate=1e-2, negative_penalty=0.0 if config.positive else 1.0)
 
 
@@ -68,10 +68,10 @@ class SpectralMap(FeatureMap):
 
     @abc.abstractmethod
     def frequencies(self, scaling: float) -> dict[str, Tensor]:
-        """Return the waves' frequencies by name [H, n, D], for inputs whose dot product is the score that softmax sees.
+        """Return the frequencies of the waves by name [H, n, D], for inputs whose dot product is the softmax score.
 
         Args:
-            scaling: the host's factor of the scores.
+            scaling: the factor of the scores in the original attention.
         """
 
     def reset_tau(self) -> None:
@@ -82,7 +82,7 @@ class SpectralMap(FeatureMap):
             self.tau.fill_(math.log(2.0))
 
     def reset_magnitude(self) -> None:
-        """Start at zero, which changes nothing."""
+        """Start at zero, where the magnitude has no effect."""
         if self.m is not None:
             with torch.no_grad():
                 self.m.zero_()
@@ -100,10 +100,10 @@ class SpectralMap(FeatureMap):
 
 
 def signed_directions(heads: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw unit vectors [heads, rows, size]: an orthonormal basis, minus it, and then another one.
+    """Draw unit vectors [heads, rows, size]: an orthonormal basis, its negative, then another basis.
 
-    A softmax over projections on both signs of a basis sees the size of every coordinate on both sides, as hedgehog's
-    two do; with one sign stage one ended at the same loss.
+    A softmax over projections on a basis and its negative sees both signs of every coordinate, as the two softmaxes of
+    hedgehog do; with one sign only, stage one ended at the same loss.
     """
     blocks = -(-rows // (2 * size))
     basis = orthonormal(heads, blocks * size, size, generator).reshape(heads, blocks, 1, size, size)
@@ -111,7 +111,7 @@ def signed_directions(heads: int, rows: int, size: int, generator: torch.Generat
 
 
 def halves(angle: Tensor, envelope: Tensor) -> Tensor:
-    """Return [cos^2(angle + pi/4) ; sin^2(angle + pi/4)] * envelope, none below 0: [..., n] each -> [..., 2 n]."""
+    """Return [cos^2(angle + pi/4) ; sin^2(angle + pi/4)] * envelope, non-negative: [..., n] each -> [..., 2 n]."""
     half = 0.5 * envelope
     wave = (2.0 * angle).sin() * half
     return torch.cat([half - wave, half + wave], dim=-1)

@@ -1,13 +1,14 @@
-"""Shared by the TransNormer presets and their parts: the block length, NormAttention and its norm.
+"""Code shared by the TransNormer presets and their parts: the block length, NormAttention and its norm.
 
 Paper: Qin et al. 2022, "The Devil in Linear Transformer", https://arxiv.org/abs/2210.10340, eq. 13-14, sections 4.2,
 4.3 and 5, appendix D.
 
     o_i = g * RMSNorm(phi(q_i) . sum_j phi(k_j) v_j^T),   RMSNorm(x) = x / sqrt(mean(x^2) + 1e-6)
 
-g: [V] is learned per query head and starts at 1. The next projection expects vectors of the size that softmax gives,
-which RMSNorm alone does not.
-Differs from the paper: the norm is taken per head (a converted layer's heads differ in size), and g is per head.
+g: [V] is learned per query head and starts at 1. It is needed because the next projection expects vectors of the
+magnitude that softmax produces, which RMSNorm alone does not give.
+Differs from the paper: the norm is taken per head (the heads of a converted layer differ in magnitude), and g is per
+head.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class BlockConfig:
 
 
 class RmsNorm(Output):
-    """Divide the output of each head by its root mean square, and multiply it with a learned gain."""
+    """Divide the output of each head by its root mean square, and multiply it by a learned gain."""
 
     def __init__(self, heads: int, value_dim: int) -> None:
         super().__init__()
@@ -52,24 +53,24 @@ class RmsNorm(Output):
 
 
 class NormMap(FixedMap):
-    """Base of the maps of NormAttention: there is no denominator. Inputs come unscaled."""
+    """Base of the NormAttention maps, which have no denominator. Inputs are unscaled."""
 
     scale_inputs = False
     normalize = False
 
     @classmethod
     def output(cls, config: Any, heads: int, value_dim: int) -> RmsNorm:
-        """Make the norm."""
+        """Return the norm."""
         return RmsNorm(heads, value_dim)
 
 
 def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) -> None:
-    """Register one of the two kernels of NormAttention."""
+    """Register one of the two NormAttention kernels."""
     register_kernel(
         KernelInfo(
             name=name,
             summary=f"no denominator: RMSNorm of the sums, phi = {phi}",
-            choose="from scratch, where denominators make training unstable; a part of the TransNormer presets",
+            choose="from scratch, if denominators make training unstable; part of the TransNormer presets",
             formula=f"o = g RMSNorm(phi(Q) (phi(K)^T V)), phi(x) = {phi}",
             source=f"{PAPER}, eq. 13-14, sections 4.2 and 5",
             url=URL,
@@ -88,7 +89,7 @@ def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) 
 
 
 def layer_plan(diag: str, norm: str) -> Callable[[Any, int], list[tuple[str, dict[str, object]]]]:
-    """Make the preset: DiagAttention in the first half of the layers (rounded down), NormAttention in the others."""
+    """Return the preset: DiagAttention in the first half of the layers (rounded down), NormAttention in the others."""
 
     def preset(config: BlockConfig, layers: int) -> list[tuple[str, dict[str, object]]]:
         first = layers // 2
@@ -104,7 +105,7 @@ def register_preset(name: str, diag: str, norm: str, *, parameters_formula: str,
         KernelInfo(
             name=name,
             summary=f"layer plan: {diag} in the first half of the layers, {norm} in the second",
-            choose="to repeat TransNormer: near tokens first, all of them later",
+            choose="to reproduce TransNormer: near tokens in the early layers, all tokens in the later ones",
             formula=f"layers 0 to L/2 - 1: {diag}; layers L/2 to L - 1: {norm}",
             source=f"{PAPER}, sections 4.2, 4.3 and 5",
             url=URL,

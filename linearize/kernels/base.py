@@ -1,7 +1,7 @@
-"""The parts of a kernel: a module that maps the queries or keys of all heads at once, or attention inside blocks.
+"""The base classes of kernels: a module that maps the queries or keys of all heads at once, or attention inside blocks.
 
 A kernel file holds a frozen config dataclass, a `FeatureMap` (or `BlockKernel`) and one `register_kernel` call.
-The rest (grouped heads, padding, causality, windows, states, caches, saving) is done around it.
+The rest (grouped heads, padding, causality, windows, states, caches, saving) is handled outside the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Features(NamedTuple):
 
     Attributes:
         phi: [B, H, T, F] fp32.
-        log_scale: [B, H, T] fp32 or None; the features are `exp(log_scale) * phi`. A query's matters only with a
+        log_scale: [B, H, T] fp32 or None; the features are `exp(log_scale) * phi`. For queries it matters only with a
             softmax window: otherwise a positive factor of a query cancels between numerator and denominator.
     """
 
@@ -34,12 +34,12 @@ MAP_WEIGHTS = ("first", "second", "bias", "tau", "bank", "magnitude")
 
 
 class MapSpec(NamedTuple):
-    """A feature map in terms that a compiled op can read. Weights are those of `FeatureMap`, heads first.
+    """A feature map, described for a compiled op. The weights are those of `FeatureMap`, heads first.
 
     Attributes:
-        kind: name of a map of `linearize.attention.native.structures.KINDS`.
-        first: [H, n, D] projection.
-        second: [H, n, D] another, or None.
+        kind: name of a map in `linearize.attention.native.structures.KINDS`.
+        first: [H, n, D], the first projection.
+        second: [H, n, D], the second projection, or None.
         bias: [H, n] or None.
         tau: [H], for a log-scale of exp(-tau) |x|^2, or None.
         bank: [H, L, 3 hidden + 1] scalar functions relu(c + sum_j v_j relu(s_j u + t_j)), as [s, t, v, c], or None.
@@ -61,7 +61,7 @@ class MapSpec(NamedTuple):
 
 
 class Output(nn.Module, abc.ABC):
-    """A module after the weighted sum of the values: a norm, a learned scale."""
+    """A module after the weighted sum of the values, such as a norm or a learned scale."""
 
     @abc.abstractmethod
     def reset_parameters(self) -> None:
@@ -69,7 +69,7 @@ class Output(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, mixed: Tensor) -> Tensor:
-        """Change the sums [B, H, T, V] in fp32."""
+        """Transform the sums [B, H, T, V] in fp32."""
 
 
 class Inputs(nn.Module, abc.ABC):
@@ -81,7 +81,7 @@ class Inputs(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Change q [B, H, T, D] and k [B, K, S, D] in fp32, token by token; mask [B, S]."""
+        """Transform q [B, H, T, D] and k [B, K, S, D] in fp32, token by token; mask [B, S]."""
 
 
 class Kernel:
@@ -89,17 +89,17 @@ class Kernel:
 
     @classmethod
     def inputs(cls, config: Any, heads: int, key_heads: int, head_dim: int) -> Inputs | None:
-        """Make the module before the map, or None."""
+        """Return the module before the map, or None."""
         return None
 
     @classmethod
     def output(cls, config: Any, heads: int, value_dim: int) -> Output | None:
-        """Make the module after the attention, or None."""
+        """Return the module after the attention, or None."""
         return None
 
 
 class BlockKernel(Kernel):
-    """Attention inside blocks of `config.block` tokens: no features. It is never instantiated.
+    """Attention inside blocks of `config.block` tokens, without features. The class is never instantiated.
 
     Attributes:
         softmax: softmax of the scores; otherwise their ReLU.
@@ -112,10 +112,10 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
     """A map with separate parameters for each head (leading axis of every parameter and buffer; 1 if shared).
 
     Attributes:
-        scale_inputs: whether inputs are multiplied by the square root of the host's score scaling first, so that
-            `x . y` is softmax's score. Maps whose definition contains sqrt(d) need that.
+        scale_inputs: whether inputs are first multiplied by the square root of the original attention's score scaling,
+            so that `x . y` is the softmax score. Maps whose definition contains sqrt(d) need that.
         normalize: whether weights are divided by their sum.
-        floor: c of `linearize.ops.floored`, which keeps signed weights' denominators off zero; 0 for no floor.
+        floor: c of `linearize.ops.floored`, which keeps the denominators of signed weights away from zero; 0: no floor.
     """
 
     scale_inputs = True
@@ -127,16 +127,16 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
         self.config, self.heads, self.head_dim = config, heads, head_dim
 
     def add_parameter(self, *shape: int) -> nn.Parameter:
-        """Make an uninitialised learnable tensor [H, *shape] in fp32."""
+        """Return an uninitialised learnable tensor [H, *shape] in fp32."""
         return nn.Parameter(torch.empty(self.heads, *shape, dtype=torch.float32))
 
     def add_buffer(self, name: str, *shape: int) -> None:
-        """Add a buffer [H, *shape] in fp32 for random numbers: drawn in `reset_parameters` only, and saved."""
+        """Add a buffer [H, *shape] in fp32 for random numbers, which are drawn only in `reset_parameters` and saved."""
         self.register_buffer(name, torch.empty(self.heads, *shape, dtype=torch.float32))
 
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fill parameters and random buffers. Draw from `generator` (on the CPU) only: a seed gives one kernel."""
+        """Fill parameters and random buffers. Draw only from `generator` (on the CPU): one seed gives one kernel."""
 
     @abc.abstractmethod
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
@@ -144,16 +144,16 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
 
         Args:
             x: [B, H, T, D] fp32.
-            positions: [B, T], counted from 0 without padding, for positional kernels; else None.
+            positions: [B, T], counted from 0 without padding, for positional kernels; otherwise None.
         """
 
     def forward_queries(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """Map queries; by default with `forward`."""
+        """Map queries; calls `forward` by default."""
         features: Features = self(x, positions)
         return features
 
     def forward_keys(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """Map keys; by default with `forward`."""
+        """Map keys; calls `forward` by default."""
         features: Features = self(x, positions)
         return features
 
@@ -164,7 +164,7 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
         return own.forward_queries is FeatureMap.forward_queries and own.forward_keys is FeatureMap.forward_keys
 
     def map_spec(self) -> MapSpec | None:
-        """Describe the map to the native op, or return None if it does not have it; that depends on the config only."""
+        """Describe the map for the native op, or return None if the op lacks it; depends only on the config."""
         return None
 
 
@@ -176,10 +176,10 @@ class FixedMap(FeatureMap):
 
 
 def floor_option(default: float) -> Any:
-    """Declare the argument for the `floor` of a map with signed weights."""
+    """Declare the argument `floor` of a map with signed weights."""
     return option(
         default,
-        "c: a denominator is at least c |phi(q)| . sum |phi(k)|, where weights can be negative",
+        "c: denominators are at least c |phi(q)| . sum |phi(k)|, if weights can be negative",
         low=0.0,
         high=1.0,
     )
@@ -187,23 +187,23 @@ def floor_option(default: float) -> Any:
 
 @dataclass(frozen=True)
 class NoArguments:
-    """The empty arguments of kernels without arguments."""
+    """The config of kernels without arguments."""
 
 
 def draw_normal(parameter: Tensor, generator: torch.Generator, std: float = 1.0) -> None:
-    """Fill `parameter` with normal numbers drawn on the CPU, on any device."""
+    """Fill `parameter`, on any device, with normal numbers drawn on the CPU."""
     with torch.no_grad():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 def draw_uniform(parameter: Tensor, generator: torch.Generator, bound: float) -> None:
-    """Fill `parameter` with numbers between -bound and bound drawn on the CPU, on any device."""
+    """Fill `parameter`, on any device, with uniform numbers between -bound and bound drawn on the CPU."""
     with torch.no_grad():
         parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
 
 
 def orthonormal(heads: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw unit vectors [heads, rows, size] in fp64, each orthogonal to the others of its block of `size` rows."""
+    """Draw unit vectors [heads, rows, size] in fp64, each orthogonal to the others in its block of `size` rows."""
     blocks = -(-rows // size)
     square = torch.randn(heads, blocks, size, size, generator=generator, dtype=torch.float64)
     basis, upper = torch.linalg.qr(square)

@@ -1,4 +1,4 @@
-"""cosFormer: ReLU features whose weights fall off with the distance of the tokens like a cosine.
+"""cosFormer: ReLU features whose weights fall off like a cosine with the distance between tokens.
 
 Paper: Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", https://arxiv.org/abs/2202.08791, section 3.2.
 
@@ -7,7 +7,7 @@ Paper: Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", https://ar
 
 [B, H, T, D] -> [B, H, T, 2 D]; i counts the tokens of a text from 0 without padding. Weights are non-negative.
 Differs from the paper: M is not the length of the current batch but a number fixed at conversion (`max_positions`, the
-longest input), so that a single token has the same features as in a batch. Tokens from position M on share the last
+longest input), so that a token has the same features alone as in a batch. Tokens at position M and later share the last
 angle, which keeps their weights non-negative.
 """
 
@@ -29,7 +29,7 @@ class CosformerConfig:
     """Arguments of `cosformer`."""
 
     max_positions: int | None = option(
-        None, "longest input M in tokens; none: what the model takes, filled in at conversion", low=1
+        None, "longest input M in tokens; none: the model's own limit, filled in at conversion", low=1
     )
 
 
@@ -42,7 +42,7 @@ class Cosformer(FixedMap):
         super().__init__(config, heads, head_dim)
         if config.max_positions is None:
             raise ConfigError(
-                "kernel cosformer needs the length of the longest input, and the model has none; "
+                "kernel cosformer needs the length of the longest input, and the model does not state one; "
                 "give max_positions=NUMBER among the kernel's arguments"
             )
         self.limit = config.max_positions
@@ -59,7 +59,7 @@ register_kernel(
     KernelInfo(
         name="cosformer",
         summary="ReLU features reweighted by the cosine of the distance",
-        choose="near tokens count for more than far ones and nothing shall be trained in stage one",
+        choose="if near tokens matter more than far ones and stage one should train nothing",
         formula="phi(x_i) = [relu(x_i) cos(pi i / 2M) ; relu(x_i) sin(pi i / 2M)], i <= M",
         source="Qin et al. 2022 (cosFormer), section 3.2",
         url="https://arxiv.org/abs/2202.08791",

@@ -1,11 +1,11 @@
-"""ReLU attention inside non-overlapping blocks of w = 64 tokens: TransNormer T1's layers of the first half.
+"""ReLU attention inside non-overlapping blocks of w = 64 tokens: the first half of TransNormer T1's layers.
 
 Papers: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https://arxiv.org/abs/2210.10340, sections 4.3
 and 5; Zhang, Titov and Sennrich 2021, "Sparse Attention with Linear Units" (ReLA), https://arxiv.org/abs/2104.07012.
 
     o_i = g * RMSNorm(sum_j relu(scaling q_i . k_j) v_j),   j in the block of i
 
-No feature map; g: [V] is learned per query head. Weights do not sum to one. Blocks are
+There is no feature map; g: [V] is learned per query head. Weights do not sum to one. Blocks are
 counted in tokens without padding (`linearize.ops.block`); the norm is in `linearize.kernels._transnormer`.
 Differs from the paper: ReLA's gate, which reads the layer's input, is left out.
 """
@@ -20,13 +20,13 @@ from linearize.kernels.base import BlockKernel
 
 
 class DiagRela(BlockKernel):
-    """ReLU of the scores inside blocks, the sum normalised."""
+    """ReLU of the scores inside blocks, followed by a norm."""
 
     softmax = False
 
     @classmethod
     def output(cls, config: Any, heads: int, value_dim: int) -> RmsNorm:
-        """Make the norm."""
+        """Return the norm."""
         return RmsNorm(heads, value_dim)
 
 
@@ -34,7 +34,7 @@ register_kernel(
     KernelInfo(
         name="diag_rela",
         summary="ReLU attention with RMSNorm inside blocks of 64 tokens",
-        choose="near tokens decide; a part of the TransNormer presets",
+        choose="if near tokens are enough; part of the TransNormer presets",
         formula="o_i = g RMSNorm(sum_j relu(scaling q_i.k_j) v_j), j in the block of i",
         source=f"{PAPER}, sections 4.3 and 5; Zhang et al. 2021 (ReLA)",
         url=URL,

@@ -1,4 +1,4 @@
-"""Exponential of each entry, nothing to learn: Hedgehog's control for spikiness without monotonicity.
+"""Exponential of each entry, nothing to learn: the Hedgehog paper's control for spikiness without monotonicity.
 
 Paper: Zhang et al. 2024, "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry",
 https://arxiv.org/abs/2402.04347, section 3 and table of compared maps (t = 1 and t = 2).
@@ -23,7 +23,7 @@ from linearize.kernels.base import Features, FixedMap
 class ExpConfig:
     """Arguments of `exp`."""
 
-    temperature: float = option(1.0, "factor t of the entries; the paper has 1 and 2", low=0.0, high=100.0)
+    temperature: float = option(1.0, "factor t of the entries; the paper uses 1 and 2", low=0.0, high=100.0)
 
 
 class Exp(FixedMap):
@@ -41,7 +41,7 @@ register_kernel(
     KernelInfo(
         name="exp",
         summary="exponential of each entry, with a temperature",
-        choose="as elu, sharper: recall tasks trained from scratch",
+        choose="like elu but sharper: recall tasks trained from scratch",
         formula="phi(x) = exp(t x)",
         source="Zhang et al. 2024 (Hedgehog), section 3",
         url="https://arxiv.org/abs/2402.04347",

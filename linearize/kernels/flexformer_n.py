@@ -7,32 +7,33 @@ https://arxiv.org/abs/2606.27748, section 3.2 with eq. 6. `form="paper"`:
 
 a, b: [n, d] and tau are learned per head; n = d by default, so F = 2 n. Weights can be negative.
 
-`form="positive"`, the default, is ours. Its squares are never negative, so weights are not either; the envelope is
-hedgehog's:
+`form="positive"`, the default, is ours. Its squares are never negative, so the weights are not either; the envelope is
+that of hedgehog:
 
     phi(x) = r(x) [s_i cos^2(a_i . x + pi/4) ; s_i sin^2(a_i . x + pi/4)]_{i <= n}
     s = softmax_i(b_i . x),   r(x) = exp(4 tanh(m . x / 4))
 
 The squares are (1 - sin 2 a_i . x) / 2 and (1 + sin 2 a_i . x) / 2: one sine, whose frequency 2 a_i is learned, is
-split into two features that add up to s_i. Inputs come unscaled, like hedgehog's. At the start `a` is close to zero
-(`init_scale` 0.05) and b an orthonormal basis, minus it from the (d + 1)-th row on, then another basis. (Hedgehog's
-identity instead, with one sign or both, ended stage one 1 to 3 % higher.)
+split into two features that add up to s_i. Inputs are unscaled, as in hedgehog. At the start `a` is close to zero
+(`init_scale` 0.05) and `b` is an orthonormal basis, then from row d + 1 on its negative, then another basis. (Starting
+from hedgehog's identity, with one sign or both, stage one ended with a 1 to 3 % higher loss.)
 
-r is the magnitude, m: [d] learned per head. Under softmax some keys get more of every query's attention than others,
-which features that add up to 1 cannot express. r stays within e^-4 and e^4, so features need no log-scale. Queries have
-it as well: theirs cancels in the normalised output, and the kernel stays symmetric. m starts at 0, so r starts at 1;
-`magnitude=false` omits it. (With it stage one ended 10 % lower; MiniLM, layers 1
-and 4, F = 64, 80 steps.)
+r is the magnitude; m: [d] is learned per head. Under softmax some keys get more attention from every query than others,
+which features that add up to 1 cannot express. r stays between e^-4 and e^4, so features need no log-scale. Queries
+have it as well: there it cancels in the normalised output, and the kernel stays symmetric. m starts at 0, so r starts
+at 1; `magnitude=false` omits it. (With it, the loss of stage one ended 10 % lower; MiniLM, layers 1 and 4, F = 64,
+80 steps.)
 
 `form="damped"` is not in the paper either: the frequencies are complex, so that each wave has an exponential factor;
 the exponentials are normalised as above. Weights can be negative.
 
     phi(x) = [s_i cos a_i . x ; s_i sin a_i . x]_{i <= n},   s = softmax_i(b_i . x)
 
-b starts at hedgehog's identity (minus it from the (d + 1)-th row on), a close to zero, so that no weight is negative.
+`b` starts at hedgehog's identity (its negative from row d + 1 on) and `a` close to zero, so that no weight is negative
+at the start.
 
-Differs from the paper in its own form: `a` starts at 0.2 of softmax's Gaussian density (`init_scale`) and `b` at a
-tenth of that, so that the map starts close to `flexformer_s`; the factor sigma / 2 of eq. 6 cancels in the normalised
+`form="paper"` differs from the paper: `a` starts at 0.2 of softmax's Gaussian density (`init_scale`) and `b` at a tenth
+of that, so that the map starts close to `flexformer_s`; the factor sigma / 2 of eq. 6 cancels in the normalised
 weights.
 """
 
@@ -97,7 +98,7 @@ class FlexformerN(SpectralMap):
             if positive:
                 self.b.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
             elif self.config.form == "damped":
-                # Inputs are usually scaled by d^-1/4; hedgehog's are not.
+                # The inputs of this form are usually scaled by d^-1/4; those of hedgehog are not.
                 eye = torch.eye(self.head_dim) * self.head_dim**0.25
                 rows = torch.cat([eye, -eye])[: self.n]
                 self.a.mul_(0.25)
@@ -128,7 +129,7 @@ register_kernel(
     KernelInfo(
         name="flexformer_n",
         summary="learned pairs of Fourier frequencies, nonstationary kernel",
-        choose="closest to softmax here; more capacity by frequencies=N, for pairs of texts",
+        choose="the closest to softmax in our tests; for pairs of texts, raise frequencies=N for more capacity",
         formula="phi(x) = exp(4 tanh(m.x / 4)) softmax_i(b_i.x) [cos^2(a_i.x + pi/4) ; sin^2(a_i.x + pi/4)]_i; damped: "
         "softmax_i(b_i.x) [cos a_i.x ; sin a_i.x]_i; paper: exp(|x|^2 / exp(tau)) [cos a_i.x cos b_i.x ; "
         "sin a_i.x cos b_i.x]_i / sqrt(n); x scaled by scaling^1/2 in the last two",
@@ -138,7 +139,7 @@ register_kernel(
         build=FlexformerN,
         feature_dim=lambda config, d: 2 * config.count(d),
         parameters=lambda config, d: config.parameters(d),
-        parameters_formula="2 n d + d (damped and without magnitude 2 n d, paper 2 n d + 1)",
+        parameters_formula="2 n d + d (2 n d if damped or without magnitude, 2 n d + 1 for paper)",
         learnable=True,
         positive=lambda config: config.positive,
         stage_one=spectral_stage_one,

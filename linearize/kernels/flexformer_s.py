@@ -7,25 +7,26 @@ https://arxiv.org/abs/2606.27748, section 3.2 with eq. 4 and 5. `form="paper"`:
 
 w: [n, d] and tau are learned per head; n = d by default, so F = 2 n. Weights can be negative.
 
-`form="positive"`, the default, is ours: the positive form of `flexformer_n` with one matrix instead of two, each row
-both an envelope and, stretched, the frequency of the wave before it. Weights are never negative.
+`form="positive"`, the default, is ours: the positive form of `flexformer_n` with one matrix instead of two. Each row is
+both an envelope and, after scaling, the frequency of the previous wave. Weights are never negative.
 
     phi(x) = r(x) [s_i cos^2(u_i + pi/4) ; s_i sin^2(u_i + pi/4)]_{i <= n}
     s = softmax_i(w_i . x),   u_i = c_i w_{i+1} . x,   r(x) = exp(4 tanh(m . x / 4))
 
-w: [n, d], c: [n] and m: [d] are learned (w_{n+1} is w_1); inputs come unscaled. w starts like b there, c at 0.05
-(`init_scale`), m at 0; the magnitude r is that of `flexformer_n`, omitted by `magnitude=false`. (With it a short stage
-one ended 7 % lower; MiniLM, layer 1, F = 64, 60 steps.) This kernel is not stationary, and softmax's is not either.
-Under h(x), waves in three phases 1 + cos(w_i . x + 2 pi k / 3), which are, ended a short stage one at 1.5 nats, squares
-of waves at 0.8, this one at 0.14 (MiniLM, layers 1 and 4, F = 64, 100 steps).
+w: [n, d], c: [n] and m: [d] are learned (w_{n+1} is w_1); inputs are unscaled. w starts like b in `flexformer_n`, c at
+0.05 (`init_scale`), m at 0; the magnitude r is that of `flexformer_n`, omitted by `magnitude=false`. (With it, the loss
+of a short stage one ended 7 % lower; MiniLM, layer 1, F = 64, 60 steps.) This kernel is not stationary; neither is
+softmax. Stationary alternatives under h(x) were worse: after a short stage one, waves in three phases
+1 + cos(w_i . x + 2 pi k / 3) ended at 1.5 nats and squares of waves at 0.8, compared with 0.14 for this form (MiniLM,
+layers 1 and 4, F = 64, 100 steps).
 
-`form="squared"` is not in the paper either: phi2(x) = h(x) vec(u u^T), u the paper's bracket, so the kernel is the
-square of a stationary one. It is stationary and positive definite as well (its frequencies are the sums and differences
-of the w_i) and never negative. The symmetric products are kept once: F = n (2 n + 1), and n is the largest with
-F <= 2 d.
+`form="squared"` is not in the paper either: phi2(x) = h(x) vec(u u^T), where u is the paper's bracket, so the kernel is
+the square of a stationary one. It is itself stationary and positive definite (its frequencies are the sums and
+differences of the w_i) and never negative. Each symmetric product is kept once: F = n (2 n + 1), and n is the largest
+with F <= 2 d.
 
-Differs from the paper in its own form: frequencies start at 0.2 of softmax's Gaussian density (`init_scale`). From the
-full density about half of the weights on real attention are negative and training hardly moves them.
+`form="paper"` differs from the paper: frequencies start at 0.2 of softmax's Gaussian density (`init_scale`). With the
+full density, about half of the weights on real attention are negative and training hardly changes them.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class FlexformerSConfig(SpectralConfig):
 
     form: str = option(
         "positive",
-        "never negative, the paper's map, or its square: never negative",
+        "never negative, the paper's map, or its square (also never negative)",
         choices=("positive", "paper", "squared"),
     )
 
     @property
     def positive(self) -> bool:
-        """Whether weights can never be negative. The square's cannot either, up to rounding."""
+        """Whether weights can never be negative; in the squared form, up to rounding."""
         return self.form == "positive"
 
     def count(self, head_dim: int) -> int:
@@ -139,7 +140,7 @@ register_kernel(
     KernelInfo(
         name="flexformer_s",
         summary="learned Fourier frequencies, one matrix",
-        choose="stationary attention, that depends on q - k; flexformer_n comes closer",
+        choose="for stationary attention, which depends on q - k; flexformer_n comes closer to softmax",
         formula="phi(x) = exp(4 tanh(m.x / 4)) softmax_i(w_i.x) [cos^2(c_i w_{i+1}.x + pi/4) ; "
         "sin^2(c_i w_{i+1}.x + pi/4)]_i; paper: exp(|x|^2 / exp(tau)) [cos w_i.x ; sin w_i.x]_i / sqrt(n), x scaled by "
         "scaling^1/2; squared: all products of pairs of these",
@@ -149,7 +150,7 @@ register_kernel(
         build=FlexformerS,
         feature_dim=lambda config, d: config.features(d),
         parameters=lambda config, d: config.parameters(d),
-        parameters_formula="n d + n + d (without magnitude n d + n, in the other forms n d + 1)",
+        parameters_formula="n d + n + d (n d + n without magnitude, n d + 1 in the other forms)",
         learnable=True,
         positive=lambda config: config.positive,
         stage_one=spectral_stage_one,

@@ -1,18 +1,19 @@
-"""Hedgehog: a learned linear map per head with a spiky activation, both signs side by side.
+"""Hedgehog: a learned linear map per head with a spiky activation of both signs.
 
 Paper: Zhang et al. 2024, "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry",
 https://arxiv.org/abs/2402.04347, section 4.2: eq. 3 and 5 (exp), eq. 4 and appendix A.1 (softmax, the stable form).
 
     phi(x) = [act(W x + b) ; act(-W x - b)]        W: [F / 2, d], b: [F / 2] per head, F = 2 d by default
 
-W starts as the identity, its rows beyond d as unit vectors drawn at random, orthogonal d by d, all times `start`; b
-starts at 0. A start above 1 makes the untrained weights peaked, which training from scratch needs to compare tokens.
+W starts as the identity; its rows beyond d start as random unit vectors, orthogonal in blocks of d. All are multiplied
+by `start`; b starts at 0. A `start` above 1 makes the untrained weights peaked, which training from scratch needs to
+compare tokens.
 
 `activation="softmax"` (default): each half is a softmax over its d entries. `activation="exp"`: plain exponentials; a
-key's largest exponent is split off as its log-scale, so that nothing overflows. Queries and keys come unscaled (no
+key's largest exponent is split off as its log-scale, so that nothing overflows. Queries and keys are unscaled (no
 1/sqrt(d)), as in the paper.
-Differs from the paper: by default queries and keys share one map (`tied`); the authors' code has two. F other than 2 d
-is ours: small heads want more (`features`).
+Differs from the paper: by default queries and keys share one map (`tied`); the authors' code has two. A choice of F
+(`features`) other than 2 d is ours: small heads need more.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class HedgehogConfig:
     bias: bool = option(True, "whether W x has a bias b")
     tied: bool = option(True, "whether queries and keys share one map")
     features: int | None = option(
-        None, "feature size F of both signs together; none: twice the head size", low=2, high=65536, multiple_of=2
+        None, "total feature size F of both signs; none: twice the head size", low=2, high=65536, multiple_of=2
     )
     start: float = option(
-        1.0, "factor of the identity that W starts as; 2 with exp, from scratch", low=1e-3, high=100.0
+        1.0, "factor of the identity that W starts from; 2 for exp trained from scratch", low=1e-3, high=100.0
     )
 
     def rows(self, head_dim: int) -> int:
-        """Return how many rows W has: half of F."""
+        """Return the number of rows of W: half of F."""
         return head_dim if self.features is None else self.features // 2
 
 
@@ -57,7 +58,7 @@ class Hedgehog(FeatureMap):
         self.bias = self.add_parameter(rows) if config.bias else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start at the identity: the untrained map is the activation of [x ; -x], and of random turns of it."""
+        """Start at the identity: the untrained map is the activation of [x ; -x] and of random rotations of it."""
         heads, rows, size = self.weight.shape
         with torch.no_grad():
             self.weight[:, :size].copy_(torch.eye(rows, size)[:size])
@@ -86,7 +87,7 @@ register_kernel(
     KernelInfo(
         name="hedgehog",
         summary="learned linear map, softmax or exp of both signs",
-        choose="the default: nearly as close as any, the fastest of the close ones",
+        choose="the default: nearly as close to softmax as any, and the fastest of the close ones",
         formula="phi(x) = [act(W x + b) ; act(-W x - b)], act = softmax over the features | exp",
         source="Zhang et al. 2024 (Hedgehog), eq. 3-5, appendix A.1",
         url="https://arxiv.org/abs/2402.04347",

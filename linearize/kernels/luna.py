@@ -6,13 +6,14 @@ https://arxiv.org/abs/2512.08061, eq. 11, listing 1, section 5.4.
     phi(x) = h(x) / sqrt(M) [psi_l(w_i . x + b_i)]_{i <= M, l <= L},   psi_l(u) = relu(c_l + v_l . relu(s_l u + t_l))
 
 w: [M, d], b: [M]; psi_l: a scalar MLP 1 -> 64 -> 1 for each channel (or one MLP 1 -> 64 -> L, `shared_mlp`);
-M = L = 8, so F = 64. [B, H, T, D] -> [B, H, T, M L], non-negative; l runs fastest, as in the listing. Queries and keys
-come unscaled. No gate h by default, as in the paper's best variant; `envelope` adds h(x) = sigmoid(G x + g), one number
-in [0, 1] per channel. With `shared_heads` all heads of a layer share one set of parameters, as in listing 1. Starting
-values are the listing's, except that c starts at 0.5, so that no channel begins dead.
+M = L = 8, so F = 64. [B, H, T, D] -> [B, H, T, M L], non-negative; l varies fastest, as in the listing. Queries and
+keys are unscaled. By default there is no gate h, as in the paper's best variant; `envelope` adds
+h(x) = sigmoid(G x + g), one number in [0, 1] per channel. With `shared_heads` all heads of a layer share one set of
+parameters, as in listing 1. Initial values are those of the listing, except that c starts at 0.5, so that no channel
+starts out dead.
 
 psi is piecewise linear in u with one knot per hidden unit, so it is evaluated by looking up the segment: the same
-function as the written-out MLP, without its 64 times larger intermediate. The native op writes it out: in registers.
+function as the MLP, without its 64 times larger intermediate. The native op does compute the MLP, but in registers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LunaConfig:
 
 
 class Segments(NamedTuple):
-    """Piecewise linear functions: knots [sets, L, hidden], slopes and intercepts [sets, L, hidden + 1]."""
+    """Piecewise linear functions: knots [sets, L, hidden]; slopes and intercepts [sets, L, hidden + 1]."""
 
     knots: Tensor
     slopes: Tensor
@@ -74,7 +75,7 @@ class Luna(FeatureMap):
         self._folded: tuple[tuple[Tensor, ...], Segments] | None = None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw as listing 1 does: Gaussian projections, PyTorch's defaults for the MLPs."""
+        """Initialise as in listing 1: Gaussian projections, PyTorch's defaults for the MLPs."""
         draw_normal(self.weight, generator, self.head_dim**-0.5)
         draw_uniform(self.slope, generator, 1.0)
         draw_uniform(self.offset, generator, 1.0)
@@ -113,21 +114,21 @@ class Luna(FeatureMap):
         return y.reshape(sets, -1, heads // sets, batch, tokens, count).permute(3, 0, 2, 4, 5, 1).flatten(1, 2)
 
     def _segments(self) -> Segments:
-        """Return the segments; without a gradient on the CPU those of the last call, if the weights are the same."""
+        """Return the segments; on the CPU without a gradient, reuse those of the last call if the weights are equal."""
         numbers = (self.slope, self.offset, self.out_weight, self.out_bias)
         if torch.is_grad_enabled() or is_tracing() or self.slope.device.type != "cpu":
             return self._fold()
-        # By value, because versions do not change when `.data` is written.
+        # Compare values, because a tensor's version does not change when `.data` is written.
         if self._folded is None or not all(map(torch.equal, self._folded[0], numbers)):
             self._folded = tuple(x.detach().clone() for x in numbers), self._fold()
         return self._folded[1]
 
     def _fold(self) -> Segments:
-        """Cut each psi before its ReLU into pieces."""
+        """Cut each psi, before its ReLU, into linear pieces."""
         shape = (self.heads, self.config.channels, self.config.hidden)
         s, t = self.slope.float().expand(shape), self.offset.float().expand(shape)
         v = self.out_weight.float()
-        # A unit without slope is always on or always off.
+        # A unit with slope zero is always on or always off.
         flat = torch.where(t > 0, torch.inf, -torch.inf)
         knots, order = torch.where(s == 0, flat, -t / s).detach().sort(dim=-1)
         rising = (s > 0).gather(-1, order)
@@ -140,7 +141,7 @@ class Luna(FeatureMap):
             off = torch.nn.functional.pad(off.flip(-1).cumsum(dim=-1).flip(-1), (0, 1))
             return on + off
 
-        # A unit that is NaN belongs to every segment, wherever sorting put its knot.
+        # A NaN unit belongs to every segment, wherever sorting put its knot.
         odd = ((s + t + v).detach() * 0.0).sum(dim=-1, keepdim=True)
         return Segments(knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None])
 
@@ -148,7 +149,7 @@ class Luna(FeatureMap):
 register_kernel(
     KernelInfo(
         name="luna",
-        summary="learned projections through a bank of learned scalar MLPs",
+        summary="learned projections passed through a bank of learned scalar MLPs",
         choose="a small state with learned features; needs the native op to be fast",
         formula="phi(x) = h(x) [psi_l(w_i.x + b_i)]_{i,l} / sqrt(M), psi_l = relu(MLP 1 -> hidden -> 1), h = 1 | "
         "sigmoid(G x + g)",

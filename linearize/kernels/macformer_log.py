@@ -6,7 +6,7 @@ https://arxiv.org/abs/2408.11656, table 1, definition 3, algorithm 1.
     K(z) = 1 - log(1 - z) = 1 + sum_{N >= 1} z^N / N,   |z| < 1
 
 [B, H, T, D] -> [B, H, T, 128]; weights can be negative. The map is in `linearize.kernels._macformer`.
-Differs from the paper: its table 1 prints a_N = 1 / min(1, N), which divides by 0 at N = 0 and is 1 elsewhere.
+Differs from the paper: table 1 prints a_N = 1 / min(1, N), which divides by 0 at N = 0 and is 1 elsewhere.
 """
 
 from __future__ import annotations

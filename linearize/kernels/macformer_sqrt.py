@@ -6,7 +6,7 @@ https://arxiv.org/abs/2408.11656, table 1, definition 3, algorithm 1.
     K(z) = 2 - sqrt(1 - z) = 1 + sum_{N >= 1} (2N - 3)!! / (2^N N!) z^N,   |z| < 1
 
 [B, H, T, D] -> [B, H, T, 128]; weights can be negative. The map is in `linearize.kernels._macformer`.
-Differs from the paper: its table 1 prints max(1, 2N - 3) where the DOUBLE factorial (2N - 3)!! belongs.
+Differs from the paper: table 1 prints max(1, 2N - 3) instead of the DOUBLE factorial (2N - 3)!!.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""No kernel: keys outside the window have no weight. The control for kernels joined to a softmax window.
+"""No kernel: keys outside the window have no weight. The baseline for kernels combined with a softmax window.
 
     phi(x) = 0        [B, H, T, D] -> [B, H, T, 1]
 
-With a window of W tokens this is sliding-window attention, and with sinks that of Xiao et al. 2024 (StreamingLLM),
-https://arxiv.org/abs/2309.17453. The value of a kernel is its gain over this one.
+With a window of W tokens this is sliding-window attention, and with sinks the attention of Xiao et al. 2024
+(StreamingLLM), https://arxiv.org/abs/2309.17453. The benefit of a kernel is its gain over this baseline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from linearize.kernels.base import Features, FixedMap, MapSpec, NoArguments
 
 
 def nothing(heads: int, head_dim: int) -> MapSpec:
-    """Describe a map whose only feature is zero to the native op: relu(0 x)."""
+    """Describe, for the native op, a map whose only feature is zero: relu(0 x)."""
     return MapSpec("relu", torch.zeros(heads, 1, head_dim))
 
 
@@ -36,7 +36,7 @@ register_kernel(
     KernelInfo(
         name="none",
         summary="no kernel: the softmax window alone",
-        choose="as the control of a window: what a kernel must be better than",
+        choose="the baseline for a window: a kernel should do better than this",
         formula="phi(x) = 0",
         source="Xiao et al. 2024 (StreamingLLM): a window with sinks",
         url="https://arxiv.org/abs/2309.17453",

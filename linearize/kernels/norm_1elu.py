@@ -1,4 +1,4 @@
-"""NormAttention with phi = 1 + elu(x): TransNormer T2's layers of the second half.
+"""NormAttention with phi = 1 + elu(x): the second half of TransNormer T2's layers.
 
 Paper: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https://arxiv.org/abs/2210.10340, eq. 13-14,
 sections 4.2 and 5.

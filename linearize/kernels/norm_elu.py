@@ -1,4 +1,4 @@
-"""NormAttention with phi = elu(x): TransNormer T1's layers of the second half.
+"""NormAttention with phi = elu(x): the second half of TransNormer T1's layers.
 
 Paper: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https://arxiv.org/abs/2210.10340, eq. 13-14,
 sections 4.2 and 5.

@@ -5,11 +5,11 @@ section 2.4 (orthogonal random features).
 
     phi(x) = [exp(w_i . x - |x|^2 / 2)]_{i <= m} / sqrt(m),   E[phi(x) . phi(y)] = exp(x . y),   w_i ~ N(0, I)
 
-[B, H, T, D] -> [B, H, T, m], positive; x is scaled by scaling^1/2, so x . y is the score that softmax would see. The
-directions are orthogonal in blocks of d, their lengths those of Gaussian vectors. They are drawn once, at conversion.
+[B, H, T, D] -> [B, H, T, m], positive; x is scaled by scaling^1/2, so x . y is the softmax score. The directions are
+orthogonal in blocks of d and have the lengths of Gaussian vectors. They are drawn once, at conversion.
 The largest exponent of a token is split off as its log-scale.
-Differs from the paper: no small number is added to the features. (LUNA's eq. 8 quotes this map with w of
-variance 1 / sqrt(d); it estimates the kernel with variance sqrt(d) in LUNA's scaling, which is 1 in this one.)
+Differs from the paper: no small constant is added to the features. (LUNA's eq. 8 quotes this map with w of variance
+1 / sqrt(d); the variance that estimates the kernel is sqrt(d) in LUNA's scaling, which is 1 in the scaling used here.)
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Performer(FeatureMap):
 
 
 def orthogonal_normal(heads: int, rows: int, size: int, *, generator: torch.Generator) -> Tensor:
-    """Draw [heads, rows, size]: rows are Gaussian each, and orthogonal to the others of their block of `size`."""
+    """Draw [heads, rows, size]: each row is Gaussian, and orthogonal to the other rows in its block of `size`."""
     directions = orthonormal(heads, rows, size, generator)
     lengths = torch.randn(heads, rows, size, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
     return (directions * lengths).float()
@@ -68,7 +68,7 @@ register_kernel(
     KernelInfo(
         name="performer",
         summary="FAVOR+: positive orthogonal random features of the softmax kernel",
-        choose="features are random and unbiased, no training; far from softmax with few of them",
+        choose="random, unbiased features without training; far from softmax if there are few",
         formula="phi(x) = [exp(w_i.x - |x|^2 / 2)]_i / sqrt(m), w_i ~ N(0, I) orthogonal, x scaled by scaling^1/2",
         source="Choromanski et al. 2021 (Performer), lemma 1, section 2.4",
         url="https://arxiv.org/abs/2009.14794",

@@ -7,11 +7,12 @@ https://arxiv.org/abs/2501.15061, section 4 (polarity-aware attention, learnable
     phi(k) = [k+ ; k-],  phi(q) = [a q+ + b q- ; a q- + b q+]             a, b: [d] per head, non-negative
     phi(q) . phi(k) = a (q+ k+ + q- k-) + b (q+ k- + q- k+)               same-sign and opposite-sign parts
 
-[B, H, T, D] -> [B, H, T, 2 D], non-negative; a and b are softplus of what is learned and start at 1 and 0.1, p at
-1 + alpha / 2. Queries and keys come unscaled.
+[B, H, T, D] -> [B, H, T, 2 D], non-negative; a and b are the softplus of learned numbers and start at 1 and 0.1, p
+starts at 1 + alpha / 2. Queries and keys are unscaled.
 Differs from the paper: there, the same-sign part mixes one half of each value and the opposite-sign part the other
-half, and a gate computed from the layer's input multiplies the output; an attention function sees no layer input, so
-the mixing is learned inside the kernel, under one denominator. It has no convolution and no position table.
+half, and the output is multiplied by a gate computed from the layer's input. An attention function does not see that
+input, so here the mixing is learned inside the kernel, with one denominator. There is no convolution and no position
+table.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PolaformerConfig:
 
 
 class Polaformer(FeatureMap):
-    """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative; queries and keys differ in the mixing only."""
+    """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative; queries and keys differ only in the mixing."""
 
     scale_inputs = False
 
@@ -46,7 +47,7 @@ class Polaformer(FeatureMap):
         self.opposite = self.add_parameter(head_dim)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start at the middle power and at mostly same-sign weights; nothing is drawn."""
+        """Start with the middle power and mostly same-sign weights; nothing is random."""
         with torch.no_grad():
             self.power.zero_()
             self.same.fill_(math.log(math.expm1(1.0)))
@@ -72,7 +73,7 @@ register_kernel(
     KernelInfo(
         name="polaformer",
         summary="polarity split with learned powers and learned mixing of same-sign and opposite-sign parts",
-        choose="learned, with same-sign and opposite-sign parts apart; made for images",
+        choose="learned, with separate same-sign and opposite-sign parts; designed for images",
         formula="phi(k) = [k+ ; k-], phi(q) = [a q+ + b q- ; a q- + b q+], x+ = relu(x)^p, x- = relu(-x)^p, "
         "p = 1 + alpha sigmoid(r), a, b = softplus",
         source="Meng et al. 2025 (PolaFormer), section 4",

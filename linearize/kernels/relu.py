@@ -5,7 +5,7 @@ https://arxiv.org/abs/2402.04347, section 3 (compared feature maps); after Kasai
 
     phi(x) = max(x, 0)      [B, H, T, D] -> [B, H, T, D], non-negative
 
-A query without a positive entry has no weights: its output is 0.
+A query without a positive entry gives no key any weight: its output is 0.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ features are those of Rahimi and Recht 2007.
     phi(x) = exp(|x|^2 / 2) [cos w_i . x ; sin w_i . x]_{i <= n} / sqrt(n),   w_i ~ N(0, I)
     E[phi(x) . phi(y)] = exp(x . y)
 
-[B, H, T, D] -> [B, H, T, 2 n]; x is scaled by scaling^1/2, so x . y is the score that softmax would see; |x|^2 / 2 is
-kept as the token's log-scale. Weights can be negative.
+[B, H, T, D] -> [B, H, T, 2 n]; x is scaled by scaling^1/2, so x . y is the softmax score; |x|^2 / 2 is kept as the
+token's log-scale. Weights can be negative.
 Differs from the paper: queries and keys are not normalised to unit length, because a pretrained model's scores depend
-on their lengths (hence exp(|x|^2 / 2)), and there is no gate. `floor` keeps denominators off zero
-(`linearize.ops.floored`); 0 leaves them as in the paper.
+on their lengths (hence exp(|x|^2 / 2)), and there is no gate. `floor` keeps denominators away from zero
+(`linearize.ops.floored`); with 0 they are as in the paper.
 """
 
 from __future__ import annotations

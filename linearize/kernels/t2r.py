@@ -5,9 +5,9 @@ section 2.2; compared in Zhang et al. 2024 (Hedgehog), https://arxiv.org/abs/240
 
     phi(x) = relu(W x + b)        W: [F, d], b: [F] per head, F = d by default
 
-[B, H, T, D] -> [B, H, T, F], non-negative; queries and keys come unscaled. W starts Gaussian with deviation d^-1/2.
-Differs from the paper: by default queries and keys share one map (`tied`). A query whose features are all 0 has no
-weights: its output is 0.
+[B, H, T, D] -> [B, H, T, F], non-negative; queries and keys are unscaled. W starts Gaussian with deviation d^-1/2.
+Differs from the paper: by default queries and keys share one map (`tied`). A query whose features are all 0 gives no
+key any weight: its output is 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class T2r(FeatureMap):
         self.bias = self.add_parameter(features)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw W, clear b."""
+        """Draw W and set b to zero."""
         draw_normal(self.weight, generator, self.head_dim**-0.5)
         with torch.no_grad():
             self.bias.zero_()
@@ -61,7 +61,7 @@ register_kernel(
     KernelInfo(
         name="t2r",
         summary="learned linear map with ReLU",
-        choose="the smallest state that learns, where memory of decoding counts",
+        choose="the smallest learned state, if memory during decoding matters",
         formula="phi(x) = relu(W x + b)",
         source="Kasai et al. 2021 (T2R), section 2.2; Zhang et al. 2024 (Hedgehog), section 4.2",
         url="https://arxiv.org/abs/2103.13076",

@@ -5,8 +5,8 @@ https://arxiv.org/abs/2402.18668, section 4; after Keles et al. 2023, https://ar
 
     phi(x) = [1 ; x ; vec(x x^T) / sqrt(2)],   phi(x) . phi(y) = 1 + x . y + (x . y)^2 / 2 >= 1/2
 
-[B, H, T, D] -> [B, H, T, 1 + D + D^2]; x is scaled by scaling^1/2, so x . y is the score that softmax would see. Single
-features are signed, the weights are positive. F grows with the square of the head size.
+[B, H, T, D] -> [B, H, T, 1 + D + D^2]; x is scaled by scaling^1/2, so x . y is the softmax score. Individual features
+can be negative, but the weights are positive. F grows with the square of the head size.
 Differs from the paper: queries and keys keep their size D (Based trains from scratch and projects them down to 16).
 """
 

@@ -5,7 +5,7 @@ Paper: Qin et al. 2022, "The Devil in Linear Transformer", https://arxiv.org/abs
     first half of the layers:  diag_rela, blocks of w = 64 tokens
     second half of the layers: norm_elu
 
-With an odd number of layers the second half is the larger one.
+If the number of layers is odd, the second half is larger.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bidirectional linear attention: gather the keys into a state, read it with every query. Linear in T."""
+"""Bidirectional linear attention: gather the keys into a state and read it with every query. Linear in T."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gather_keys(phi_k: Tensor, v: Tensor, *, shift: Tensor | None = None, **opti
     Args:
         phi_k: key features.
         v: values.
-        shift: [B, K] log-scale of the new state; None: the largest so far.
+        shift: [B, K] log-scale of the new state; by default the largest so far.
         **options: the fields of `Options`.
     """
     return _gather(phi_k, v, Options(**options), shift)
@@ -52,7 +52,7 @@ def _gather(phi_k: Tensor, v: Tensor, options: Options, shift: Tensor | None) ->
 def read_state(phi_q: Tensor, state: State, *, normalize: bool = True, eps: float = EPS) -> Tensor:
     """Read a state [B, K, F, V + 1] with query features [B, H, T, F] -> [B, H, T, V] in fp32."""
     batch, heads, tokens, features = phi_q.shape
-    # The query heads of a group share keys: they are more rows of the same product.
+    # The query heads of a group share keys, so they are extra rows of the same product.
     mixed = phi_q.float().reshape(batch, state.kv.shape[1], -1, features) @ state.kv
     mixed = mixed.reshape(batch, heads, tokens, -1)
     return divide(mixed, eps) if normalize else mixed

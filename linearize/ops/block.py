@@ -1,7 +1,7 @@
 """Attention inside non-overlapping blocks of w tokens: linear in T, and decoding remembers one block.
 
-Token number n, counted from 0 without padding, is in block n // w and sees its own block only, causally no later token.
-Weights are softmax of the scores, or their ReLU (not normalised).
+Token n, counted from 0 without padding, is in block n // w and sees only that block (and, if causal, no later token).
+The weights are the softmax of the scores, or their ReLU (not normalised).
 
 Paper: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https://arxiv.org/abs/2210.10340, section 4.3.
 """
@@ -39,7 +39,7 @@ class BlockState(NamedTuple):
     Attributes:
         block_k: [B, K, w, D], filled from the front.
         block_v: [B, K, w, V].
-        filled: [B], how many tokens that is; less than w.
+        filled: [B], the number of these tokens; less than w.
     """
 
     block_k: Tensor
@@ -121,14 +121,14 @@ def _activate(scores: Tensor, visible: Tensor, softmax: bool) -> Tensor:
     """Turn scores into weights, 0 for keys that are not visible."""
     if not softmax:
         return scores.relu().masked_fill(~visible, 0.0)
-    # A row that sees nothing is zero, not an average: FLOOR minus FLOOR is 0.
+    # A row that sees no key must be zero, not an average: FLOOR minus FLOOR is 0.
     return scores.masked_fill(~visible, FLOOR).softmax(dim=-1).masked_fill(~visible, 0.0)
 
 
 def block_weights(
     q: Tensor, k: Tensor, blocks: Blocks, *, scaling: float, key_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """Write out the weights [B, H, T, S] of `block_attention` in fp32 (arguments as there); quadratic, the reference.
+    """Return the weights [B, H, T, S] of `block_attention` in fp32, for the same arguments: the quadratic reference.
 
     The queries are the last T of the S tokens.
     """

@@ -1,12 +1,12 @@
 """Causal linear attention, in chunks and one token at a time.
 
-In chunks it is quadratic inside a chunk, with a running state between chunks: linear in T. One loop over the chunks
-serves all heads, in place. The backward pass is written out: it walks the chunks again instead of keeping the forward
-pass's intermediate results.
+The chunked form is quadratic inside a chunk and keeps a running state between chunks, so it is linear in T. One loop
+over the chunks computes all heads, in place. The backward pass is written by hand: it visits the chunks again instead
+of keeping the forward pass's intermediate results.
 
-A key's log-scale is split into a power of two and a factor between 1 and 2. Powers of two multiply without rounding. So
-a whole chunk can share one, the largest up to its end, and still no later token changes a bit of an earlier output. If
-the running maximum climbs by more than `CLIMB` inside a chunk, each of its rows gets its own power.
+A key's log-scale is split into a power of two and a factor between 1 and 2. Multiplying by a power of two is exact. So
+a whole chunk can share one power, the largest up to its end, and later tokens still do not change a single bit of an
+earlier output. If the running maximum climbs by more than `CLIMB` inside a chunk, each of its rows gets its own power.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from linearize.ops.state import (
 )
 
 CLIMB = 40.0
-"""By how many powers of two a row's own maximum may lie below its chunk's: 2^-40 is far from fp32's end."""
+"""How many powers of two a row's own maximum may lie below its chunk's: 2^-40 is well inside the range of fp32."""
 
 LN2_HIGH, LN2_LOW = 0.693359375, math.log(2.0) - 0.693359375
-"""The logarithm of 2 in two parts: the first has 9 bits, so its multiples by whole numbers are exact in fp32."""
+"""The logarithm of 2 in two parts: the first has 9 bits, so its whole multiples are exact in fp32."""
 
 
 def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
     """Attend from query i to keys up to i: o_i = (sum_j w_ij v_j + rest) / (sum_j w_ij + rest) over the keys j it sees.
 
     w_ij = exp(c_j - m_i) phi(q_i) . phi(k_j). m_i is the largest of their log-scales c_j and cancels; "rest" is the
-    part of the state before.
+    contribution of the initial state.
 
     Args:
         phi_q: [B, H, T, F].
@@ -53,7 +53,7 @@ def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[
 
     Returns:
         Output [B, H, T, V] in `v`'s dtype and the `State` after the last token. Sums and states are fp32. Under
-        `torch.compile` and `torch.export` the same chunks are plain tensor operations.
+        `torch.compile` and `torch.export` the same chunks are computed with plain tensor operations.
     """
     if is_tracing():
         return traced_attention(phi_q, phi_k, v, **options)
@@ -65,8 +65,8 @@ def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[
         plan = Plan(cut(v.shape[2]), given.normalize, given.eps, padding)
         out, kv = _Causal.apply(phi_q, phi_k, v, None, state.kv, plan)
         return out, State(kv, state.log_scale)
-    # Take log-scales apart, attend, and put the state together again.
-    # A key of unknown size would reach earlier rows through the power that its chunk has in common.
+    # Split the log-scales, attend, and reassemble the state.
+    # A NaN log-scale would reach earlier rows through the power that its chunk shares.
     lost = scale.isnan()
     phi_k, scale = phi_k.masked_fill(lost[..., None], torch.nan), scale.masked_fill(lost, FLOOR)
     power, rest = powers(scale)
@@ -95,16 +95,16 @@ def cut(tokens: int) -> list[tuple[int, int]]:
 
 
 class Plan(NamedTuple):
-    """Everything about a call that has no gradient. All powers are powers of two.
+    """The parts of a call that have no gradient. All powers are powers of two.
 
     Attributes:
         spans: the chunks.
         normalize: whether rows are divided by their sums.
         eps: smallest magnitude of a sum, relative to the row's own maximum.
         padding: [B, 1, T, 1] bool, true at padding, or None.
-        power: [B, K, T] the keys' powers; this and all that follows is None if nothing is scaled.
+        power: [B, K, T] the keys' powers; this and all attributes below are None if nothing is scaled.
         top: [B, K, T] running maximum of the powers.
-        unit: [B, K, T] the power under which a row is summed: its chunk's, or its own if the chunk is steep.
+        unit: [B, K, T] the power relative to which a row is summed: its chunk's, or its own if the chunk is steep.
         key_rescale: [B, K, T] factor that brings a key to its chunk's power.
         before: [B, K, N] the state's power before chunk n.
         decay: [B, K, N] factor that brings the state to the power of chunk n.
@@ -132,21 +132,21 @@ class Plan(NamedTuple):
     def own(self, part: slice) -> Tensor:
         """Return the factors that bring rows from their unit to their own maximum [B, K, 1, C, 1]."""
         assert self.top is not None and self.unit is not None
-        # A row that has seen nothing is zero, and has no maximum.
+        # A row that has seen no key is zero and has no maximum.
         gap = (self.unit[..., part] - self.top[..., part]).clamp(max=CLIMB)
         return torch.exp2(gap)[:, :, None, :, None]
 
 
 @torch.no_grad()
 def make_plan(power: Tensor, start: Tensor, normalize: bool, eps: float, padding: Tensor | None) -> Plan:
-    """Plan a call from the powers of the keys, `power` [B, K, T], and of the state before, `start` [B, K]."""
+    """Plan a call from the powers of the keys, `power` [B, K, T], and of the initial state, `start` [B, K]."""
     spans = cut(power.shape[-1])
     top = torch.maximum(power.cummax(dim=-1).values, start[..., None])
     lengths = torch.tensor([stop - first for first, stop in spans], device=top.device)
     ends = top[..., lengths.cumsum(0) - 1]
     before = torch.cat([start[..., None], ends[..., :-1]], dim=-1)
     chunk = ends.repeat_interleave(lengths, dim=-1)
-    # A row that has seen nothing has no maximum to lose.
+    # A row that has seen no key has no maximum to lose.
     far = ((chunk - top > CLIMB) & (top > FLOOR / 2)).flatten(0, 1).any(dim=0)
     steep = F.pad(far, (0, len(spans) * CHUNK - len(far))).view(-1, CHUNK).any(dim=1)
     unit = torch.where(steep.repeat_interleave(lengths), top, chunk)
@@ -161,13 +161,13 @@ class _Chunk(NamedTuple):
         part: its tokens.
         q: query features [N, G C, F].
         k: key features [N, C, F].
-        v_intra: values as the chunk's own rows see them [N, C, V (+ 1)], the last column that of the denominator.
+        v_intra: values as the chunk's own rows see them [N, C, V (+ 1)]; the last column is the denominator's.
         v_state: values as they are added to the state.
         powers: [N, G C, C], factors of a steep chunk's products, or None.
         decay: [N, 1, 1] factor that brings the state to this chunk's power, or None.
-        row_rescale: [N, G C, 1] factors of the state's part in a steep chunk's rows, or None.
-        key_rescale: [N, C, 1] v_state over v_intra, or None if they are the same.
-        factor: [N, C, 1] v_intra over the plain values, or None.
+        row_rescale: [N, G C, 1] factors of the state's contribution to a steep chunk's rows, or None.
+        key_rescale: [N, C, 1] v_state / v_intra, or None if they are the same.
+        factor: [N, C, 1] v_intra / the plain values, or None.
     """
 
     part: slice
@@ -193,7 +193,7 @@ class _Chunks:
         self.n = self.batch * self.heads
 
     def walk(self, *, backwards: bool = False) -> Iterator[_Chunk]:
-        """Go through the chunks."""
+        """Iterate over the chunks."""
         numbers = range(len(self.plan.spans))
         for number in reversed(numbers) if backwards else numbers:
             yield self.chunk(number)
@@ -253,7 +253,7 @@ class _Chunks:
         return None if x is None else x[..., part].reshape(self.n, -1, 1)
 
     def lower(self, scores: Tensor, chunk: _Chunk) -> Tensor:
-        """Clear products with later keys [N, G C, C] in place: multiplying by zero would keep NaN."""
+        """Set products with later keys [N, G C, C] to zero in place: multiplying by zero would keep NaN."""
         if chunk.powers is not None:
             scores.mul_(chunk.powers)
         scores.view(self.n, self.groups, -1, scores.shape[-1]).tril_()
@@ -269,7 +269,7 @@ class _Chunks:
 
 
 class _Causal(torch.autograd.Function):
-    """Forward and backward over chunks; only inputs, output and row sums are kept between them."""
+    """Forward and backward pass over the chunks; only inputs, output and row sums are kept between them."""
 
     @staticmethod
     def forward(
@@ -285,8 +285,7 @@ class _Causal(torch.autograd.Function):
             scores = chunks.lower(torch.bmm(chunk.q, chunk.k.transpose(1, 2)), chunk)
             mixed = _read(chunk.q, kv, chunk).baddbmm_(scores, chunk.v_intra)
             kv.baddbmm_(chunk.k.transpose(1, 2), chunk.v_state)
-            found, total = chunks.divide(mixed, chunk.part)
-            out[:, :, :, chunk.part] = found
+            out[:, :, :, chunk.part], total = chunks.divide(mixed, chunk.part)
             if sums is not None and total is not None:
                 sums[:, :, :, chunk.part] = total
         ctx.save_for_backward(phi_q, phi_k, v, weight, start, out if keep else None, sums)
@@ -298,7 +297,7 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_kv: Tensor) -> tuple[Tensor | None, ...]:
         phi_q, phi_k, v, weight, start, out, sums = ctx.saved_tensors
         chunks = _Chunks(phi_q, phi_k, v, weight, ctx.plan)
-        # Sums are fp32 by design; a backward pass under autocast would lower them.
+        # Sums are fp32 by design; autocast would lower their precision in the backward pass.
         with torch.autocast(device_type=v.device.type, enabled=False):
             rows = _row_gradients(chunks, grad_out, out, sums)
             grad_q = _query_gradients(chunks, rows, start)
@@ -325,33 +324,33 @@ def _read(rows: Tensor, kv: Tensor, chunk: _Chunk) -> Tensor:
 
 
 def _row_gradients(chunks: _Chunks, grad_out: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
-    """Return the gradient to the rows before division [B, K, G, T, V (+ 1)], each in its unit."""
+    """Return the gradient of the rows before division [B, K, G, T, V (+ 1)], each in its unit."""
     grad, plan = grad_out.reshape(*chunks.q.shape[:4], -1).float(), chunks.plan
     if sums is None or out is None:
         return grad if plan.top is None else grad * plan.own(slice(None))
     rows = grad.new_empty(*grad.shape[:-1], chunks.width)
     torch.div(grad, sums, out=rows[..., :-1])
-    # A sum that was held at its least magnitude is a constant.
+    # A sum that was clamped to its least magnitude is a constant.
     held = sums[..., 0].abs() <= plan.least(slice(None))
     rows[..., -1] = -(rows[..., :-1] * out.float()).sum(dim=-1).masked_fill(held, 0.0)
     return rows
 
 
 def _query_gradients(chunks: _Chunks, rows: Tensor, start: Tensor) -> Tensor:
-    """Walk forward, with the state, for the gradient to the query features [B, K, G, T, F]."""
+    """Return the gradient of the query features [B, K, G, T, F]; the chunks are visited forward, with the state."""
     grad = rows.new_empty(*rows.shape[:4], start.shape[-2])
     kv = start.reshape(chunks.n, *start.shape[2:]).transpose(1, 2).contiguous()
     for chunk in chunks.walk():
         row = chunks.rows(rows, chunk.part)
         scores = chunks.lower(torch.bmm(row, chunk.v_intra.transpose(1, 2)), chunk)
-        found = _read(row, kv, chunk).baddbmm_(scores, chunk.k)
+        part = _read(row, kv, chunk).baddbmm_(scores, chunk.k)
         kv.baddbmm_(chunk.v_state.transpose(1, 2), chunk.k)
-        grad[:, :, :, chunk.part] = found.view(*grad.shape[:3], -1, grad.shape[-1])
+        grad[:, :, :, chunk.part] = part.view(*grad.shape[:3], -1, grad.shape[-1])
     return grad
 
 
 def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Walk backward, with the state's gradient, for the gradients to keys, values, weights and the first state."""
+    """Return the gradients of keys, values, weights and initial state; the chunks are visited backward."""
     grad_k, grad_v = rows.new_empty(chunks.k.shape), rows.new_empty(chunks.v.shape)
     weights = None if chunks.weight is None else rows.new_empty(chunks.weight.shape)
     state = grad_kv.reshape(chunks.n, *grad_kv.shape[2:]).float().clone()
@@ -359,17 +358,17 @@ def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tens
     for chunk in chunks.walk(backwards=True):
         row = chunks.rows(rows, chunk.part)
         scores = chunks.lower(torch.bmm(row, chunk.v_intra.transpose(1, 2)), chunk)
-        found = torch.bmm(chunk.v_state, state.transpose(1, 2)).baddbmm_(scores.transpose(1, 2), chunk.q)
-        grad_k[:, :, chunk.part] = found.view(*shape, -1, found.shape[-1])
+        part = torch.bmm(chunk.v_state, state.transpose(1, 2)).baddbmm_(scores.transpose(1, 2), chunk.q)
+        grad_k[:, :, chunk.part] = part.view(*shape, -1, part.shape[-1])
         scores = chunks.lower(torch.bmm(chunk.q, chunk.k.transpose(1, 2)), chunk)
-        found = torch.bmm(chunk.k, state)
-        found = (found if chunk.key_rescale is None else found.mul_(chunk.key_rescale)).baddbmm_(
+        part = torch.bmm(chunk.k, state)
+        part = (part if chunk.key_rescale is None else part.mul_(chunk.key_rescale)).baddbmm_(
             scores.transpose(1, 2), row
         )
         if weights is not None:
-            weights[:, :, chunk.part] = _weight_gradient(chunks, found, chunk)
-        found = found if chunk.factor is None else found.mul_(chunk.factor)
-        grad_v[:, :, chunk.part] = found[..., :size].view(*shape, -1, size)
+            weights[:, :, chunk.part] = _weight_gradient(chunks, part, chunk)
+        part = part if chunk.factor is None else part.mul_(chunk.factor)
+        grad_v[:, :, chunk.part] = part[..., :size].view(*shape, -1, size)
         if chunk.row_rescale is not None and chunk.decay is not None:
             state.mul_(chunk.decay).baddbmm_(chunk.q.transpose(1, 2), row * chunk.row_rescale)
         else:
@@ -378,15 +377,15 @@ def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tens
     return grad_k, grad_v, weights, state
 
 
-def _weight_gradient(chunks: _Chunks, found: Tensor, chunk: _Chunk) -> Tensor:
-    """Return the gradient to a chunk's weights [B, K, C] from that to its weighted values [N, C, V (+ 1)]."""
+def _weight_gradient(chunks: _Chunks, grad: Tensor, chunk: _Chunk) -> Tensor:
+    """Return the gradient of a chunk's weights [B, K, C] from that of its weighted values, `grad` [N, C, V (+ 1)]."""
     size = chunks.v.shape[-1]
-    # With the values before the weight, because the weight may be zero.
+    # Use the values before weighting, because a weight may be zero.
     plain = chunks.real(chunks.v[:, :, chunk.part], chunk.part).reshape(chunks.n, -1, size).float()
-    total = (found[..., :size] * plain).sum(dim=-1)
-    total = total + found[..., -1] if chunks.plan.normalize else total
+    total = (grad[..., :size] * plain).sum(dim=-1)
+    total = total + grad[..., -1] if chunks.plan.normalize else total
     total = total.view(*chunks.k.shape[:2], -1)
-    # `found` of a steep chunk contains key_rescale already.
+    # The gradient of a steep chunk already contains key_rescale.
     return (
         total
         if chunks.plan.key_rescale is None or chunk.key_rescale is not None
@@ -423,7 +422,7 @@ def recurrent_attention(
 def advance(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, state: State, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, State]:
-    """Do `recurrent_attention` for one token in the memory of `state`: for decoding, without a gradient.
+    """Run `recurrent_attention` for one token and update `state` in place: for decoding, without a gradient.
 
     Shapes: `phi_q` [B, H, 1, F], `phi_k` [B, K, 1, F], `v` [B, K, 1, V] -> [B, H, 1, V].
     """
@@ -439,7 +438,7 @@ def advance(
     scale = given.scale(phi_k)
     if scale is not None:
         shift = torch.maximum(shift, scale[..., 0])
-        # The largest log-scale is usually an old one; then nothing fades.
+        # The largest log-scale is usually an earlier one; then the state need not be rescaled.
         if phi_k.device.type != "cpu" or not torch.equal(shift, state.log_scale):
             flat.mul_(torch.exp(state.log_scale - shift).view(count, 1, 1))
         values = values * torch.exp(scale - shift[..., None]).view(count, 1, 1)

@@ -1,7 +1,7 @@
-"""The causal chunks as plain tensor operations, for tracing compilers: nothing in place, no branch on numbers.
+"""The causal chunks as plain tensor operations, for tracing compilers: nothing in place, no branches on values.
 
-Batch and key heads are one dimension here, N = B K. The query heads of a group follow one another, G C rows per chunk,
-so that no operation on a chunk needs a size that may be unknown.
+Batch and key heads are one dimension here, N = B K. The query heads of a group are concatenated, G C rows per chunk, so
+that no operation on a chunk needs a size that may be unknown.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries
 
 CHUNK = 64
-"""Tokens per chunk: the cost of the part inside a chunk grows with it, that of the state's products falls."""
+"""Tokens per chunk: larger chunks cost more inside each chunk, but less for the products with the state."""
 
 
 def traced_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
     """Attend as `causal_attention` does; every row has its own stabiliser.
 
     If the number of tokens is not known, as when torch.export is given a dynamic length, the chunks are the steps of a
-    `scan` instead of a loop written out.
+    `scan` instead of an unrolled loop.
     """
     given, shape = Options(**options), phi_k.shape[:2]
     state, scale = given.start(phi_k, v), given.scale(phi_k)
@@ -37,7 +37,7 @@ def traced_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[
 
 
 def _loop(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
-    """Attend chunk by chunk: q [N, G, T, F], k [N, T, F], values [N, T, W], perhaps scale [N, T] -> [N, G, T, W]."""
+    """Attend chunk by chunk: q [N, G, T, F], k [N, T, F], values [N, T, W], optional scale [N, T] -> [N, G, T, W]."""
     q, *rest = tokens
     outputs = []
     for start in range(0, q.shape[2], CHUNK):
@@ -53,7 +53,7 @@ def _scan(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
     from torch._higher_order_ops.scan import scan
 
     groups, length = tokens[0].shape[1:3]
-    # One chunk more than needed, so that there are at least two: with one, the length would become a constant.
+    # One chunk more than needed, so that there are at least two: with only one, the length would become a constant.
     count = (length + CHUNK - 1) // CHUNK + 1
     rest = count * CHUNK - length
 
@@ -76,7 +76,7 @@ def _scan(tokens: list[Tensor], state: State) -> tuple[Tensor, State]:
 
 
 def _chunk(tokens: Sequence[Tensor], state: State) -> tuple[Tensor, State]:
-    """Advance by one chunk: q [N, G C, F], k [N, C, F], values [N, C, W], perhaps scale [N, C] -> [N, G C, W]."""
+    """Advance by one chunk: q [N, G C, F], k [N, C, F], values [N, C, W], optional scale [N, C] -> [N, G C, W]."""
     q, k, values, *scaled = tokens
     groups = q.shape[1] // k.shape[1]
     later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
@@ -86,7 +86,7 @@ def _chunk(tokens: Sequence[Tensor], state: State) -> tuple[Tensor, State]:
         mixed = torch.bmm(scores, values) + torch.bmm(q, state.kv)
         return mixed, State(state.kv + torch.bmm(k.transpose(1, 2), values), state.log_scale)
     scale, past = scaled[0], state.log_scale[:, None]
-    # Above the diagonal the exponent may be large, and 0 times infinity is NaN: cut before exp, not after.
+    # Above the diagonal the exponent may be large, and 0 times infinity is NaN: mask before exp, not after.
     seen = scale[:, None, :].masked_fill(later, FLOOR)
     shift = torch.maximum(seen.detach().amax(dim=-1), past)
     decay = torch.exp((scale[:, None, :] - shift[..., None]).masked_fill(later, FLOOR))

@@ -1,11 +1,11 @@
 """Linear attention whose denominators cannot cross zero: for feature maps whose products can be negative.
 
 A row's weights are divided by max(|sum_j w_ij|, c a_i), with the sum's sign. a_i = |phi(q_i)| . sum_j |phi(k_j)| is
-their sum if no feature were negative. |w_ij| is at most |phi(q_i)| . |phi(k_j)|, so no row's magnitudes add up to more
-than 1 / c. A row held by the floor adds up to less than one; if no feature is negative, the floor holds no row. The
-floor is a constant to the gradient, like the guard of the plain ops.
+what the sum would be if no feature were negative. |w_ij| is at most |phi(q_i)| . |phi(k_j)|, so the magnitudes of a row
+never add up to more than 1 / c. A row to which the floor applies adds up to less than one; it applies to no row if no
+feature is negative. Like the guard of the plain ops, the floor is a constant for the gradient.
 
-It streams: the state [B, K, F, V + 2] has one more column for sum_j |phi(k_j)|.
+The op can stream: its state [B, K, F, V + 2] has one more column, for sum_j |phi(k_j)|.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def floored_attention(
         v: [B, K, T, V].
         floor: the smallest denominators.
         op: sums up the weighted values, bidirectionally or causally.
-        **options: the fields of `linearize.ops.state.Options`; an `initial_state` comes from this op.
+        **options: the fields of `linearize.ops.state.Options`; an `initial_state` must come from this op.
     """
     state, scale = options.get("initial_state"), options.get("log_scale")
     before: tuple[State | None, State | None] = (None, None)
@@ -51,7 +51,7 @@ def floored_attention(
         before = State(state.kv[..., :-1], state.log_scale), State(state.kv[..., -1:].detach(), state.log_scale)
     signed: LinearOptions = {**options, "initial_state": before[0], "normalize": False}
     mixed, after = op(phi_q, phi_k, with_ones(v, True), **signed)
-    # The same log-scales, so that each row is in the same unit.
+    # The same log-scales, so that both sums of a row have the same unit.
     sizes: LinearOptions = {**signed, "initial_state": before[1]}
     sizes["log_scale"] = None if scale is None else scale.detach()
     ones = v.new_ones(*v.shape[:3], 1, dtype=torch.float32)

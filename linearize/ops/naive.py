@@ -1,4 +1,4 @@
-"""Kernel attention's T x T weights written out, in fp32, for reports."""
+"""The full T x T weights of kernel attention in fp32, for reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kernel_weights(
     eps: float = EPS,
     floor: float = 0.0,
 ) -> Tensor:
-    """Write out the attention weights of a feature map; quadratic in T, for the reference and reports.
+    """Return the attention weights of a feature map; quadratic in T, as a reference and for reports.
 
     Args:
         phi_q: query features [B, H, T, F].

@@ -1,11 +1,11 @@
-"""What the linear attention ops share: their options, the running state, its stabiliser and the guarded division.
+"""Code shared by the linear attention ops: options, the running state, its stabiliser and the guarded division.
 
 Shape letters of the whole package: B batch, H query heads, K key/value heads (K divides H), T tokens, D head size,
 F feature size, V value size.
 
-Keys may come with a *log-scale* `c` [B, K, T]: the feature vector of token j is then `exp(c_j) * phi_k[j]`, which keeps
-maps finite whose size grows like an exponential. Every op subtracts a running maximum of `c` over the keys that a query
-can see, never over later ones; the maximum cancels between numerator and denominator.
+Keys may come with a *log-scale* `c` [B, K, T]: the feature vector of token j is then `exp(c_j) * phi_k[j]`, so that
+features which grow exponentially stay finite. Every op subtracts a running maximum of `c` over the keys that a query
+can see, never over later keys; the maximum cancels between numerator and denominator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 EPS = 1e-30
-"""Smallest magnitude of a denominator. Sums are always fp32, so this is far from fp32's smallest number (1e-38)."""
+"""Smallest magnitude of a denominator. Sums are always fp32, whose smallest normal number is much smaller (1e-38)."""
 
 FLOOR = -1e30
 """Log-scale of "no key yet". Finite, because -inf minus -inf is NaN."""
@@ -28,7 +28,7 @@ class State(NamedTuple):
     Attributes:
         kv: [B, K, F, V + 1] fp32, sum over keys of `phi(k) [v, 1]^T`; the last column is the denominator's sum.
             Without normalisation the column is absent: [B, K, F, V].
-        log_scale: [B, K] fp32; the sums mean `exp(log_scale) * kv`.
+        log_scale: [B, K] fp32; the true sums are `exp(log_scale) * kv`.
     """
 
     kv: Tensor
@@ -53,7 +53,7 @@ class Options(NamedTuple):
         log_scale: the keys' log-scales [B, K, T] (see the module); None: all 0.
         initial_state: the state before these tokens, or None.
         normalize: whether rows are divided by their sums.
-        eps: smallest magnitude of such a sum.
+        eps: smallest magnitude of a row's sum.
     """
 
     key_padding_mask: Tensor | None = None
@@ -105,7 +105,7 @@ class LinearOp(Protocol):
 def empty_state(phi_k: Tensor, v: Tensor, *, scaled: bool, normalize: bool = True) -> State:
     """Return the state before the first token, on the device of `phi_k` [B, K, T, F], for values `v` [B, K, T, V].
 
-    A map gives log-scales always or never (`scaled`); if never, the state's log-scale stays 0.
+    A map returns log-scales always or never (`scaled`); if never, the state's log-scale stays 0.
     """
     batch, heads, _, features = phi_k.shape
     width = v.shape[-1] + int(normalize)
@@ -115,7 +115,7 @@ def empty_state(phi_k: Tensor, v: Tensor, *, scaled: bool, normalize: bool = Tru
 
 
 def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return x [B, H, T, D] with zeros at padding, whatever it held: 0 times NaN would be NaN.
+    """Return x [B, H, T, D] with zeros at padding, whatever was there: 0 times NaN would be NaN.
 
     The mask [B, T] is true or 1 at tokens.
     """
@@ -123,7 +123,7 @@ def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Return `v` in fp32 with one more column, of ones, that sums up the denominator: [B, K, T, V (+ 1)].
+    """Return `v` in fp32 with a column of ones appended, which sums up the denominator: [B, K, T, V (+ 1)].
 
     Padded rows are zero.
     """
@@ -134,7 +134,7 @@ def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None
 
 
 def held(total: Tensor, least: Tensor | float) -> Tensor:
-    """Return sums with their magnitude held at `least` or more, which is then a constant; zero counts as positive."""
+    """Return sums with magnitudes of at least `least`, a constant where it applies; zero counts as positive."""
     low = -least
     return torch.where(total.abs() < least, torch.where(total < 0, low, least), total)
 
@@ -145,7 +145,7 @@ def divide(mixed: Tensor, eps: float) -> Tensor:
 
 
 def guarded(total: Tensor, least: float | Tensor) -> Tensor:
-    """Return what `held` does, in fewer passes over memory and without a gradient."""
+    """Do the same as `held`, with fewer passes over memory and without a gradient."""
     return total.abs().clamp_(min=least).copysign_(total)
 
 
@@ -158,7 +158,7 @@ def group_queries(phi_q: Tensor, key_heads: int) -> Tensor:
 def real_first(mask: Tensor) -> Tensor:
     """Return the order [B, T] that puts the tokens of `mask` [B, T] before the padding and keeps their order."""
     real = mask.bool()
-    # By counting: ONNX has no sort that keeps the order of equals.
+    # Count instead of sorting: ONNX has no stable sort.
     place = torch.where(real, real.cumsum(dim=-1), real.sum(dim=-1, keepdim=True) + (~real).cumsum(dim=-1)) - 1
     return _inverse(place)
 
@@ -176,7 +176,7 @@ def take(x: Tensor, order: Tensor) -> Tensor:
 
 
 def put_back(x: Tensor, order: Tensor) -> Tensor:
-    """Undo `take` with a whole order: [B, H, T, D] -> [B, H, T, D]."""
+    """Undo `take` with an order of all tokens: [B, H, T, D] -> [B, H, T, D]."""
     return take(x, _inverse(order))
 
 

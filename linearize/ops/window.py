@@ -1,19 +1,19 @@
-"""Softmax near, a feature map far: two kinds of weights under one denominator, linear in T.
+"""Softmax for near keys, a feature map for far keys: both share one denominator, and the cost is linear in T.
 
 The unnormalised weight of key j for query i is
 
     exp(scaling q_i . k_j)                               if j is in the window of i,
-    exp(a_i + c_j) phi(q_i) . phi(k_j)                   if not (a, c: log-scales of query and key),
+    exp(a_i + c_j) phi(q_i) . phi(k_j)                   otherwise (a, c: log-scales of query and key),
 
 and every row is divided by its sum. Causally the window of i is the last W tokens, i - W < j <= i. Bidirectionally it
-is |i - j| <= W // 2, so W tokens for odd W and W + 1 for even W. The first S tokens, the sinks, get softmax's weights
-from everywhere (causally: from all later tokens), and so do exact keys (`linearize.ops.window_causal`). Tokens are
-counted without padding. All parts are computed under one shift m_i, the largest of their magnitudes, which cancels.
+is |i - j| <= W // 2, so W tokens for odd W and W + 1 for even W. The first S tokens, the sinks, get softmax weights
+from every query (causally: from all later tokens), and so do exact keys (`linearize.ops.window_causal`). Tokens are
+counted without padding. All parts are computed with one shift m_i, the largest of their magnitudes, which cancels.
 
 Bidirectionally, queries are cut into blocks of 2 R tokens, R at least half of the window. The keys from R before a
-block to R after it get weights one by one, softmax's or the kernel's. The keys farther away are sums phi(k) [v, 1]^T of
-whole blocks, shifted by R, added up from both ends. Nothing is ever subtracted: a difference of large sums would not be
-exact.
+block to R after it get individual weights, from softmax or the kernel. The keys farther away enter as sums
+phi(k) [v, 1]^T of whole blocks, shifted by R, added up from both ends. Nothing is ever subtracted: a difference of
+large sums would be inexact.
 
 Papers: the hybrid of Zhang et al. 2024 (LoLCATs), https://arxiv.org/abs/2410.10254, section 3.3; there the linear part
 is not divided by exp(m_i). Sinks: Xiao et al. 2024, https://arxiv.org/abs/2309.17453.
@@ -48,7 +48,7 @@ from linearize.ops.window_parts import (
 )
 
 LONG = 1024
-"""From this many tokens on, key heads are computed one after the other."""
+"""From this many tokens on, key heads are computed one at a time."""
 
 
 def window_attention(
@@ -61,11 +61,11 @@ def window_attention(
     initial_state: WindowState | None = None,
     op: LinearOp = causal_attention,
 ) -> tuple[Tensor, WindowState | None]:
-    """Attend with softmax inside a window and with a feature map outside it; no T x T matrix is made.
+    """Attend with softmax inside a window and with a feature map outside it, without a T x T matrix.
 
     Args:
-        queries: of H heads.
-        keys: of K heads, K divides H.
+        queries: mapped queries of H heads.
+        keys: mapped keys of K heads, K divides H.
         v: values [B, K, T, V].
         window: its size and direction.
         key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
@@ -95,9 +95,9 @@ def window_attention(
 
 
 def _turns(queries: Queries, keys: Keys) -> list[tuple[Queries, Keys]]:
-    """Cut long inputs on the CPU into single key heads, so that the intermediate results of one fit into caches.
+    """Split long inputs on the CPU into single key heads, so that one head's intermediate results fit into caches.
 
-    With a gradient all of them are kept anyway.
+    With a gradient they are all kept anyway, so nothing is split.
     """
     tokens, key_heads = queries.q.shape[2], keys.k.shape[1]
     if torch.is_grad_enabled() or keys.k.device.type != "cpu" or is_tracing() or tokens < LONG:
@@ -115,9 +115,9 @@ class _Cut:
     """How tokens are cut into blocks.
 
     Attributes:
-        tokens: how many there are, T.
-        block: tokens of a block.
-        reach: R, how many keys before and after a block are near; 0: one block holds all tokens.
+        tokens: number of tokens T.
+        block: tokens per block.
+        reach: number R of near keys before and after a block; 0 if one block holds all tokens.
         count: number of blocks N.
     """
 
@@ -131,14 +131,14 @@ class _Cut:
         reach = max(half, LEAST)
         block = 2 * reach
         if isinstance(tokens, torch.SymInt):
-            # At least two in a graph: with one, the length would become a constant.
+            # At least two blocks in a traced graph: with only one, the length would become a constant.
             return cls(tokens, block, reach, (tokens + block - 1) // block + 1)
         if tokens <= block:
             return cls(tokens, tokens, 0, 1)
         return cls(tokens, block, reach, -(-tokens // block))
 
     def queries(self, x: Tensor, key_heads: int) -> Tensor:
-        """Cut x [B, H, T, D] -> [B K N, G block, D], G = H / K: the queries of a group are rows of one product."""
+        """Cut x [B, H, T, D] -> [B K N, G block, D], G = H / K: the queries of a group become rows of one product."""
         x = F.pad(x, (0, 0, 0, self.count * self.block - self.tokens))
         x = x.unflatten(1, (key_heads, -1)).unflatten(3, (self.count, self.block))
         return x.transpose(2, 3).flatten(3, 4).flatten(0, 2)
@@ -149,7 +149,7 @@ class _Cut:
         return x.flatten(3, 4).flatten(1, 2)[:, :, : self.tokens]
 
     def keys(self, x: Tensor) -> Tensor:
-        """Cut x [B, K, T, D], padded by R, into blocks [B, K, N + 1, block, D]; one of all tokens where R is 0."""
+        """Cut x [B, K, T, D], padded by R, into blocks [B, K, N + 1, block, D]; a single block if R is 0."""
         rest = self.count * self.block - self.tokens
         blocks = self.count + int(self.reach > 0)
         return F.pad(x, (0, 0, self.reach, rest + self.reach)).unflatten(2, (blocks, self.block))
@@ -166,7 +166,7 @@ class _Cut:
 
 
 def bidirectional_parts(queries: Queries, keys: Keys, window: Window) -> list[Part]:
-    """Return the parts of softmax's weights inside the window, the kernel's outside, the sinks and the exact keys."""
+    """Return the parts: softmax inside the window, the kernel outside it, then the sinks and the exact keys."""
     tokens, half = queries.q.shape[2], window.size // 2
     batch, key_heads = keys.k.shape[:2]
     cut, far_keys, parts = _Cut.of(tokens, half), keys.mask[:, None], []
@@ -184,7 +184,7 @@ def bidirectional_parts(queries: Queries, keys: Keys, window: Window) -> list[Pa
         outside = (place[:, None] - index[:, :, None]).abs() > half
         parts.append(exact(queries.q, kept, outside & chosen.gather(2, index)[:, :, None], window.scaling))
         far_keys = far_keys & ~chosen
-    # One shift for all keys: keys of a far smaller scale are negligible next to the largest one.
+    # One shift for all keys: keys with a far smaller scale are negligible next to the largest one.
     scale = keys.scale.masked_fill(~far_keys, FLOOR)
     top = scale.detach().amax(dim=-1)
     phi = (keys.phi.float() * torch.exp(scale - top[..., None])[..., None]).masked_fill(~far_keys[..., None], 0.0)
@@ -218,7 +218,7 @@ def _far_sums(phi: Tensor, values: Tensor) -> Tensor:
         values: [B, K, N + 1, block, V + 1].
 
     Returns:
-        [B, K, N, F, V + 1]: for block n the sum over all blocks but n and n + 1.
+        [B, K, N, F, V + 1]: for block n the sum over all blocks except n and n + 1.
     """
     sums = phi.transpose(-1, -2) @ values
     before = F.pad(sums[:, :, :-2].cumsum(dim=2), (0, 0, 0, 0, 1, 0))
@@ -227,7 +227,7 @@ def _far_sums(phi: Tensor, values: Tensor) -> Tensor:
 
 
 class NearKeys:
-    """Tells which keys get softmax's weights (window, sinks, exact keys), for some rows of queries, without padding.
+    """Tells which keys get softmax weights (window, sinks, exact keys), for some rows of queries, without padding.
 
     Args:
         window: the form of the attention.

@@ -1,9 +1,9 @@
 """Causal attention with a softmax window: a causal op sums up the keys beyond the window, token by token.
 
-Exact keys are the S keys of each head, outside its window, that keep softmax's weights: those with the largest
+Exact keys are the S keys of each head, outside the window, that keep softmax weights: those with the largest
 log-scales. Bidirectionally they are chosen from the whole row. Causally a key that leaves the window competes with the
-S keys kept so far. The loser is added to the linear state, so memory is constant and the choice depends on the past
-only. Of equal log-scales the older key is kept.
+S keys kept so far. The loser is added to the linear state, so memory is constant and the choice depends only on the
+past. If log-scales are equal, the older key is kept.
 
 `linearize.ops.window` has the formula of the weights. Related: Grigsby et al. 2025 (LoLA),
 https://arxiv.org/abs/2505.23666, keeps the keys that the state recalls badly.
@@ -40,14 +40,14 @@ MAX_CHUNK = 64
 
 
 class Contest(NamedTuple):
-    """The result of the competition of keys that leave the window. Candidates: the S kept before, then the T leaving.
+    """The result of the contest between keys that leave the window. Candidates: the S kept before, then the T leaving.
 
     Attributes:
         loser: [B, K, T] the candidate that loses its place, or gets no place, at each step.
         has_loser: [B, T] whether a candidate loses; the same for all heads.
         lost: [B, K, S + T] the step at which a candidate loses; T if it never does, 0 if it does not exist.
         kept: [B, K, N, S] the candidates kept after steps 0, `every`, 2 `every` ... and after the last one (N of them).
-        is_kept: [B, N, S] whether such a candidate exists; the same for all heads.
+        is_kept: [B, N, S] whether that place is taken; the same for all heads.
     """
 
     loser: Tensor
@@ -84,7 +84,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
                 loser[t] = out = -heapq.heappushpop(heap, (row[j], -j))[1]
                 lost[out] = t
             if t % every == 0 or t == steps - 1:
-                # In order, so that the newest of equal keys also loses after a state was handed over.
+                # In order, so that the newest of equal keys still loses after a state is passed on.
                 places = sorted(-j for _, j in heap)
                 kept.append(places + [-1] * (slots - len(places)))
                 if t == steps - 1 and t % every == 0:
@@ -100,7 +100,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
 def causal_parts(
     queries: Queries, keys: Keys, window: Window, initial_state: WindowState | None, op: LinearOp
 ) -> tuple[list[Part], WindowState]:
-    """Return the parts beyond the window and inside it, and the state after."""
+    """Return the parts beyond the window, inside it and of the sinks, and the state after these tokens."""
     tokens = queries.q.shape[2]
     ring, kept, past = _resume(keys, window, initial_state)
     whole = ring.then(keys)
@@ -148,10 +148,10 @@ def state_after(
         k: keys; the padding of `mask` comes last.
         v: values.
         mask: [B, T] bool, or None.
-        window: its form.
+        window: the form of the attention.
         past: the linear state of the tokens that have left the window.
         features: maps keys [B, K, W, D] -> features [B, K, W, F] and log-scales [B, K, W] or None.
-        kept: [B, K, T] bool, the exact keys after these tokens, equally many for all heads; None without exact keys.
+        kept: [B, K, T] bool, the exact keys after these tokens, the same number for each head; None without exact keys.
     """
     if mask is None:
         mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
@@ -195,7 +195,7 @@ def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys
 
 
 def _linear(queries: Queries, keys: Keys, past: State, op: LinearOp) -> tuple[Part, State]:
-    """Return the part of the keys up to each query's place, and the linear state after."""
+    """Return the part of the keys up to each query's place, and the linear state after them."""
     values = with_ones(keys.v, True)
     mixed, after = (recurrent_attention if values.shape[2] == 1 else op)(
         *(queries.phi, keys.phi, values),
@@ -217,14 +217,14 @@ def _block(tokens: int, span: int) -> int:
 
 
 def _softmax(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None) -> Part:
-    """Return the part of softmax's weights over `span` keys per query, in blocks, and over the exact keys.
+    """Return the softmax part over `span` keys per query, in blocks, and over the exact keys.
 
-    Query t [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given. An exact key that left the window
-    before a block is a further column of it; one that leaves during the block is a column already.
+    Query t of [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given. An exact key that left the window
+    before a block becomes an extra column of it; one that leaves during the block already has a column.
     """
     tokens, key_heads = q.shape[2], keys.k.shape[1]
     block = _block(tokens, span)
-    # At least two in a graph: with one, the length would become a constant.
+    # At least two blocks in a traced graph: with only one, the length would become a constant.
     count = (tokens + block - 1) // block + int(isinstance(tokens, torch.SymInt))
     seen, rest = block + span - 1, count * block - tokens
     keys = keys.padded(0, rest)
@@ -240,7 +240,7 @@ def _softmax(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Key
         candidates, result = chosen
         slots = result.kept.shape[-1]
         step = torch.arange(count * block, device=q.device).view(count, 1, block, 1)
-        # Key w of the ring and the tokens leaves at step w, and the first of `keys` is number 1.
+        # Key w of the ring followed by the tokens leaves at step w, and `keys` starts with key 1.
         lost = F.pad(result.lost[:, :, slots + 1 :], (0, span + rest))
         lost = overlapping(lost, 2, count, seen, block)[:, :, :, None, None]
         visible = visible | ((distance < 0) & (step < lost))
@@ -261,9 +261,9 @@ def _softmax(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Key
 
 
 def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor:
-    """Cut windows of `size` every `step` numbers along a dimension, which becomes two, [count, size].
+    """Cut a dimension into windows of `size`, one every `step` elements: it becomes two dimensions, [count, size].
 
-    There are exactly `count` of them; the dimension is (count - 1) step + size long.
+    There are exactly `count` windows; the dimension is (count - 1) step + size long.
     """
     if not isinstance(x.shape[dim], torch.SymInt):
         return x.unfold(dim, size, step).movedim(-1, dim + 1)
@@ -273,11 +273,11 @@ def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor
 
 
 def running_max(x: Tensor) -> Tensor:
-    """Return the largest number up to each one along the last dimension; without a gradient."""
+    """Return the running maximum along the last dimension, without a gradient."""
     if not isinstance(x.shape[-1], torch.SymInt):
         return x if x.shape[-1] == 1 else x.cummax(dim=-1).values
     length = x.shape[-1]
-    # One chunk more than needed, so that there are at least two: with one, the length would become a constant.
+    # One chunk more than needed, so that there are at least two: with only one, the length would become a constant.
     count = (length + MAX_CHUNK - 1) // MAX_CHUNK + 1
     least = torch.finfo(x.dtype).min
     chunks = F.pad(x, (0, count * MAX_CHUNK - length), value=least).unflatten(-1, (count, MAX_CHUNK))
@@ -287,6 +287,6 @@ def running_max(x: Tensor) -> Tensor:
 
 
 def _later(count: int, own: int, x: Tensor) -> Tensor:
-    """Tell [count, count] which columns come after a row's own; with `own` 0 that one counts as later too."""
+    """Tell [count, count] which columns come after a row's own column; with `own` 0 that column counts as later too."""
     place = torch.arange(count, device=x.device)
     return place >= place[:, None] + own

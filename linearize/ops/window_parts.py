@@ -1,4 +1,4 @@
-"""The pieces of attention with a softmax window, in both directions: form, state, tokens, sums, and the reference.
+"""Building blocks of attention with a softmax window, in both directions: form, state, tokens, sums, the reference.
 
 A *part* is a sum of weighted values [B, H, T, V + 1], whose last column is the sum of the weights, and its log-scale
 [B, H, T]: it means `exp(log-scale) * sum`.
@@ -32,8 +32,8 @@ class Window:
         scaling: factor of softmax's scores.
         causal: whether query i sees keys up to its own position only.
         eps: smallest magnitude of a row's sum, relative to its largest part.
-        sinks: how many first tokens get softmax's weights.
-        exact_keys: how many keys per head outside the window do so too (S in `linearize.ops.window_causal`).
+        sinks: number of first tokens that get softmax weights.
+        exact_keys: number S of keys per head outside the window that also do (`linearize.ops.window_causal`).
     """
 
     size: int
@@ -44,7 +44,7 @@ class Window:
     exact_keys: int = 0
 
     def holds(self, distance: Tensor) -> Tensor:
-        """Tell whether a key lies in a query's window, by the query's place minus the key's (later keys are hidden)."""
+        """Tell which keys are in a query's window, given its place minus theirs; later keys are masked elsewhere."""
         return distance < self.size if self.causal else distance.abs() <= self.size // 2
 
 
@@ -69,11 +69,11 @@ class Mapped(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """What decoding remembers: a linear state of the tokens beyond the window, the last W tokens, sinks and exact keys.
+    """The state for decoding: a linear state of the tokens beyond the window, the last W tokens, sinks and exact keys.
 
     Attributes:
         kv: as in `linearize.ops.state.State`.
-        log_scale: as there.
+        log_scale: as in `linearize.ops.state.State`.
         ring_k: [B, K, W, D], the newest token last.
         ring_v: [B, K, W, V].
         ring_phi: [B, K, W, F] fp32.
@@ -81,8 +81,8 @@ class WindowState(NamedTuple):
         ring_mask: [B, W] bool, true at tokens.
         sink_k: [B, K, S, D]; None without sinks.
         sink_v: [B, K, S, V]; None without sinks.
-        tokens: [B] how many tokens came before; None without sinks.
-        kept_k: [B, K, S, D] the exact keys outside the window; this and all that follows is None without exact keys.
+        tokens: [B] number of tokens so far; None without sinks.
+        kept_k: [B, K, S, D] the exact keys outside the window; this and all attributes below are None without them.
         kept_v: [B, K, S, V].
         kept_phi: [B, K, S, F] fp32.
         kept_scale: [B, K, S] fp32.
@@ -166,7 +166,7 @@ class Keys(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """The first S tokens, the number of tokens before these keys [B], and which sinks exist by now (mask [B, S])."""
+    """The first S tokens, the number of tokens before these keys [B], and which sinks exist so far (mask [B, S])."""
 
     k: Tensor
     v: Tensor
@@ -184,7 +184,7 @@ def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
     count = keys.mask.sum(dim=1)
     slot = torch.arange(sinks, device=keys.mask.device).expand(count.shape[0], -1)
     before = torch.zeros_like(count) if state is None or state.tokens is None else state.tokens
-    # Sinks that have not come yet are masked; any token will do in their place.
+    # Sinks that do not exist yet are masked; any token will do in their place.
     order = (slot - before[:, None]).clamp(min=0, max=keys.k.shape[2] - 1)
     k, v = take(keys.k, order), take(keys.v, order)
     if state is not None and state.sink_k is not None and state.sink_v is not None:
@@ -194,10 +194,10 @@ def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
 
 
 def exact(q: Tensor, sinks: Sinks, visible: Tensor, scaling: float) -> Part:
-    """Return the part of softmax's weights over the keys that a query sees (`visible` [B, 1 or K, T, S])."""
+    """Return the softmax part over the keys that a query sees (`visible` [B, 1 or K, T, S])."""
     grouped = group_queries(q, sinks.k.shape[1])
     shape = grouped.shape[:4]
-    # A matrix product for each key head, all queries of its group at once.
+    # One matrix product per key head, with all queries of its group.
     queries = grouped.float().flatten(2, 3).flatten(0, 1) * scaling
     scores = torch.bmm(queries, sinks.k.float().flatten(0, 1).transpose(1, 2))
     weights, top = weigh(scores.view(*shape, -1), visible[:, :, None])
@@ -206,14 +206,14 @@ def exact(q: Tensor, sinks: Sinks, visible: Tensor, scaling: float) -> Part:
 
 
 def weigh(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponentials of the visible scores minus their largest one, and that one."""
+    """Return the exponentials of the visible scores minus their maximum, and that maximum."""
     scores = scores.masked_fill(~visible, FLOOR)
     top = scores.detach().amax(dim=-1)
     return torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0), top
 
 
 def join(parts: list[Part]) -> Tensor:
-    """Add parts under one shift, the true magnitude of the largest one: [B, H, T, V + 1]."""
+    """Add the parts with one shift, the true magnitude of the largest part: [B, H, T, V + 1]."""
     sizes = [mixed.detach().abs().amax(dim=-1) for mixed, _ in parts]
     absent = [size <= TINY for size in sizes]
     levels = [
@@ -221,7 +221,7 @@ def join(parts: list[Part]) -> Tensor:
         for (_, shift), size, gone in zip(parts, sizes, absent, strict=True)
     ]
     top = torch.stack(levels).amax(dim=0)
-    # An absent part is left out, with its gradient: its shift may be any number, so its gradient could overflow.
+    # An absent part is left out, and so is its gradient: its shift may be any number, so its gradient could overflow.
     scaled = [
         mixed * torch.exp((shift - top).masked_fill(gone, FLOOR))[..., None]
         for (mixed, shift), gone in zip(parts, absent, strict=True)
@@ -242,7 +242,7 @@ def strongest(priority: Tensor, candidates: Tensor, slots: int) -> Tensor:
 
 
 def places_of(chosen: Tensor, slots: int) -> Tensor:
-    """Return the places of the chosen keys [B, K, T] in order, [B, K, S], followed by others if there are fewer."""
+    """Return the places [B, K, S] of the chosen keys [B, K, T] in order, then places of other keys if too few."""
     return chosen.long().argsort(dim=-1, descending=True, stable=True)[..., :slots]
 
 
@@ -252,7 +252,7 @@ def ranks(priority: Tensor) -> Tensor:
 
 
 def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Write out the weights of `linearize.ops.window.window_attention` (arguments as there): the reference, T x T.
+    """Return the T x T weights of `linearize.ops.window.window_attention`, for the same arguments: the reference.
 
     Returns:
         Weights [B, H, T, S] in fp32, rows summing to one; the queries are the last T of the S tokens.

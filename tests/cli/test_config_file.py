@@ -102,7 +102,7 @@ def test_the_line_comes_before_the_file_and_the_file_before_the_defaults(file):
         ("- kernel", "holds a list, expected options such as kernel: elu"),
         ("kernel: [", "cannot be read as YAML"),
         ("kernel: !!python/object/apply:os.getcwd []", "cannot be read as YAML"),
-        ("kernel: &a [*a]", "stands for itself"),
+        ("kernel: &a [*a]", "refers to itself"),
         ("distill_steps: -1", "stage one, steps: got -1, expected a whole number of at least 0"),
     ],
 )

@@ -53,7 +53,7 @@ def test_the_document_has_all_keys_and_flows():
 @pytest.mark.parametrize(
     ("hint", "text", "words"),
     [
-        (int, "2024-01-01", "got '2024-01-01' (put it in quotes, if text is meant), expected a whole number"),
+        (int, "2024-01-01", "got '2024-01-01' (put it in quotes if it is meant as text), expected a whole number"),
         (int, "true", "got true, expected a whole number"),
         (bool, "3", "got 3, expected true or false"),
         (str, "no", "got false, expected text"),

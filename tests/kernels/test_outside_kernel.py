@@ -110,7 +110,7 @@ def test_a_broken_package_is_named(monkeypatch):
 
 def test_a_name_is_taken_once(sharp):
     linearize.register_kernel(INFO)
-    with pytest.raises(ConfigError, match="'sharp' is registered already by Sharp"):
+    with pytest.raises(ConfigError, match="'sharp' is already registered by Sharp"):
         linearize.register_kernel(dataclasses.replace(INFO, build=type("Other", (Sharp,), {})))
 
 
@@ -119,11 +119,11 @@ def test_a_name_is_taken_once(sharp):
     [
         ({"config": dict}, "expected a frozen dataclass"),
         ({"causal": False, "bidirectional": False}, "neither causally nor bidirectionally"),
-        ({"build": None}, "got a build and a preset or neither"),
-        ({"preset": lambda config, layers: []}, "got a build and a preset or neither"),
+        ({"build": None}, "got both build and preset, or neither"),
+        ({"preset": lambda config, layers: []}, "got both build and preset, or neither"),
         (
             {"config": dataclass(frozen=True)(type("C", (), {"__annotations__": {"window": int}}))},
-            "give its own another",
+            "rename its own argument",
         ),
     ],
 )
