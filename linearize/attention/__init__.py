@@ -1,1 +1,1 @@
-"""The replacement of softmax in a layer: the module, its cache, and the functions that transformers calls."""
+"""The replacement for softmax in a layer: the module, its cache, and the functions that transformers calls."""

@@ -1,4 +1,4 @@
-"""Constant-size generation cache: a running state per converted layer, keys and values for the other layers."""
+"""A generation cache of constant size: a running state per converted layer; other layers keep keys and values."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from linearize.core.errors import ConfigError, LinearizeError
 State = dict[str, Tensor]
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""Names of the argument with a forward's generation cache: since transformers 5.24, and before it."""
+"""Names of the argument for a generation cache: since transformers 5.24, and before it."""
 
 RECORDED = 1024
-"""Tokens that a cache can be cropped by when transformers asks for that, as in assisted generation."""
+"""How many tokens can be cropped from a cache when transformers asks for that, as in assisted generation."""
 
 
 class Recorded(NamedTuple):
-    """The last tokens of a state, which can be taken back.
+    """The last tokens of a state, which can still be removed.
 
     Attributes:
         k: [B, K, N, D].
@@ -62,12 +62,12 @@ Fold = Callable[[State | None, Recorded], State]
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
-    """Return the generation cache among a forward's keyword arguments, or None."""
+    """Return the generation cache among the keyword arguments of a forward, or None."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
 def cache_name(forward: Callable[..., object]) -> str | None:
-    """Return the name under which a forward takes a generation cache, None if it takes none."""
+    """Return the name of a forward's argument for a generation cache; None if it has no such argument."""
     taken = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in taken), None)
 
@@ -78,22 +78,22 @@ def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
 
 
 def copied(state: State | None) -> State | None:
-    """Return a copy of a state, because decoding overwrites the state that it gets."""
+    """Return a copy of a state, because decoding overwrites its input."""
     return None if state is None else {name: tensor.clone() for name, tensor in state.items()}
 
 
 class LinearStateLayer(CacheLayerMixin):
-    """Remembers what a mixer needs instead of keys and values. Its size does not grow with the context.
+    """Holds a mixer's state instead of keys and values. Its size does not grow with the context.
 
-    A sum cannot forget its last terms. So a layer that can be cropped also keeps an older state and the keys and values
-    of the tokens since: at most twice as many as it can be cropped by.
+    The last terms cannot be removed from a sum. So a layer that can be cropped also keeps an older state and the keys
+    and values of the tokens since then: at most twice as many as can be cropped.
 
     Attributes:
         state: the mixer's state, None before the first token.
-        tokens: how many tokens it has seen.
-        keep: by how many tokens it can be cropped.
-        record_past: whether it can be cropped by what came since the last crop, up to `RECORDED`; transformers' name.
-        base: the state before `recorded`; None if no token came before.
+        tokens: number of tokens seen.
+        keep: how many tokens can be cropped.
+        record_past: whether all tokens since the last crop can be cropped, up to `RECORDED`; named by transformers.
+        base: the state before `recorded`; None if there were no tokens before.
         recorded: the last tokens, or None.
     """
 
@@ -110,9 +110,9 @@ class LinearStateLayer(CacheLayerMixin):
         self._awaiting = self._cropped = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate: the mixer makes the state."""
+        """Allocate nothing: the mixer creates the state."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Some hosts count a layer's keys (Mllama), or read those of a row (Whisper): they are empty.
+        # Empty keys, because some hosts count a layer's keys (Mllama) or read those of a row (Whisper).
         rows, heads = key_states.shape[:2]
         self.keys = key_states.new_empty(rows, heads, 0, key_states.shape[3])
         self.values = value_states.new_empty(rows, heads, 0, value_states.shape[3])
@@ -125,7 +125,7 @@ class LinearStateLayer(CacheLayerMixin):
         if self._awaiting:
             raise LinearizeError(
                 "the generation cache was updated, but the attention never read it: this architecture passes its cache "
-                "in an unknown way; generate with use_cache=False"
+                "in a way that is not supported; generate with use_cache=False"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -143,26 +143,26 @@ class LinearStateLayer(CacheLayerMixin):
         return self.keep > 0 or self.record_past
 
     def activate_past_recording(self) -> None:
-        """Make it croppable from now on."""
+        """Make the layer croppable from now on."""
         self.record_past = True
 
     @property
     def window(self) -> int:
-        """By how many tokens it can be cropped."""
+        """How many tokens can be cropped."""
         return self.keep or RECORDED
 
     def before(self, fold: Fold) -> State | None:
-        """Return the state before the next tokens; after a crop it is computed again from the recorded tokens."""
+        """Return the state before the next tokens; after a crop, recompute it from the recorded tokens."""
         if self._cropped:
             assert self.recorded is not None
             self.state, self._cropped = fold(self.base, self.recorded) if self.recorded.length else self.base, False
             if not self.keep or not self.recorded.length:
-                # Tokens that were not taken back stay.
+                # Tokens that were not cropped stay.
                 self.base = self.recorded = None
         return self.state
 
     def record(self, tokens: Recorded, before: State | None, fold: Fold | None) -> None:
-        """Record tokens before they are added to the state `before`; without `fold` no older ones are kept."""
+        """Record tokens before they are added to the state `before`; without `fold`, drop those recorded earlier."""
         if self.recorded is None or fold is None:
             self.base, self.recorded = copied(before), tokens
             return
@@ -173,7 +173,7 @@ class LinearStateLayer(CacheLayerMixin):
             self.recorded = self.recorded.part(slice(surplus, None))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that a mask covers, and the first one: all tokens so far."""
+        """Return the number of keys that a mask covers (all tokens so far) and the offset of the first."""
         return self.tokens + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -227,13 +227,13 @@ class LinearStateLayer(CacheLayerMixin):
         self._map(lambda t: t.to(self.device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back.
+        """Remove the last tokens.
 
         Args:
-            tokens_to_remove: minus their number.
+            tokens_to_remove: minus the number of tokens to remove.
 
         Raises:
-            ConfigError: if it is positive, or more tokens than were recorded.
+            ConfigError: if it is positive, or asks for more tokens than were recorded.
         """
         if tokens_to_remove > 0:
             raise ConfigError(f"crop: got {tokens_to_remove}, expected 0 or less: minus the number of tokens to remove")
@@ -242,8 +242,8 @@ class LinearStateLayer(CacheLayerMixin):
         kept = 0 if self.recorded is None else self.recorded.length
         if -tokens_to_remove > kept:
             raise ConfigError(
-                f"crop: got {-tokens_to_remove} tokens to remove, but the cache of linear attention can take back "
-                f"{kept}, as a sum does not forget its terms; ask for more before: model.new_cache(crop=N)"
+                f"crop: got {-tokens_to_remove} tokens to remove, but the cache of linear attention can remove only "
+                f"{kept}, as terms cannot be removed from a sum; ask for more in advance: model.new_cache(crop=N)"
             )
         assert self.recorded is not None
         if tokens_to_remove:
@@ -260,15 +260,15 @@ class LinearizeCache(DynamicCache):
         """Build the cache.
 
         Args:
-            config: config of the (text) model; says which of the other layers are sliding.
+            config: config of the (text) model; it says which of the other layers use a sliding window.
             converted: the `layer_idx` of the converted layers.
-            crop: by how many tokens it can be cropped.
+            crop: how many tokens can be cropped.
         """
         super().__init__(config=config)
         for index in converted:
             while len(self.layers) <= index:
                 self.layers.append(type(self.layers[-1])() if self.layers else LinearStateLayer())
-            # A hybrid's layer has states of convolutions as well as keys: it keeps both.
+            # A layer of a hybrid architecture has convolution states as well as keys: keep both.
             layer = self.layers[index]
             if not (isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")):
                 self.layers[index] = LinearStateLayer(crop)
@@ -291,13 +291,13 @@ def cache_nbytes(cache: Cache) -> int:
 
 
 def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | None:
-    """Return the state layer of attention `index`, None if the cache is absent or keeps plain keys there.
+    """Return the state layer of attention `index`; None if there is no cache or it keeps plain keys there.
 
-    An attention without an `index` has no place of its layer's in the cache.
+    An attention without an `index` has no entry in the cache.
 
     Raises:
-        ConfigError: if the cache returns more or fewer keys than those of the tokens so far, or was rebuilt from one
-            with states but without them.
+        ConfigError: if the cache returns more or fewer keys than those of the tokens so far, or was rebuilt from a
+            cache with states and lost them.
     """
     if isinstance(cache, EncoderDecoderCache):
         _check_not_emptied(cache, index)
@@ -307,7 +307,7 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
         bad = next((layer for layer in layers if isinstance(layer, StaticLayer)), None)
     elif index >= len(layers):
         return None
-    # Not isinstance: a checkpoint's own code and an installed linearize may meet in one process.
+    # Not isinstance: a checkpoint's own code and an installed linearize may be loaded in one process.
     elif hasattr(layers[index], "store"):
         return layers[index]
     else:
@@ -315,19 +315,19 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
     if bad is not None:
         raise ConfigError(
             f"got a generation cache with a {type(bad).__name__}, but linear attention needs a state or all keys; "
-            "use model.new_cache(), or none: generate() makes its own"
+            "use model.new_cache(), or no cache: generate() makes its own"
         )
     return None
 
 
 def _check_not_emptied(cache: EncoderDecoderCache, index: int | None) -> None:
-    """Refuse a cache that Whisper's `generate` returned: it takes keys row by row, and a state has none to take."""
+    """Reject a cache returned by Whisper's `generate`: it is rebuilt from each row's keys, and a state has none."""
     layers, across = cache.self_attention_cache.layers, cache.cross_attention_cache.layers
     if index is None or index >= min(len(layers), len(across)) or not getattr(across[index], "is_initialized", False):
         return
     keys = getattr(layers[index], "keys", None)
     if isinstance(layers[index], DynamicLayer) and keys is not None and keys.shape[2] == 0:
         raise ConfigError(
-            "got a generation cache without any keys, which was put together from one of linear attention and lost its "
-            "state; generation cannot be resumed from it: give the tokens again without past_key_values"
+            "got a generation cache without any keys, which was rebuilt from a cache of linear attention and lost its "
+            "state; generation cannot be resumed from it: pass all tokens again, without past_key_values"
         )

@@ -1,4 +1,4 @@
-"""One call of an attention: what a mixer gets, whichever backend carries it out."""
+"""One attention call: the inputs of a mixer, whichever backend computes it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from linearize.ops import State
 from linearize.ops.state import is_tracing, without_padding
 
 MixerState = dict[str, Tensor]
-"""What a mixer remembers between decoding steps: named tensors, batch first, of a size that does not grow."""
+"""The state of a mixer between decoding steps: named tensors of constant size, batch first."""
 
 
-# Not frozen, because a frozen one takes three times as long to make, at every decoding step. Nothing changes a call.
+# Not frozen, because creating a frozen instance takes three times as long, at every decoding step. Treat it as frozen.
 @dataclass(slots=True, eq=False)
 class AttentionCall:
     """Queries, keys and values, with their scaling, mask and state. Decoding is a call of one token with a state.
@@ -23,10 +23,10 @@ class AttentionCall:
         q: queries [B, H, T, D].
         k: keys of the same tokens [B, K, T, D], K divides H.
         v: values of the same tokens [B, K, T, V].
-        scaling: the host's factor of the scores.
+        scaling: the host's scaling factor of the scores.
         key_padding_mask: [B, T], true at tokens; None if there is no padding.
-        positions: [B, T], counted from 0 without padding, for positional kernels; the mixer counts them.
-        state: the state before these tokens (causal only). Decoding without a gradient overwrites its memory.
+        positions: [B, T], counted from 0 without padding, for positional kernels; the mixer fills them in.
+        state: the state before these tokens (causal only). Decoding without a gradient overwrites it.
         needs_state: whether the caller needs the state after these tokens.
     """
 
@@ -41,7 +41,7 @@ class AttentionCall:
 
     @property
     def one_step(self) -> bool:
-        """Whether this is a decoding step that may write into the state's memory."""
+        """Whether this is a decoding step that may update the state in place."""
         return self.state is not None and self.k.size(2) == 1 and not torch.is_grad_enabled() and not is_tracing()
 
     @property
@@ -50,14 +50,14 @@ class AttentionCall:
         return None if self.state is None else State(self.state["kv"], self.state["log_scale"])
 
     def without_padding(self) -> tuple[Tensor, Tensor]:
-        """Return queries and keys with zeros at padding; fewer queries than keys are the last tokens."""
+        """Return queries and keys with zeros at padding; if queries are fewer, they are the last tokens."""
         mask = self.key_padding_mask
         if mask is None:
             return self.q, self.k
         return without_padding(self.q, mask[:, -self.q.shape[2] :]), without_padding(self.k, mask)
 
     def part(self, tokens: slice) -> AttentionCall:
-        """Return the call of some of the tokens, without a state."""
+        """Return the call for some of the tokens, without a state."""
         mask, positions = self.key_padding_mask, self.positions
         return AttentionCall(
             self.q[:, :, tokens],

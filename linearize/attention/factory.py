@@ -20,10 +20,10 @@ def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, 
     """Build an uninitialised mixer for a kernel name and its arguments.
 
     Args:
-        kernel: name of the kernel; not that of a preset, which is a plan of kernels.
+        kernel: name of the kernel; presets are not allowed, because they are layer plans.
         arguments: the kernel's own arguments.
         shape: sizes and direction of the attention.
-        hybrid: what the layer has in addition to the kernel; None: nothing.
+        hybrid: the layer's additions to the kernel, or None.
 
     Raises:
         ConfigError: for an unknown kernel or argument, a value out of range, or a kernel that does not work in this
@@ -44,12 +44,12 @@ def check_shape(info: KernelInfo, shape: HeadShape) -> None:
     """Check that a kernel can replace an attention of this shape.
 
     Raises:
-        ConfigError: if not; it says what to choose instead.
+        ConfigError: if it cannot; the message says what to choose instead.
     """
     kernel = info.name
     if info.preset is not None:
         raise ConfigError(
-            f"kernel {kernel!r} is a plan for all layers of a model, not a kernel of one; give it as the model's kernel"
+            f"kernel {kernel!r} is a plan for all layers of a model, not for one layer; give it as the model's kernel"
         )
     if info.max_head_dim is not None and shape.head_dim > info.max_head_dim:
         raise ConfigError(
@@ -67,10 +67,10 @@ def check_shape(info: KernelInfo, shape: HeadShape) -> None:
 
 
 def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> None:
-    """Check the sizes of a layer's additions, and that the kernel can have them.
+    """Check the sizes of a layer's additions, and that the kernel supports them.
 
     Raises:
-        ConfigError: if not; it says what to choose instead.
+        ConfigError: if a size is wrong or an addition is not supported; the message says what to choose instead.
     """
     window = hybrid.window
     for name in ("sinks", "exact_keys"):
@@ -82,21 +82,21 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(f"window: got {window!r}, expected a number of tokens, 1 or more; leave it out for none")
     if hybrid != PLAIN and not info.windowed:
-        what = f"no {'window' if window is not None else next(iter(hybrid.changed)).replace('_', '-')}"
+        addition = "window" if window is not None else next(iter(hybrid.changed)).replace("_", "-")
         raise ConfigError(
-            f"kernel {info.name!r} takes {what}: it has no feature map with a denominator that softmax could share; "
-            "choose another kernel or leave it out"
+            f"kernel {info.name!r} takes no {addition}: it has no feature map with a denominator that softmax could "
+            "share; choose another kernel or leave it out"
         )
     if info.needs_window and window is None:
-        raise ConfigError(f"kernel {info.name!r}: got no window, and nothing else has any weight; add window=64")
+        raise ConfigError(f"kernel {info.name!r}: got no window, so no key would have any weight; add window=64")
     if hybrid.scale not in SCALES:
         raise ConfigError(f"scale: got {hybrid.scale!r}, expected one of {', '.join(SCALES)}")
     if hybrid.scale != SCALES[0] and (info.needs_window or not info.is_positive(config)):
-        why = "has no features to scale" if info.needs_window else "can have negative weights"
-        raise ConfigError(f"scale: got {hybrid.scale!r}, but kernel {info.name!r} {why}; leave the scale out")
+        reason = "has no features to scale" if info.needs_window else "can have negative weights"
+        raise ConfigError(f"scale: got {hybrid.scale!r}, but kernel {info.name!r} {reason}; leave the scale out")
     if hybrid.exact_keys and hybrid.scale == SCALES[0] and info.needs_window:
         raise ConfigError(
-            f"exact-keys: got {hybrid.exact_keys}, but kernel {info.name!r} has no scale to choose keys by; "
+            f"exact-keys: got {hybrid.exact_keys}, but kernel {info.name!r} has no scale by which to choose keys; "
             "choose another kernel, or use sinks"
         )
     length = hybrid.trained_length
@@ -122,7 +122,7 @@ def default_scale(info: KernelInfo, config: Any, window: object) -> str:
 def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> int | None:
     """Return the bytes of the states of one sequence in attentions of these shapes; None for kernels without features.
 
-    Each key head has [F, V + 1] numbers in fp32, whatever the model's type.
+    Each key head has [F, V + 1] numbers in fp32, whatever the model's dtype.
     """
     if info.feature_dim is None:
         return None
@@ -132,7 +132,7 @@ def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> i
 
 
 def count_parameters(kernel: str, arguments: Mapping[str, object], shape: HeadShape, layers: int = 1) -> int:
-    """Count a kernel's learnable numbers in `layers` attentions of one shape, from the registry's formulas alone.
+    """Count a kernel's parameters in `layers` attentions of one shape, from the registry's formulas alone.
 
     Raises:
         ConfigError: for an unknown kernel or argument, or a value out of range.

@@ -1,4 +1,4 @@
-"""The mixer of all feature-map kernels: parameters, and how queries and keys become features."""
+"""The mixer for all feature-map kernels: its parameters, and the mapping of queries and keys to features."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from linearize.ops import Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS
 
 OWN = (*CACHED, "seen")
-"""The tensors of a state that are the mixer's own; all others are the backend's."""
+"""The tensors of a state that belong to the mixer; all others belong to the backend."""
 SIGNED_EPS = 1e-6
-"""Smallest denominator of a map whose weights can be negative, so that it can cross zero among ordinary numbers."""
+"""Smallest denominator of a map whose weights can be negative: such a denominator can cross zero in ordinary use."""
 
 
 class FeatureMapMixer(Mixer):
     """`o_i = phi(q_i) . sum_j phi(k_j) v_j / phi(q_i) . sum_j phi(k_j)`.
 
-    The keys' map has one set of parameters per key/value head. Queries use the same map (each query head that of its
-    group), or a separate one per query head if the kernel's argument `tied` is false. With a window, near tokens get
-    softmax's weights instead, under the same denominator, and so do sinks and exact keys; `linearize.ops.window` has
+    The keys' map has one set of parameters per key/value head. Queries use the same map (each query head uses that of
+    its group), or a separate one per query head if the kernel's argument `tied` is false. With a window, near tokens
+    get softmax weights instead, with the same denominator, and so do sinks and exact keys; `linearize.ops.window` has
     the formula.
 
     Attributes:
-        hybrid: what the layer has in addition to the kernel.
-        window: W of the softmax window, or None.
+        hybrid: the layer's additions to the kernel.
+        window: size W of the softmax window, or None.
         key_scale: learned log-scales of the keys, or None.
-        query_scale: those of the queries; None without a window, because they would cancel.
-        softmax_heads: the query heads that stay softmax, or None.
+        query_scale: learned log-scales of the queries; None without a window, because they would cancel.
+        softmax_heads: the query heads that keep softmax, or None.
         eps: smallest magnitude of a denominator.
         feature_dim: size F of the features.
-        floor: c of `linearize.ops.floored`; 0 for none, and always 0 with a window.
-        divides: whether the op divides rows by their sums; a window or a floor does it itself.
-        symmetric: whether queries are mapped as keys are, so that both can be mapped at once.
-        counts: whether tokens have to be counted: the kernel is positional, or its linear part fades.
-        memory: what a backend worked out for this mixer, by a name that begins with the backend's.
+        floor: c of `linearize.ops.floored`; 0 for no floor, and always 0 with a window.
+        divides: whether the op divides rows by their sums; with a window or a floor this is done elsewhere.
+        symmetric: whether queries and keys have the same map, so that both can be mapped at once.
+        counts: whether tokens must be counted, because the kernel is positional or its linear part fades.
+        memory: a backend's cached results for this mixer, by names that begin with the backend's.
     """
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid | None = None) -> None:
@@ -71,7 +71,7 @@ class FeatureMapMixer(Mixer):
         self.change(hybrid)
 
     def change(self, hybrid: Hybrid) -> None:
-        """Replace the additions to the kernel by others with the same scale; parameters stay."""
+        """Replace the additions to the kernel by others with the same scale; the parameters are kept."""
         self.hybrid, self.window = hybrid, hybrid.window
         heads, groups = hybrid.softmax_heads, self.shape.heads // self.shape.key_heads
         self.softmax_heads = SoftmaxHeads(heads, groups, self.shape.causal) if heads else None
@@ -81,7 +81,7 @@ class FeatureMapMixer(Mixer):
         self.memory: dict[str, Any] = {}
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fill the maps and what surrounds them; a separate query map starts as a copy of the keys' map."""
+        """Fill the maps and the modules around them; a separate query map starts as a copy of the keys' map."""
         self.keys.reset_parameters(generator)
         for around in (self.inputs, self.output):
             if around is not None:
@@ -95,7 +95,7 @@ class FeatureMapMixer(Mixer):
         with torch.no_grad():
             mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
             for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
-                # A tensor that all heads share has one entry on the head axis in both maps.
+                # A tensor shared by all heads has one entry on the head axis in both maps.
                 shared = tensor.shape == mine[name].shape
                 tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
 
@@ -130,7 +130,7 @@ class FeatureMapMixer(Mixer):
 
         Args:
             call: the queries and keys.
-            learned: what `log_scales` returned for them, if it was called before.
+            learned: the result of `log_scales` for them, if already computed.
         """
         q, k = call.without_padding()
         positions = call.positions
@@ -141,14 +141,14 @@ class FeatureMapMixer(Mixer):
         return queries, self.map_tokens(k, call.scaling, positions, learned[1])
 
     def log_scales(self, call: AttentionCall) -> Scales:
-        """Return the learned log-scales of a kernel without `inputs`: of queries [B, H, T] and of keys [B, K, S]."""
+        """Return the learned log-scales of queries [B, H, T] and keys [B, K, S], for a kernel without `inputs`."""
         if self.key_scale is None:
             return None, None
         q, k = call.without_padding()
         return self._learned(q, call.positions, queries=True), self._learned(k, call.positions, queries=False)
 
     def _learned(self, x: Tensor, positions: Tensor | None, *, queries: bool) -> Tensor | None:
-        """Return the learned log-scales; those of queries, the last of the tokens, fade after the trained length."""
+        """Return the learned log-scales; those of queries (the last tokens) fade beyond the trained length."""
         log_scale, length = self.query_scale if queries else self.key_scale, self.hybrid.trained_length
         if log_scale is None:
             return None
@@ -169,10 +169,10 @@ class FeatureMapMixer(Mixer):
         """Map keys [B, K, T, D] or queries [B, H, T, D] -> features in fp32.
 
         Args:
-            x: the tokens; they have been through `inputs`, and padding is zero.
-            scaling: the host's factor of the scores.
+            x: the tokens, after the kernel's `inputs` module; padding is zero.
+            scaling: the host's scaling factor of the scores.
             positions: [B, T], if tokens are counted.
-            learned: their learned log-scales, if they were computed before.
+            learned: their learned log-scales, if already computed.
             queries: whether they are queries.
         """
         map, batch, groups = self.keys, x.shape[0], 1
@@ -181,7 +181,7 @@ class FeatureMapMixer(Mixer):
         if queries and self.queries is not None:
             map = self.queries
         elif queries and (groups := self.shape.heads // self.shape.key_heads) > 1:
-            # With the keys' map, the query heads of a group are further batch entries.
+            # With the keys' map, the query heads of a group become extra batch entries.
             x = x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
             positions = None if positions is None else positions.repeat_interleave(groups, dim=0)
         scale = self.input_scale(scaling)
@@ -203,7 +203,7 @@ class FeatureMapMixer(Mixer):
         return Features(phi, log_scale)
 
     def input_scale(self, scaling: float) -> float:
-        """Return the factor of queries and keys before the map."""
+        """Return the factor that multiplies queries and keys before the map."""
         return scaling**0.5 if self.keys.scale_inputs else 1.0
 
     def mapped(
@@ -211,13 +211,13 @@ class FeatureMapMixer(Mixer):
     ) -> tuple[Features, Features]:
         """Map a whole sequence -> the features of the queries [B, H, T, F] and of the keys [B, K, S, F].
 
-        If there are fewer queries than keys, they are the last tokens. Stage one and the reports start here.
+        If there are fewer queries than keys, they are the last tokens. Used by stage one and the reports.
         """
         positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.counts else None
         return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
 
     def form(self, scaling: float) -> Window | None:
-        """Return the window as the ops take it; None without a window."""
+        """Return the window in the form that the ops expect; None without a window."""
         if self.window is None:
             return None
         return Window(self.window, scaling, self.shape.causal, self.eps, self.hybrid.sinks, self.hybrid.exact_keys)
@@ -226,13 +226,13 @@ class FeatureMapMixer(Mixer):
         """Apply the kernel's output to the sums [B, H, T, V] in fp32, and cast it to the host's dtype."""
         out = self.apply_output(mixed)
         if not self.positive and dtype == torch.float16:
-            # Signed weights can be large, and fp16 ends at 65504.
+            # Signed weights can be large, and the largest fp16 number is 65504.
             limit = torch.finfo(dtype).max
             out = out.clamp(-limit, limit)
         return out.to(dtype)
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Write out the weights as `Mixer.weights` does; fewer queries than keys are the last tokens."""
+        """Return the weights as `Mixer.weights` does; if queries are fewer than keys, they are the last tokens."""
         queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
         window = self.form(scaling)
         if window is not None:
@@ -255,7 +255,7 @@ class FeatureMapMixer(Mixer):
 
 
 def _count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Count the tokens up to each one, itself included [B, T], without padding, after `seen` [B] earlier ones."""
+    """Return the running count [B, T] of tokens without padding, starting after `seen` [B] earlier tokens."""
     real = torch.ones(k.shape[0], k.shape[2], device=k.device) if mask is None else mask.float()
     counted = real if k.shape[2] == 1 else real.cumsum(dim=-1)
     return counted if seen is None else seen[:, None] + counted

@@ -1,15 +1,15 @@
-"""What a hybrid adds to a kernel: learned log-scales of queries and keys, and query heads that stay softmax.
+"""The additions of a hybrid to its kernel: learned log-scales of queries and keys, and query heads that keep softmax.
 
-Log-scales are the size of the linear part relative to the softmax part. Hedgehog's features give phi(q) . phi(k) <= 2
-whatever q and k are, while a near key weighs exp(q . k / sqrt d). Under one denominator the linear part needs softmax's
-absolute size: it is multiplied by exp(a(q) + c(k)).
+Log-scales set the size of the linear part relative to the softmax part. Hedgehog's features give phi(q) . phi(k) <= 2
+whatever q and k are, while a near key has the weight exp(q . k / sqrt d). To share a denominator with softmax, the
+linear part must match its absolute size: it is multiplied by exp(a(q) + c(k)).
 
     linear:   a(x) = w . x + b          network:  a(x) = w . x + b + sum_i o_i tanh(h_i . x + g_i), 16 units
 
-All parameters start at zero, which changes nothing. LoLCATs (Zhang et al. 2024, https://arxiv.org/abs/2410.10254,
+All parameters start at zero, where they have no effect. LoLCATs (Zhang et al. 2024, https://arxiv.org/abs/2410.10254,
 section 3.3) has one learned constant per head.
 
-A sum over more keys than in training outweighs the window. So the linear part fades where a row is longer (`fade`).
+With more keys than in training, their sum outweighs the window. So the linear part fades in longer rows (`fade`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LogScale(nn.Module):
         kind: "linear" or "network".
         heads: H.
         head_dim: D.
-        bias: whether there is a constant b; one for the queries is enough.
+        bias: whether there is a constant b; it is only needed for the queries.
     """
 
     def __init__(self, kind: str, heads: int, head_dim: int, *, bias: bool) -> None:
@@ -48,7 +48,7 @@ class LogScale(nn.Module):
         self.out = nn.Parameter(torch.empty(heads, UNITS)) if network else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Start at zero; the hidden units are drawn, their outputs are zero."""
+        """Start at zero; the hidden units are random, but their output weights are zero."""
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.zero_()
@@ -74,9 +74,9 @@ class LogScale(nn.Module):
 
 
 FADING = 2.0
-"""Beyond the trained length N the n-th token's linear part is multiplied by (N / n) to this power.
+"""Beyond the trained length N the linear part of token n is multiplied by (N / n) to this power.
 
-Chosen on one row of 8,192 tokens of SmolLM2, where 1 still did harm.
+Chosen on one row of 8,192 tokens with SmolLM2, where a power of 1 was still harmful.
 """
 
 
@@ -86,26 +86,26 @@ def fade(positions: Tensor, trained_length: int) -> Tensor:
 
 
 CACHED = ("softmax_k", "softmax_v", "softmax_mask")
-"""These heads' tensors in a state: [B, n, T, D] and [B, n, T, V] of their n key heads, and [B, T] bool. They grow."""
+"""State tensors of these heads: [B, n, T, D] and [B, n, T, V] for their n key heads, and [B, T] bool. They grow."""
 
 
 class SoftmaxHeads:
-    """Query heads that stay softmax: their keys and values are cached, those of the others are not.
+    """Query heads that keep softmax: their keys and values are cached, those of other heads are not.
 
     Args:
-        heads: their numbers.
-        groups: query heads for each key head.
-        causal: the direction.
+        heads: numbers of these heads.
+        groups: query heads per key head.
+        causal: whether a query sees only keys up to its own position.
     """
 
     def __init__(self, heads: tuple[int, ...], groups: int, causal: bool) -> None:
         self.heads, self.causal = list(heads), causal
-        # The heads of a group share keys, which are kept once.
+        # The heads of a group share keys, which are stored once.
         self.key_heads = sorted({head // groups for head in heads})
         self.key_of = [self.key_heads.index(head // groups) for head in heads]
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, MixerState]:
-        """Return the heads' outputs [B, n, T, V], and the keys and values so far; empty unless `call.needs_state`."""
+        """Return the heads' outputs [B, n, T, V], and the keys and values so far (empty unless `call.needs_state`)."""
         k, v, mask = call.k[:, self.key_heads], call.v[:, self.key_heads], call.key_padding_mask
         if call.state is not None or call.needs_state:
             everywhere = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
@@ -123,7 +123,7 @@ class SoftmaxHeads:
         return out, {"softmax_k": k, "softmax_v": v, "softmax_mask": mask}
 
     def weights(self, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
-        """Write out the heads' weights [B, n, T, S] in fp32; the queries are the last T of the S tokens."""
+        """Return the heads' weights [B, n, T, S] in fp32; the queries are the last T of the S tokens."""
         q, k = q[:, self.heads].float(), k[:, self.key_heads][:, self.key_of].float()
         visible = visible_keys(q, k, None if mask is None else mask[:, None, None].bool(), causal=self.causal)
         causal = self.causal and visible is None and q.shape[2] > 1

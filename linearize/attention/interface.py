@@ -1,4 +1,4 @@
-"""The one attention function and the one mask function that transformers calls for a converted model."""
+"""The attention function and the mask function that transformers calls for every converted model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNSUPPORTED_SCORE_MODS = {
     "s_aux": "attention sinks",
     "position_bias": "a position bias on the scores",
 }
-"""Keyword arguments of hosts that change the scores in a way that no kernel can follow."""
+"""Keyword arguments of hosts that change the scores in a way that no kernel can reproduce."""
 
 
 def attention_forward(
@@ -52,24 +52,24 @@ def attention_forward(
         key: [B, K, S, D].
         value: [B, K, S, V].
         attention_mask: key padding mask [B, 1, 1, S] (see `mask_function`) or [B, S], or None; the documents of
-            packed rows [B, 1, T] (`linearize.attention.packing`); [B, 1, T, S] for layers that stay softmax.
-        scaling: factor of the scores; None: D^-1/2.
-        dropout: for softmax layers only: linear attention has no weights to drop.
+            packed rows [B, 1, T] (`linearize.attention.packing`); [B, 1, T, S] for layers that keep softmax.
+        scaling: scaling factor of the scores; D^-1/2 by default.
+        dropout: used only in softmax layers: linear attention has no weights to drop.
         **kwargs: other keyword arguments of the host.
 
     Returns:
         Output [B, T, H, V] and, only with `output_attentions=True`, the weights [B, H, T, S]: those are quadratic.
 
     Raises:
-        UnsupportedModelError: if the mask or the scores are of a kind that a kernel cannot honour.
-        ConfigError: if the caller wants weights of tokens that only a state has seen.
-        CheckpointError: if the sizes or the direction are not those of the plan.
+        UnsupportedModelError: if a kernel cannot follow this kind of mask or change of the scores.
+        ConfigError: if the caller asks for attention weights of tokens that exist only as a sum in the state.
+        CheckpointError: if the sizes or the direction differ from the plan.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = _blocks(module, attention_mask)
     if attention_mask is not None and attention_mask.ndim == 3:
         attend = functools.partial(attention_forward, module, scaling=scaling, dropout=dropout, **kwargs)
-        # Each document is an ordinary row there.
+        # Inside, each document is an ordinary row.
         packed = SEGMENTS.set(None)
         try:
             return attend_apart(attend, query, key, value, attention_mask)
@@ -92,7 +92,7 @@ def attention_forward(
         if (before := layer.tokens_before(key.shape[2])) > 0:
             raise ConfigError(
                 f"{type(module).__name__}: got output_attentions=True with a generation cache that holds a sum over "
-                f"{before} tokens instead of their keys, so that there are no weights for them; pass "
+                f"{before} tokens instead of their keys, so there are no weights for them; pass "
                 "past_key_values=DynamicCache(config=model.config), as generate(output_attentions=True) does, "
                 "or use_cache=False"
             )
@@ -102,27 +102,27 @@ def attention_forward(
 
 
 def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Return a host's mask of the images in a row as documents [B, 1, T], and a mask of padding as [B, S]."""
+    """Return a host's mask that separates images in a row as documents [B, 1, T], and a padding mask as [B, S]."""
     layer = getattr(module, "linear_attention", None)
     if mask is None or mask.ndim != 4 or layer is None or layer.shape.causal or is_tracing():
         return mask
     padding = key_padding(mask, causal=False)
     if padding is not None:
-        # Return the result, because reading the mask visits every pair of tokens.
+        # Return the padding mask found here, because reading the mask again would visit every pair of tokens.
         return padding if SEGMENTS.get() is None else mask
     found = blocks(mask)
     return mask if found is None else found
 
 
 def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> None:
-    """Refuse packed rows that the host did not pass on: they would become one document without warning."""
+    """Reject packed rows whose documents the host did not pass on: they would silently become one document."""
     per_pair = mask is not None and mask.ndim == 4 and mask.shape[2] > 1
     if is_tracing() or (segments := SEGMENTS.get()) is None or per_pair:
         return
     if segments.shape == (query.shape[0], query.shape[2]):
         raise UnsupportedModelError(
             f"{type(module).__name__}: got several documents packed into one row (position_ids that start again, or "
-            "cu_seq_lens), but this architecture does not hand its mask on; expected one document per row: pad them "
+            "cu_seq_lens), but this architecture does not pass its mask on; expected one document per row: pad them "
             "(DataCollatorWithPadding)"
         )
 
@@ -130,10 +130,10 @@ def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> N
 def _check_call(
     module: nn.Module, layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuse changes of the scores, and sizes (q [B, H, T, D], k [B, K, S, D], v [B, K, S, V]) unlike the plan's."""
-    for name, what in UNSUPPORTED_SCORE_MODS.items():
+    """Reject changes of the scores, and sizes (q [B, H, T, D], k [B, K, S, D], v [B, K, S, V]) unlike the plan's."""
+    for name, change in UNSUPPORTED_SCORE_MODS.items():
         if kwargs.get(name) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__}: {what} ({name}) cannot be honoured by a kernel")
+            raise UnsupportedModelError(f"{type(module).__name__}: a kernel cannot apply {change} ({name})")
     shape = layer.shape
     got = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     if got != (shape.heads, shape.key_heads, shape.head_dim, shape.value_dim):
@@ -150,13 +150,13 @@ def _check_call(
 
 
 def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | None) -> Tensor | None:
-    """Return the key padding of a mask, which may say no more than that, apart from a window that is ignored."""
+    """Return the key padding mask; raise an error if the mask says more, except for a window that is ignored."""
     if mask is None or mask.ndim == 2:
         return mask
     if mask.shape[1:3] == (1, 1) and (mask.dtype == torch.bool or is_tracing()):
         return mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
     if layer.local_as_full and mask.dtype == torch.bool and (is_tracing() or SEGMENTS.get() is None):
-        # Other layers need the window's mask. In it, padding does not see itself.
+        # Other layers need the mask with the window. In it, padding does not see itself.
         return mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=1, dim2=2)
     if not is_tracing() and SEGMENTS.get() is None:
         padding = key_padding(mask, layer.shape.causal)
@@ -164,7 +164,7 @@ def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | 
             return padding
     raise UnsupportedModelError(
         f"{type(module).__name__}: got an attention mask of shape {tuple(mask.shape)}, expected a key padding mask "
-        "[batch, tokens] or a mask that says no more; linear attention cannot follow one per pair of tokens"
+        "[batch, tokens] or an equivalent mask; linear attention cannot follow a mask per pair of tokens"
     )
 
 
@@ -179,7 +179,7 @@ def softmax_forward(
     causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with softmax through transformers' own SDPA function; takes a 2-D key padding mask or a 4-D mask.
+    """Attend with softmax through transformers' own SDPA function; accepts a 2-D key padding mask or a 4-D mask.
 
     Other keyword arguments of the host (`dropout`, ...) go to that function.
 
@@ -195,7 +195,7 @@ def softmax_forward(
         mask = mask[:, None, None].bool()
     if mask is not None and mask.shape[2] == 1:
         mask = mask[..., -key.shape[2] :]
-    # A mask with a row per query holds the causal structure already.
+    # A mask with a row per query already contains the causal structure.
     if mask is None or (mask.shape[2] == 1 and (mask.dtype == torch.bool or (causal and query.shape[2] > 1))):
         mask = visible_keys(query, key, mask, causal=causal)
     causal = causal and mask is None
@@ -208,7 +208,7 @@ def softmax_forward(
 
 
 _ONLY_EAGER = ("softcap", "s_aux")
-"""Changes of the scores that SDPA does not have, and a modeling file's own function has."""
+"""Changes of the scores that SDPA does not support but a modeling file's own function does."""
 
 
 def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
@@ -221,7 +221,7 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] 
 
 
 def _added(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """Turn a mask (true: seen) into numbers to add to the scores."""
+    """Turn a mask (true where a key is seen) into numbers to add to the scores."""
     if causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
@@ -232,7 +232,7 @@ def _added(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Ten
 
 
 def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether the caller of the model wants attention weights; some hosts do not pass that on."""
+    """Tell whether the model's caller wants attention weights, even if the host does not pass that on."""
     if kwargs.get("output_attentions"):
         return True
     collected = _active_collector.get()
@@ -247,7 +247,7 @@ def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any
 
 
 def mask_to_add(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
-    """Return what `mask_function` does as eager softmax's masks: 0 where a key is seen, else the least number."""
+    """Return the mask of `mask_function` as eager softmax expects it: 0 where a key is seen, else the lowest number."""
     mask = mask_function(*args, dtype=dtype, **kwargs)
     if mask is None or mask.dtype != torch.bool:
         return mask
@@ -264,20 +264,20 @@ def mask_function(
 ) -> Tensor | None:
     """Return the padding mask as [B, 1, 1, S], true at tokens, so that no T x T mask is ever built.
 
-    It is None if nothing is hidden, as SDPA's is: hosts that read it themselves (NLLB-MoE's router, LASR's
-    convolutions) then compute what they did with softmax. For packed rows it is the number of every token's document
+    It is None if nothing is masked, as for SDPA, so that hosts which read it themselves (NLLB-MoE's router, LASR's
+    convolutions) compute the same as with softmax. For packed rows it is the number of every token's document
     [B, 1, T] (`linearize.attention.packing`). Other masks (sliding windows, chunks) are built as SDPA needs them: they
-    are for layers that stay softmax, and a converted layer refuses them.
+    are for layers that keep softmax, and a converted layer rejects them.
     """
     causal = mask_function is causal_mask_function
     plain = causal or mask_function is bidirectional_mask_function
     segments = None if is_tracing() else SEGMENTS.get()
     if segments is not None and segments.shape != (batch_size, q_length):
-        # They belong to another part of the model, such as its images.
+        # The segments belong to another part of the model, such as its images.
         segments = None
     if segments is not None and (plain or (not kwargs.get("use_vmap") and whole_documents(mask_function, segments))):
         return segments[:, None]
-    # Hosts that join masks (T5Gemma 2) or choose keys by them (indexers) need one per pair of tokens.
+    # Hosts that combine masks (T5Gemma 2) or choose keys by them (indexers) need a mask per pair of tokens.
     if plain and kwargs.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True):
         if attention_mask is None or attention_mask.ndim != 2:
             return attention_mask
@@ -294,7 +294,7 @@ def mask_function(
 
 
 def register_interface() -> None:
-    """Register the implementation with transformers; repeated calls change nothing."""
+    """Register the implementations with transformers; repeated calls have no effect."""
     for name, masks in ((IMPLEMENTATION, mask_function), (LOCAL_AS_FULL, mask_without_window), (EAGER, mask_to_add)):
         AttentionInterface.register(name, attention_forward)
         AttentionMaskInterface.register(name, masks)
@@ -302,7 +302,7 @@ def register_interface() -> None:
 
 @contextlib.contextmanager
 def observed(model: nn.Module, observer: Observer | None) -> Iterator[None]:
-    """Temporarily show every converted layer of `model` to `observer`; None makes its layers attend as kernels."""
+    """Temporarily set the observer of every converted layer of `model`; with None the layers use their kernels."""
     layers = list(linear_attentions(model).values())
     before = [layer.observer for layer in layers]
     try:

@@ -21,7 +21,7 @@ from linearize.ops.state import is_tracing
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
 
-It returns the layer's output [B, H, T, V]; None makes that softmax's output."""
+It returns the layer's output [B, H, T, V], or None to use the output of softmax."""
 
 
 def _thread() -> int:
@@ -33,13 +33,13 @@ class LinearAttention(nn.Module):
     """Holds the mixer of one layer.
 
     Attributes:
-        mixer: what computes the outputs.
+        mixer: computes the outputs.
         shape: sizes and direction of the attention.
-        observer: while set, the layer computes softmax attention, as the original did, and shows q, k and v to the
-            observer. Stage one and the reports read the frozen model in this way. Never saved.
+        observer: while set, the layer computes softmax attention, as the original did, and passes q, k and v to the
+            observer. This is how stage one and the reports read the frozen model. Never saved.
         declares_direction: whether the host passes its direction with every call.
-        local_as_full: whether the host's masks may be those of a sliding window, which is then ignored.
-        cache_index: number of its state in a generation cache; None without one.
+        local_as_full: whether the host may pass sliding-window masks, whose window is then ignored.
+        cache_index: index of its state in a generation cache; None if it has none.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class LinearAttention(nn.Module):
 
     @property
     def hybrid(self) -> Hybrid:
-        """What the layer has in addition to the kernel."""
+        """The layer's additions to the kernel."""
         return self.mixer.hybrid
 
     def reset_parameters(self, seed: int) -> None:
-        """Initialise the kernel from a seed, always with the same numbers."""
+        """Initialise the kernel from a seed; the same seed always gives the same numbers."""
         self.mixer.reset_parameters(torch.Generator().manual_seed(seed))
 
     def hand_over(self, state: LinearStateLayer | None) -> None:
-        """Take the state of the running generation for this thread's next call; the host's pre-hook calls this.
+        """Set the generation state for this thread's next call; the host's pre-hook calls this.
 
-        Per thread, because several threads may run one model at a time, each with its own cache.
+        The state is per thread, because several threads may run one model at a time, each with its own cache.
         """
         if state is not None:
             self._handed[_thread()] = state
@@ -78,25 +78,25 @@ class LinearAttention(nn.Module):
             self._handed.pop(_thread(), None)
 
     def tokens_before(self, new: int) -> int:
-        """Count the tokens that the state handed over for the coming call has seen before its `new` ones."""
+        """Return how many tokens before its `new` ones the state for the next call has seen."""
         cache = self._handed.get(_thread()) if self._handed else None
         return 0 if cache is None else cache.tokens - new
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scaling: float) -> Tensor:
         """Mix q [B, H, T, D], k [B, K, S, D], v [B, K, S, V] -> [B, H, T, V] in v's dtype.
 
-        S > T if a cache of plain keys comes before the queries, which are then the last T tokens. A state that was
-        handed over holds the tokens before these; the state after them is stored in it.
+        S > T if there is a cache of plain keys; the queries are then the last T tokens. A state that was handed over
+        holds the tokens before these, and the state after them is stored in it.
         """
         if torch.is_autocast_enabled(q.device.type):
-            # Sums and features are fp32 by design; autocast would lower them silently.
+            # Sums and features are fp32 by design; autocast would lower their precision silently.
             with torch.autocast(device_type=q.device.type, enabled=False):
                 return self.forward(q, k, v, key_padding_mask, scaling)
         cache = self._handed.pop(_thread(), None) if self._handed else None
         if key_padding_mask is not None:
-            # A cache of states hands over the new keys only, but the mask covers all tokens so far.
+            # A cache of states passes only the new keys, but the mask covers all tokens so far.
             key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()
-            # Reading the mask costs little on the CPU; on other devices it would wait for the device.
+            # Reading the mask costs little on the CPU; on other devices it would force a synchronisation.
             readable = key_padding_mask.device.type == "cpu" and not is_tracing()
             if readable and bool(key_padding_mask.all()):
                 key_padding_mask = None

@@ -1,8 +1,8 @@
-"""Masks of attentions: what hosts pass, read as key padding, and what softmax needs, built from key padding.
+"""Attention masks: reads the masks of hosts as key padding, and builds the masks of softmax from key padding.
 
 Some hosts build masks per pair of tokens themselves, and some users pass them: [B, 1, T, S] or [B, 1, 1, S], true or 0
-where a query sees a key, false or a number far below 0 elsewhere. If such a mask says only where the padding is, and
-that no query sees later keys, linear attention can follow it.
+where a query sees a key, false or a very negative number elsewhere. If such a mask only marks padding and hides later
+keys, linear attention can follow it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 _HIDDEN = -1e4
-"""Scores from here downwards count as hidden: fp16 masks of hosts begin there."""
+"""Mask values up to this one hide a key; it is high enough for fp16 masks."""
 
 
 def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
-    """Return the key padding mask that a mask per pair of tokens is equivalent to, if there is one.
+    """Return the key padding mask that is equivalent to a mask per pair of tokens, if there is one.
 
     Rows of padding may contain anything, because no token reads their outputs. Nothing is cached between calls, because
-    a mask may be changed in place; reading it costs less than a twentieth of a layer.
+    a mask may be changed in place; reading it takes less than a twentieth of a layer's time.
 
     Args:
         mask: [B, 1, T, S] or [B, 1, 1, S]; bool, or numbers that are added to the scores.
@@ -44,14 +44,14 @@ def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
     real = visible.any(dim=1)
     past = torch.ones(count, keys, dtype=torch.bool, device=mask.device)
     past = past.tril(keys - count) if causal else past
-    # Rows of padding do not matter.
+    # Ignore rows of padding.
     asked = real[:, keys - count :, None]
     same = (visible == (past & real[:, None])) | ~asked
     return real if bool(same.all()) else None
 
 
 def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> Tensor | None:
-    """Return which keys softmax sees, as SDPA takes it; None if SDPA's own flag for causal attention says as much.
+    """Return the mask of visible keys for SDPA; None if SDPA's own `is_causal` flag is enough.
 
     Args:
         q: [B, H, T, D], the last T of the S tokens.
@@ -60,12 +60,12 @@ def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> 
         causal: whether a query sees only keys up to its own position.
 
     Returns:
-        [B or 1, 1, T or 1, S] bool. Every query sees a key, because softmax over nothing is NaN.
+        [B or 1, 1, T or 1, S] bool. Every query sees at least one key, because softmax over no keys is NaN.
     """
     tokens, keys = q.shape[2], k.shape[2]
     causal = causal and tokens > 1
     if not causal:
-        # In a row of padding alone all keys are visible.
+        # In a row that is all padding, every key is visible.
         return None if real is None else real | ~real.any(dim=-1, keepdim=True)
     if real is None and tokens == keys:
         return None
@@ -77,7 +77,7 @@ def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> 
 
 
 def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:
-    """Write out softmax's weights [B, H, T, S], which SDPA does not return; q [B, H, T, D], k [B, K, S, D]."""
+    """Return the softmax weights [B, H, T, S], which SDPA does not return; q [B, H, T, D], k [B, K, S, D]."""
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(-1, -2) * scaling
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

@@ -20,9 +20,9 @@ from linearize.ops import Blocks, BlockState, block_attention, block_weights
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
 LOCAL_AS_FULL = "linearize_local_as_full"
-"""The same if every layer with a sliding window or chunks was converted as full attention."""
+"""Its name if every layer with a sliding window or chunks was converted as full attention."""
 EAGER = "linearize_eager"
-"""The same for hosts that only know eager softmax: they read masks as numbers to add to the scores."""
+"""Its name for hosts that support only eager softmax: they expect masks as numbers to add to the scores."""
 
 
 class Mixer(nn.Module, abc.ABC):
@@ -30,11 +30,11 @@ class Mixer(nn.Module, abc.ABC):
 
     Attributes:
         info: the kernel's facts.
-        config: its arguments.
-        shape: sizes and direction.
-        positive: whether its weights can never be negative.
+        config: the kernel's arguments.
+        shape: sizes and direction of the attention.
+        positive: whether the weights can never be negative.
         output: the module after the weighted sum of the values, or None.
-        hybrid: what the layer has in addition to the kernel.
+        hybrid: the layer's additions to the kernel.
     """
 
     hybrid: Hybrid = PLAIN
@@ -48,7 +48,7 @@ class Mixer(nn.Module, abc.ABC):
             self.output = info.build.output(config, shape.heads, shape.value_dim)
 
     def __getstate__(self) -> dict[str, object]:
-        """Copy and pickle the kernel's name instead of its facts, without the backends' memory."""
+        """Return the state for copying and pickling: the kernel's name instead of its facts, no cached results."""
         state = {**self.__dict__, "info": self.info.name}
         return state | {"memory": {}} if "memory" in state else state
 
@@ -68,27 +68,27 @@ class Mixer(nn.Module, abc.ABC):
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Mix q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] -> [B, H, T, V] in v's dtype, and the state after them.
 
-        Without `call.needs_state` the state is None.
+        The state is None unless `call.needs_state`.
         """
 
     @abc.abstractmethod
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Write out the weights [B, H, T, T] in fp32; quadratic, for reports and `output_attentions`.
+        """Return the full weights [B, H, T, T] in fp32; quadratic, for reports and `output_attentions`.
 
-        Rows of a kernel with `normalized` sum to one; other weights multiply the values before `apply_output`, with
-        their sign and scale.
+        The rows of a `normalized` kernel sum to one; other weights are signed and scaled as they multiply the values
+        before `apply_output`.
         """
 
     def apply_output(self, mixed: Tensor) -> Tensor:
         """Apply the kernel's output to the weighted sum of the values [B, H, T, V] in fp32.
 
-        For every mixer, `forward` is `apply_output(weights @ v)`.
+        For every mixer, `forward` equals `apply_output(weights @ v)`.
         """
         return mixed if self.output is None else self.output(mixed)
 
 
 class BlockMixer(Mixer):
-    """Softmax, or ReLU, of the scores inside blocks (`linearize.ops.block`). It remembers the tokens of one block."""
+    """Softmax or ReLU of the scores inside blocks (`linearize.ops.block`). Its state is the tokens of one block."""
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape) -> None:
         super().__init__(info, config, shape)
@@ -96,7 +96,7 @@ class BlockMixer(Mixer):
         self.blocks = Blocks(config.block, shape.causal, build.softmax)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fill the output's parameters; nothing is drawn."""
+        """Fill the parameters of the output module; nothing is random."""
         if self.output is not None:
             self.output.reset_parameters()
 

@@ -1,8 +1,8 @@
 """Several documents in one row (padding-free training): attention treats every document as a separate row.
 
 The starts of documents are read once per forward, from `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again.
-They go to the attentions as their mask, [B, 1, T] whole numbers, so that gradient checkpointing can call layers again
-with it. The attentions lay the documents out as padded rows of similar lengths, attend, and put the outputs back.
+They reach the attentions as the mask, [B, 1, T] whole numbers, so that gradient checkpointing can call layers again
+with it. The attentions arrange the documents as padded rows of similar lengths, attend, and put the outputs back.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SEGMENTS: ContextVar[Tensor | None] = ContextVar("linearize_segments", default=N
 """The document of every token [B, T], from 1 (0: padding), while the forward of a model runs on packed rows."""
 
 _SHORT = 64
-"""Documents of up to this many tokens share a layout; longer ones share one with others of up to twice the length."""
+"""Documents of up to this many tokens share one layout; longer documents are grouped by powers of two."""
 
 
 class Bucket(NamedTuple):
     """Documents of similar lengths.
 
     Attributes:
-        tokens: [N, L] places of their tokens among the B T of the batch.
+        tokens: [N, L] indices of their tokens among the B T tokens of the batch.
         mask: [N, L], true at tokens; None if there is no padding.
         documents: row, first token and length of each document.
     """
@@ -48,12 +48,12 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Te
     wherever they do not increase by one.
 
     Args:
-        causal: whether the model is.
+        causal: whether the model is causal.
         tokens: its tokens [B, T], or their embeddings [B, T, X].
         kwargs: keyword arguments of the model's forward.
 
     Returns:
-        [B, T] from 1 on; None if no row is packed.
+        [B, T] document numbers from 1; None if no row is packed.
 
     Raises:
         UnsupportedModelError: if the documents' lengths do not add up to the tokens.
@@ -63,7 +63,7 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Te
     if lengths is not None:
         if int(lengths[0]) or int(lengths[-1]) != batch * count or bool((lengths.diff() < 0).any()):
             raise UnsupportedModelError(
-                f"cu_seq_lens_q: got {lengths.tolist()[:8]}, expected numbers that go up from 0 to {batch * count}, "
+                f"cu_seq_lens_q: got {lengths.tolist()[:8]}, expected numbers that increase from 0 to {batch * count}, "
                 "the tokens of the batch"
             )
         begins = torch.zeros(batch * count + 1, dtype=torch.bool, device=tokens.device)
@@ -75,7 +75,7 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Te
     else:
         if not causal or positions is None or kwargs.get("attention_mask") is not None:
             return None
-        # Qwen-VL's: the text's positions, then those of time, height and width.
+        # In Qwen-VL these are the positions in the text, then those of time, height and width.
         positions = positions[0] if positions.ndim == 3 and positions.shape[0] == 4 else positions
         if positions.ndim != 2 or positions.shape[1] != count:
             return None
@@ -101,12 +101,12 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
 
     Args:
         root: the model.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments of its forward.
         causal: whether it is causal.
 
     Returns:
-        The changed arguments; None if they do not change.
+        The changed arguments; None if nothing changes.
 
     Raises:
         UnsupportedModelError: for packed rows with a generation cache, in an encoder-decoder, or in a compiled model.
@@ -114,10 +114,10 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
     if is_tracing():
         if _given(kwargs, "cu_seq_lens_q") or _given(kwargs, "seq_idx"):
             raise UnsupportedModelError(
-                "got several documents packed into one row in a compiled or traced model, expected one document a row; "
-                "pad them (DataCollatorWithPadding), or do not compile"
+                "got several documents packed into one row in a compiled or traced model, expected one document per "
+                "row; pad them (DataCollatorWithPadding), or do not compile"
             )
-        # Before the compiled code runs it is not known whether positions start again.
+        # It is unknown, before the compiled code runs, whether positions start again.
         return None
     SEGMENTS.set(None)
     if len(args) > 1:
@@ -129,7 +129,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
         return None
     cache = given_cache(kwargs)
     if cache is not None and not any(_given(kwargs, name) for name in ("cu_seq_lens_q", "seq_idx")):
-        # With a cache, positions may repeat; where they decrease, a document begins.
+        # With a cache, positions may repeat; a document begins where they decrease.
         positions = kwargs.get("position_ids")
         if positions is None or positions.ndim != 2 or not bool((positions.diff() < 0).any()):
             return None
@@ -137,9 +137,9 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
     if segments is None:
         return None
     if cache is not None or root.config.is_encoder_decoder:
-        what = "a generation cache" if cache is not None else "an encoder-decoder"
+        reason = "a generation cache" if cache is not None else "an encoder-decoder"
         raise UnsupportedModelError(
-            f"got several documents packed into one row (position_ids that start again, or cu_seq_lens) with {what}, "
+            f"got several documents packed into one row (position_ids that start again, or cu_seq_lens) with {reason}, "
             "expected one document per row; pad them (DataCollatorWithPadding)"
         )
     SEGMENTS.set(segments)
@@ -151,7 +151,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
 
 
 def forget_documents(root: object, args: object, output: object) -> None:
-    """Clear `SEGMENTS` after a converted model's forward, successful or not."""
+    """Clear `SEGMENTS` after a converted model's forward, even if it failed."""
     if not is_tracing():
         SEGMENTS.set(None)
 
@@ -161,9 +161,9 @@ def _given(kwargs: Mapping[str, Any], name: str) -> bool:
 
 
 def whole_documents(mask_function: Callable[..., Tensor], segments: Tensor) -> bool:
-    """Tell whether a mask function of transformers means exactly: causal, inside a document [B, T].
+    """Tell whether a transformers mask function means exactly: causal inside each document of `segments` [B, T].
 
-    Windows, chunks and parts that see ahead mean more. Only each document's ends are tested, not T x T pairs.
+    Windows, chunks and parts that see ahead differ. Only the ends of each document are tested, not T x T pairs.
     """
     batch, count = segments.shape
     rows = torch.arange(batch, device=segments.device)[:, None].expand(batch, count)
@@ -189,17 +189,17 @@ def buckets(segments: Tensor) -> list[Bucket]:
 
 
 def _lay_out(segments: Tensor) -> list[Bucket]:
-    alike: dict[int, list[tuple[int, int, int]]] = {}
+    by_size: dict[int, list[tuple[int, int, int]]] = {}
     for row, numbers in enumerate(segments):
         values, lengths = torch.unique_consecutive(numbers, return_counts=True)
         start = 0
         for value, length in zip(values.tolist(), lengths.tolist(), strict=True):
             if value:
                 size = max(_SHORT, 1 << (length - 1).bit_length())
-                alike.setdefault(size, []).append((row, start, length))
+                by_size.setdefault(size, []).append((row, start, length))
             start += length
     layout = []
-    for documents in alike.values():
+    for documents in by_size.values():
         row, start, length = torch.tensor(documents).T
         counted = torch.arange(int(length.max()))
         mask = counted < length[:, None]
@@ -214,10 +214,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor 
 
 
 def blocks(mask: Tensor) -> Tensor | None:
-    """Read a mask that hides all tokens but those of a token's document, as Pixtral has for the images of a row.
+    """Read a mask that hides all tokens outside a token's document, as Pixtral uses for the images in a row.
 
     Args:
-        mask: [B, 1, T, T], bool (true: seen) or what is added to the scores (0: seen).
+        mask: [B, 1, T, T], bool (true: seen) or numbers added to the scores (0: seen).
 
     Returns:
         The document of every token [B, 1, T], from 1; None for another kind of mask.
@@ -233,10 +233,10 @@ def blocks(mask: Tensor) -> Tensor | None:
 
 
 def attend_apart(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segments: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Attend in every document of packed rows as in a separate row.
+    """Attend in every document of packed rows as if it were a separate row.
 
     Args:
-        attend: attends in ordinary rows.
+        attend: the attention of ordinary rows.
         q: [B, H, T, D].
         k: [B, K, T, D].
         v: [B, K, T, V].

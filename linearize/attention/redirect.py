@@ -1,11 +1,11 @@
-"""Attention that calls `F.scaled_dot_product_attention` itself, with no interface to register with (timm).
+"""Support for attention that calls `F.scaled_dot_product_attention` itself and cannot be registered elsewhere (timm).
 
 The host keeps everything before and after that call: projections, norms, rotary positions, gates. Torch's override
-mechanism sends only that call to the kernel, and only inside the host's forward.
+mechanism redirects only that call to the kernel, and only inside the host's forward.
 
-Hosts that write plain softmax out have a form here that calls SDPA instead: same weights, same output. A bias on the
-scores (LeViT, MViTv2 ...), talking heads (CaiT) and attention between channels (XCiT, EdgeNeXt) have none and are
-refused.
+Hosts that compute softmax explicitly have a form here that calls SDPA instead: same weights, same output. Attention
+with a bias on the scores (LeViT, MViTv2 ...), with talking heads (CaiT) or between channels (XCiT, EdgeNeXt) has no
+such form and is rejected.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from linearize.attention.interface import attention_forward
 
 REDIRECTED = ("timm_wrapper",)
-"""`model_type` of the transformers models with such attentions."""
+"""The `model_type` of transformers models with such attention."""
 
 
 class Redirect(TorchFunctionMode):
-    """While entered, sends scaled dot-product attention to the attention of one host."""
+    """While active, redirects scaled dot-product attention to the kernel of one host."""
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Redirect(TorchFunctionMode):
     ) -> Tensor:
         """Attend with the host's kernel, as `scaled_dot_product_attention` does: q [B, H, T, D] -> [B, H, T, V].
 
-        `attention_forward` refuses a mask per pair of tokens.
+        `attention_forward` rejects a mask per pair of tokens.
         """
         out, _ = attention_forward(self.host, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)
         return out.transpose(1, 2)
@@ -65,7 +65,7 @@ else:
 
 
 class RedirectedHost(_Host):
-    """Mixin for the class of a host; it comes first in the order of inheritance."""
+    """Mixin for the class of a host; it comes first in the method resolution order."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the host's own forward with its attention redirected."""
@@ -74,7 +74,7 @@ class RedirectedHost(_Host):
             return super().forward(*args, **kwargs) if called is None else called(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """Pickle an object of the host's class and redirect it again: our class has no importable name."""
+        """Pickle an object of the host's class, to be redirected again after loading: our class cannot be imported."""
         base = type(self).__mro__[2]
         return _empty, (base,), self.__dict__
 
@@ -86,7 +86,7 @@ def _empty(base: type) -> object:
 
 @functools.cache
 def _redirected(base: type) -> type:
-    """Make the redirected class of a host's class."""
+    """Return the redirected version of a host's class."""
     name = f"Linearized{base.__name__}"
     return type(name, (RedirectedHost, base), {"__module__": __name__, "__doc__": base.__doc__})
 
@@ -96,7 +96,7 @@ def redirect(host: nn.Module) -> None:
     if isinstance(host, RedirectedHost):
         return
     host.__class__ = _redirected(type(host))  # type: ignore[arg-type]
-    # timm's switch between the fused function and the formula written out.
+    # timm's switch between the fused function and the explicit formula.
     if hasattr(host, "fused_attn"):
         host.fused_attn = True  # type: ignore[assignment]
 
@@ -139,5 +139,5 @@ _FORMS: dict[tuple[str, str], Form] = {
 
 
 def form(kind: type[nn.Module]) -> Form | None:
-    """Return the form of a class of attentions that calls SDPA; None if its own forward does, or it has no form."""
+    """Return the form of an attention class that calls SDPA; None if its own forward does so, or there is no form."""
     return next((_FORMS[key] for base in kind.__mro__ if (key := (base.__module__, base.__name__)) in _FORMS), None)

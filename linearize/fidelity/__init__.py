@@ -1,4 +1,4 @@
-"""Measures and pictures of how close linear attention is to the softmax that it replaced."""
+"""Metrics and pictures of how close linear attention is to the softmax that it replaced."""
 
 from linearize.fidelity.measure import Fidelity, LayerFidelity, OutputDifference, measure, measure_layers
 

@@ -1,4 +1,4 @@
-"""Remove parts of a converted attention, to measure what each is worth."""
+"""Remove parts of a converted attention, to measure how much each contributes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.kernels.none import nothing
 
 PARTS = ("kernel", "window", "exact-keys", "attention")
-"""Parts that can be removed: the kernel (a window stays), the window with its sinks and exact keys (the kernel stays),
-the exact keys, or the whole attention (converted layers return zeros)."""
+"""Parts that can be removed: the kernel (keeping the window), the window with its sinks and exact keys (keeping the
+kernel), the exact keys, or the whole attention (converted layers return zeros)."""
 RESAMPLES = 10_000
 
 
 class _NoFeatures(FeatureMap):
-    """A map's features times zero, with its log-scales, by which exact keys are chosen."""
+    """A map whose features are set to zero; its log-scales are kept, because they determine the exact keys."""
 
     def __init__(self, map: FeatureMap) -> None:
         super().__init__(map.config, map.heads, map.head_dim)
@@ -55,14 +55,14 @@ def _silent(features: Features) -> Features:
 
 @contextlib.contextmanager
 def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
-    """Remove one part of a converted model's attention while the block runs.
+    """Remove one part of a converted model's attention within the block.
 
     Args:
         model: a converted model.
         part: one of `PARTS`.
 
     Raises:
-        UnknownNameError: for another part.
+        UnknownNameError: for an unknown part.
         ConfigError: if no layer of the model has the part.
     """
     if part not in PARTS:
@@ -130,10 +130,10 @@ _REMOVE = {
 
 @dataclass(frozen=True)
 class KernelMerit:
-    """What the kernels add to their windows, by the last hidden state of the whole model.
+    """How much the kernels add to their windows, measured at the last hidden state of the whole model.
 
     Attributes:
-        error: norm of the state's difference from softmax's, over the norm of softmax's.
+        error: norm of the difference from the softmax model's state, relative to the norm of that state.
         window_only: the same without the kernels.
         difference: `window_only` minus `error`.
         interval: its 95 % bootstrap interval over rows.
@@ -146,29 +146,29 @@ class KernelMerit:
 
     @property
     def text(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         low, high = self.interval
-        brings = (
-            f"the kernel takes {self.difference:.3f} off it ({low:.3f} to {high:.3f})"
+        gain = (
+            f"the kernel lowers it by {self.difference:.3f} ({low:.3f} to {high:.3f})"
             if low > 0
-            else f"the kernel brings nothing that can be told from noise ({low:.3f} to {high:.3f})"
+            else f"the kernel's gain cannot be told from noise ({low:.3f} to {high:.3f})"
         )
         return (
-            f"without the kernel the error of the last hidden state would be {self.window_only:.3f}, with it it is "
-            f"{self.error:.3f}: {brings}"
+            f"the relative error of the last hidden state is {self.window_only:.3f} without the kernel and "
+            f"{self.error:.3f} with it: {gain}"
         )
 
 
 @torch.no_grad()
 def kernel_merit(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> KernelMerit | None:
-    """Measure what the kernels add to their windows, compared with the model's own softmax.
+    """Measure how much the kernels add to their windows, compared with the model's own softmax.
 
     Args:
         model: a converted model whose other weights are the original's; it is unchanged afterwards.
         batches: model inputs; they are moved to the model's device.
 
     Returns:
-        None if no layer has both a kernel and a window, or the model returns no hidden states.
+        The result; None if no layer has both a kernel and a window, or the model returns no hidden states.
     """
     layers = linear_attentions(model).values()
     if not any(map(_has_kernel_and_window, layers)):

@@ -1,9 +1,9 @@
-"""Choose the query heads that stay softmax: those with the largest shares in a conversion's error.
+"""Choose the query heads that keep softmax: those with the largest shares in the error of a conversion.
 
-Copying and retrieval look up one token, which a sum over all tokens cannot do; few heads do it (2 % of the heads carry
-more than 95 % of retrieval: 2602.11374). All heads are moved from softmax to their window together, and the error along
-the way is divided among them by integrated gradients (Sundararajan et al. 2017, https://arxiv.org/abs/1703.01365,
-eq. 1): the shares add up to the error.
+Copying and retrieval look up a single token, which a sum over all tokens cannot do; few heads do this (2 % of the heads
+carry more than 95 % of retrieval: https://arxiv.org/abs/2602.11374). All heads move together, step by step, from
+softmax to their window. Integrated gradients (Sundararajan et al. 2017, https://arxiv.org/abs/1703.01365, eq. 1) along
+this path divide the error among the heads: the shares add up to the error.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from linearize.modeling.model import evaluating
 from linearize.modeling.plan import Plan
 
 POINTS = 4
-"""Steps between softmax and the window."""
+"""Number of steps from softmax to the window."""
 
 ROWS, TOKENS = 2, 512
-"""Most rows of a batch, and tokens of a causal model's row, that the heads are chosen on: every point is a backward."""
+"""Most rows per batch, and tokens per row of a causal model, used for the choice: every step needs a backward pass."""
 
 
 def shortened(batch: Mapping[str, Tensor], causal: bool) -> dict[str, Tensor]:
-    """Return the first rows of a batch; those of a causal model end after `TOKENS` tokens."""
+    """Return the first rows of a batch, for a causal model cut to `TOKENS` tokens."""
     rows = {name: value[:ROWS] for name, value in batch.items()}
     return {name: x[:, :TOKENS] if causal and x.ndim == 2 else x for name, x in rows.items()}
 
 
 def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rows whose second half repeats the first, which a model must copy; padded rows are unchanged."""
+    """Return rows whose second half repeats the first, so that a model must copy; padded batches are unchanged."""
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 4 or (mask is not None and not bool(mask.all())):
         return dict(batch)
@@ -49,14 +49,15 @@ def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the shares of the heads in the error that a conversion without trained kernels makes.
+    """Return the share of each head in the error of a conversion whose kernels are untrained.
 
     Args:
-        model: a converted model; it is unchanged afterwards. A layer with a window is judged by its window alone.
+        model: a converted model; it is unchanged afterwards. Layers with a window are judged by the window alone.
         batches: model inputs; they are moved to the model's device.
 
     Returns:
-        [H] per converted layer, by its host module. They add up to the squared relative error of the last hidden state.
+        [H] per converted layer, by host module. The shares add up to the squared relative error of the last hidden
+        state.
 
     Raises:
         ConfigError: if the model returns no hidden states.
@@ -99,16 +100,16 @@ def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]])
 
 
 def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable[Mapping[str, Tensor]]) -> Plan:
-    """Keep the heads with the largest shares in the error as softmax, in place, and return the changed plan.
+    """Make the heads with the largest shares in the error keep softmax, in place, and return the changed plan.
 
     Args:
         model: a converted model.
         plan: its plan.
-        count: how many heads.
-        batches: model inputs, of which `shortened` takes a part; of causal models also rows with repeated halves.
+        count: number of heads.
+        batches: model inputs, cut by `shortened`; for causal models, rows with repeated halves are added.
 
     Raises:
-        ConfigError: if layers that can keep heads have fewer of them, or the model returns no hidden states.
+        ConfigError: if there are fewer heads in layers that can keep heads, or the model returns no hidden states.
     """
     causal = any(layer.shape.causal for layer in plan.converted)
     batches = [shortened(batch, causal) for batch in batches]
@@ -138,7 +139,7 @@ def _layer(model: PreTrainedModel, module: str) -> Any:
 
 
 def _module(model: PreTrainedModel, name: str) -> str:
-    """Return a host module's name in a plan, which starts at the base model."""
+    """Return the name of a host module as used in a plan, where names start at the base model."""
     prefix = f"{model.base_model_prefix}."
     return name.removeprefix(prefix) if model.base_model is not model else name
 
@@ -147,6 +148,7 @@ def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     states = last_states(model, batch)
     if states is None:
         raise ConfigError(
-            "keep-softmax-heads: the model returns no hidden states to judge heads by; name heads, such as 4:0,11:7"
+            "keep-softmax-heads: the model returns no hidden states by which to judge heads; name the heads, such as "
+            "4:0,11:7"
         )
     return states.float()

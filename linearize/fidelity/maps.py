@@ -1,4 +1,4 @@
-"""Softmax's weights and the kernel's on one short input, as whole matrices."""
+"""The full weight matrices of softmax and of the kernel on one short input."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from linearize.fidelity.teacher import Rows, score_rows, show
 from linearize.ops.state import group_queries
 
 MAX_TOKENS = 1024
-"""Most tokens of the input, as there are T x T numbers per layer and head."""
+"""Largest number of tokens of the input, because there are T x T numbers per layer and head."""
 
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """One layer on one input of T real tokens; everything is on the CPU in fp32.
+    """The weights of one layer on one input of T real tokens; everything is on the CPU in fp32.
 
     Attributes:
-        module: the host module.
+        module: name of the host module.
         layer: the converted layer itself.
-        softmax: its frozen softmax's weights [H, T, T].
-        linear: the kernel's signed weights [H, T, T]; if the kernel does not normalise, divided by the sum of their
-            magnitudes in the row, so that they can be compared with softmax's.
+        softmax: weights of its frozen softmax [H, T, T].
+        linear: signed weights of the kernel [H, T, T]; if the kernel does not normalise, each row is divided by the sum
+            of its magnitudes, so that it can be compared with softmax.
         q: queries [H, T, D].
         k: keys [K, T, D].
-        scaling: the host's scaling.
+        scaling: the host's scaling factor of the scores.
     """
 
     module: str
@@ -47,7 +47,7 @@ class LayerMaps:
         return self.layer.kernel
 
     def distances(self) -> Tensor:
-        """Return the total variation between the two weights, mean over queries: [H]."""
+        """Return the total variation between softmax's and the kernel's weights, averaged over queries: [H]."""
         return 0.5 * (self.softmax - self.linear).abs().sum(dim=-1).mean(dim=-1)
 
 
@@ -57,7 +57,7 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
 
     Args:
         model: a converted model; it is unchanged afterwards.
-        batch: its inputs, one row.
+        batch: inputs of the model, a single row.
 
     Returns:
         One entry per converted layer, in the order of the layers.
@@ -79,8 +79,8 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
 def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> LayerMaps:
     if q.shape[0] != 1 or k.shape[2] > MAX_TOKENS:
         raise DataError(
-            f"attention maps: got {q.shape[0]} inputs of {k.shape[2]} tokens, expected one of at most {MAX_TOKENS}; "
-            "give fewer"
+            f"attention maps: got {q.shape[0]} inputs of {k.shape[2]} tokens, expected one input of at most "
+            f"{MAX_TOKENS} tokens; shorten it"
         )
     tokens = k.shape[2]
     rows = Rows(slice(0, tokens), torch.arange(tokens, device=q.device), tokens, layer.shape.causal)
@@ -88,7 +88,7 @@ def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor 
     softmax = score_rows(queries, k, rows, scaling).softmax(dim=-1).flatten(1, 2)
     linear = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
     if not layer.mixer.info.normalized:
-        # Without a denominator their sum may be negative; the sum of magnitudes is not.
+        # Without a denominator the sum of the weights may be negative; the sum of magnitudes is not.
         linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
     softmax, linear = (x[0].float().cpu() for x in (softmax, linear))
     return LayerMaps(name, layer, softmax, linear, q[0].float().cpu(), k[0].float().cpu(), scaling)

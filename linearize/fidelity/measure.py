@@ -1,4 +1,4 @@
-"""Measures of how close a converted model is to its softmax original: layers, heads, and whole outputs."""
+"""Metrics of how close a converted model is to its softmax original: per layer, per head, and for whole outputs."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ from linearize.ops.window import NearKeys
 from linearize.ops.window_parts import TINY
 
 LOG_FLOOR = 1e-6
-"""Least weight in the logarithm of the KL. Total variation and negative share have no floor."""
+"""Smallest weight in the logarithm of the KL divergence. Total variation and negative share have no such floor."""
 
 
 @dataclass(frozen=True)
 class LayerFidelity:
-    """One layer; every figure is a mean over valid queries, per head in `heads`.
+    """The figures of one layer, averaged over valid queries; `heads` has them per head.
 
     Attributes:
-        module: the host module.
+        module: name of the host module.
         kernel: the kernel's name.
-        kl: cross-entropy minus the target's entropy, nats per query; None if weights are not normalised.
-        total_variation: half the L1 distance of the SIGNED normalised weights to softmax's: 0 to 1 for distributions,
-            more if weights are negative.
+        kl: KL divergence (cross-entropy minus the target's entropy) in nats per query; None if weights are not
+            normalised.
+        total_variation: half the L1 distance between the SIGNED normalised weights and softmax's: 0 to 1 for
+            distributions, possibly more if weights are negative.
         negative_share: share of the weights that are negative.
-        output_error: norm of the output's difference over the norm of softmax's output.
+        output_error: norm of the difference between the outputs, relative to the norm of softmax's output.
         heads: the four figures per head.
-        far_mass: softmax's weight outside the layer's window and sinks; None without a window.
+        far_mass: softmax weight outside the layer's window and sinks; None without a window.
         window_error: the output error of the window alone; None unless the layer has both a window and a kernel.
     """
 
@@ -65,12 +66,12 @@ class LayerFidelity:
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """Difference of two whole models on the same inputs, at their last hidden states.
+    """Difference between two whole models on the same inputs, at their last hidden states.
 
     Attributes:
-        cosine: mean cosine of the two vectors of a token.
-        relative_error: norm of the difference over the norm of the original's states.
-        tokens: how many tokens were compared.
+        cosine: mean cosine between the two vectors of a token.
+        relative_error: norm of the difference, relative to the norm of the original's states.
+        tokens: number of tokens compared.
     """
 
     cosine: float
@@ -84,8 +85,8 @@ class Fidelity:
 
     Attributes:
         layers: one entry per layer.
-        queries: how many were compared per head.
-        outputs: whole outputs against the original's; None if they were not compared.
+        queries: number of queries compared per head.
+        outputs: difference of the whole outputs from the original's; None if they were not compared.
     """
 
     layers: tuple[LayerFidelity, ...]
@@ -93,7 +94,7 @@ class Fidelity:
     outputs: OutputDifference | None = None
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure over the layers that have it."""
+        """Return the mean of a figure over the layers for which it exists."""
         values = [getattr(layer, name) for layer in self.layers if getattr(layer, name) is not None]
         return sum(values) / len(values) if values else None
 
@@ -114,20 +115,22 @@ def measure(
 ) -> Fidelity:
     """Measure how close a converted model is to its original.
 
-    Layer by layer the kernels are compared with the converted model's own softmax, on the hidden states of that softmax
-    model (in a model that was not tuned since, it is the original's); then the whole models with each other.
+    First, layer by layer, the kernels are compared with the converted model's own softmax, on the hidden states of that
+    softmax model, which is the original unless the model was tuned after the conversion. Then the whole models are
+    compared with each other.
 
     Args:
-        original: the model that was converted, loaded again, as `convert` changes a model in place. None: layers only.
+        original: the model that was converted; load it again, because `convert` changes a model in place. None compares
+            the layers only.
         converted: the converted model. Both are unchanged afterwards.
         batches: model inputs; they are moved to the models' devices.
 
     Returns:
-        The figures per layer and head, and in `outputs` how far the last hidden states differ. Its `to_dict` returns
-        plain data, `linearize.fidelity.plots.fidelity_heatmaps` a picture.
+        The figures per layer and head, and in `outputs` the difference between the last hidden states. Its `to_dict`
+        returns plain data; `linearize.fidelity.plots.fidelity_heatmaps` draws it.
 
     Raises:
-        ConfigError: if the original is converted itself, or another kind of model.
+        ConfigError: if the original is itself converted, or a different kind of model.
         DataError: if `batches` is empty.
     """
     if original is not None:
@@ -140,18 +143,18 @@ def measure(
 
 
 def check_original(original: PreTrainedModel, converted: PreTrainedModel, name: str = "") -> None:
-    """Refuse an original that cannot be the one that was converted.
+    """Check that `original` can be the model that was converted.
 
     Raises:
-        ConfigError: if it is converted itself, or another kind of model.
+        ConfigError: if it is itself converted, or a different kind of model.
     """
-    called = f"original {name!r}" if name else "original"
+    label = f"original {name!r}" if name else "original"
     if getattr(original.config, "linearize", None):
-        raise ConfigError(f"{called}: got a converted model, expected the one it was made from; load that one again")
+        raise ConfigError(f"{label}: got a converted model, expected the model it was made from; load that model again")
     got, expected = original.config.model_type, converted.config.linearize["base_model_type"]
     if got != expected:
         raise ConfigError(
-            f"{called}: got a model of type {got!r}, expected {expected!r}; give the model that the checkpoint was "
+            f"{label}: got a model of type {got!r}, expected {expected!r}; give the model that the checkpoint was "
             "made from"
         )
 
@@ -160,9 +163,9 @@ def check_original(original: PreTrainedModel, converted: PreTrainedModel, name: 
 def output_difference(
     original: PreTrainedModel, converted: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]
 ) -> OutputDifference | None:
-    """Compare last hidden states at all real tokens; None if the models return none, or of different sizes.
+    """Compare the last hidden states at all real tokens; None if a model returns none, or their sizes differ.
 
-    Texts are cut to what the original takes.
+    Texts are cut to the maximum length of the original.
     """
     from linearize.conversion.positions import current_length
 
@@ -176,18 +179,18 @@ def output_difference(
             return None
         mask = cut.get("attention_mask")
         keep = torch.ones(first.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
-        one, two = first[keep], second[keep]
-        cosine += float(torch.nn.functional.cosine_similarity(one, two, dim=-1).sum())
-        error += float((one - two).square().sum())
-        power += float(one.square().sum())
-        count += len(one)
+        expected, got = first[keep], second[keep]
+        cosine += float(torch.nn.functional.cosine_similarity(expected, got, dim=-1).sum())
+        error += float((expected - got).square().sum())
+        power += float(expected.square().sum())
+        count += len(expected)
     if not count:
         return None
     return OutputDifference(cosine / count, (error / max(power, 1e-30)) ** 0.5, count)
 
 
 class _Sums:
-    """Sums of one layer's figures over batches, per head; a figure that the layer does not have is missing."""
+    """Sums of one layer's figures over batches, per head; figures that do not exist for the layer are missing."""
 
     def __init__(self, heads: int) -> None:
         self.heads, self.values = heads, dict[str, Tensor]()
@@ -242,7 +245,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
 
     def visit(name: str, layer: LinearAttention, *inputs: Any) -> Tensor | None:
         target = _add(sums[name], layer, *inputs)
-        # For causal attention with padding the host itself would make a T x T mask.
+        # For causal attention with padding the host itself would build a T x T mask.
         return target if layer.shape.causal else None
 
     show(model, batches, visit)
@@ -253,7 +256,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
 def _add(
     sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Add a layer's figures on a batch, and return softmax's head outputs for the rest of the model."""
+    """Add a layer's figures for a batch, and return softmax's head outputs for the rest of the model."""
     valid = torch.ones_like(q[:, :1, :, 0], dtype=torch.float32) if mask is None else mask[:, None].float()
     valid = valid.expand(-1, q.shape[1], -1)
     sums.add("queries", valid)
@@ -289,7 +292,7 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
         if near is not None:
             sums.add("far", (t * ~near.rows(rows.places, rows.seen)).sum(dim=-1))
         if not mixer.positive:
-            # Hidden keys have the weight zero.
+            # Masked keys have weight zero.
             sums.add("negative", (w < 0).float().sum(dim=-1))
             seen = rows.places + 1 if rows.causal else torch.full_like(rows.places, rows.seen)
             sums.add("weights", seen.expand(t.shape[:-1]))
@@ -298,7 +301,7 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
 def _weight_rows(
     layer: LinearAttention, q: Tensor, k: Tensor, scaling: float, window: Window | None
 ) -> Callable[[Rows, Tensor], Tensor]:
-    """Return a function from a block and its scores to its signed normalised weights [B, K, G, C, seen]."""
+    """Return a function that maps a block of rows and its scores to signed normalised weights [B, K, G, C, seen]."""
     mixer: Any = layer.mixer
     if not has_rows(layer) or (window is not None and not mixer.positive):
         whole = group_queries(mixer.weights(q, k, scaling=scaling), k.shape[1])
@@ -309,7 +312,7 @@ def _weight_rows(
         return functools.partial(_hybrid_rows, queries.phi, keys.phi, scales, NearKeys(window, scales[1]))
 
     def rows_of(rows: Rows, scores: Tensor) -> Tensor:
-        # The queries of a causal block are the last of the tokens that it sees.
+        # The queries of a causal block are the last tokens that it sees.
         weights = kernel_weights(
             queries.phi[:, :, rows.part],
             keys.phi[:, :, : rows.seen],
@@ -326,7 +329,7 @@ def _weight_rows(
 def _hybrid_rows(
     phi_q: Tensor, phi_k: Tensor, scales: tuple[Tensor, Tensor], near_keys: NearKeys, rows: Rows, scores: Tensor
 ) -> Tensor:
-    """Return the weights of a positive kernel joined with a window, as `linearize.ops.window` defines them."""
+    """Return the weights of a positive kernel combined with a window, as defined in `linearize.ops.window`."""
     key_heads, (query_scale, key_scale) = phi_k.shape[1], scales
     near = near_keys.rows(rows.places, rows.seen)
     near = near.unflatten(0, (-1, key_heads)) if near.ndim == 4 else near
@@ -336,7 +339,7 @@ def _hybrid_rows(
         factors.masked_fill_(~rows.visible, 0.0)
     of_queries = group_queries(query_scale[:, :, rows.part, None], key_heads)
     exponents = torch.where(near, scores, of_queries + key_scale[:, :, None, None, : rows.seen])
-    # A key without weight must not decide the row's shift.
+    # A key without weight must not determine the row's shift.
     exponents.masked_fill_(factors <= TINY, -torch.inf)
     exponents -= exponents.amax(dim=-1, keepdim=True)
     weights = factors.mul_(exponents.exp_())

@@ -4,8 +4,8 @@
     from linearize.fidelity.plots import fidelity_heatmaps
     fidelity_heatmaps(measure(original, converted, batches)).savefig("heads.png")
 
-Maps of the attention itself are in `plots_maps`, several conversions in `plots_compare`. matplotlib is loaded with the
-first figure.
+Maps of the attention itself are in `plots_maps`, comparisons of conversions in `plots_compare`. matplotlib is imported
+when the first figure is made.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FIDELITY_FIGURES = {
 
 
 def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
-    """Show KL, total variation, negative share and output error per layer and head; bright is far from softmax.
+    """Show KL, total variation, negative share and output error per layer and head; bright means far from softmax.
 
-    All are on one scale, which ends at 1; the numbers in the cells may be larger.
+    All share one colour scale, which ends at 1; the numbers in the cells may be larger.
     """
     shown = [name for name in FIDELITY_FIGURES if any(name in layer.heads for layer in fidelity.layers)]
     if not shown:
@@ -88,7 +88,7 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     """
     log = [entry for entry in log if entry.get("losses")]
     if not log:
-        raise DataError("stage one's curves: got a log without losses; give the lines of log.jsonl")
+        raise DataError("curves of stage one: got a log without losses; give the lines of log.jsonl")
     figure = style.new_figure(7.5, 3.2)
     axes = figure.subplots()
     steps = [entry["step"] for entry in log]
@@ -109,31 +109,31 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
 
     Args:
         log: the lines.
-        chance: the score of guessing; None: unknown.
+        chance: the score of random guessing; None if unknown.
 
     Raises:
         DataError: if there is no line with a loss or a metric.
     """
     losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
     if not losses and not any("eval_loss" in entry or "eval_score" in entry for entry in log):
-        raise DataError("stage two's curves: got a log without losses; give the lines of log.jsonl")
+        raise DataError("curves of stage two: got a log without losses; give the lines of log.jsonl")
     figure = style.new_figure(7.5, 3.2)
-    one, two = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2)
     if losses:
-        one.plot(*zip(*losses, strict=True), color=style.SOFTMAX, linewidth=1.4, label="training")
-    _measured(one, log, "eval_loss", "validation")
-    style.tidy(one, "Stage two: loss", "step", "loss")
-    _measured(two, log, "eval_score")
+        left.plot(*zip(*losses, strict=True), color=style.SOFTMAX, linewidth=1.4, label="training")
+    _measured(left, log, "eval_loss", "validation")
+    style.tidy(left, "Stage two: loss", "step", "loss")
+    _measured(right, log, "eval_score")
     if chance is not None:
-        two.axhline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label="chance")
-    style.tidy(two, "the task's score on validation rows", "step", "score")
-    _finish(one)
-    _finish(two)
+        right.axhline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label="chance")
+    style.tidy(right, "the task's score on validation rows", "step", "score")
+    _finish(left)
+    _finish(right)
     return figure
 
 
 def _measured(axes: Axes, log: Sequence[Mapping[str, Any]], key: str, label: str | None = None) -> None:
-    """Draw a figure of the lines that have it."""
+    """Draw one figure from the lines that contain it."""
     points = [(entry["step"], entry[key]) for entry in log if entry.get(key) is not None]
     if points:
         look: dict[str, Any] = {"color": style.LINEAR, "linestyle": "--", "marker": "s", "markersize": 4}

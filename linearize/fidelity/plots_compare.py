@@ -1,4 +1,4 @@
-"""Several conversions in one picture: their figures as bars."""
+"""Compare several conversions in one picture, with their figures as bars."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ COLUMNS = 3
 NAME = 100
 """Characters per line of a conversion's name."""
 SIZE = 9
-"""Points of all text, so that it can be read on a page 880 pixels wide."""
+"""Font size in points, so that text is readable on a page 880 pixels wide."""
 
 
 def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> Figure:
     """Show several conversions next to each other.
 
     Args:
-        names: of the conversions; they are listed above the panels, which show their numbers.
-        rows: their figures by key, None if a conversion lacks one.
-        labels: key -> title, of the figures to show.
+        names: names of the conversions; they are listed and numbered above the panels, which show only the numbers.
+        rows: figures of each conversion by key; None if a figure is missing.
+        labels: the figures to show, as key -> title.
 
     Raises:
         DataError: if there is no conversion.
@@ -40,20 +40,20 @@ def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]],
     if not names:
         raise DataError("comparison: got no conversion, expected one or more; measure one first")
     shown = [printable(name).replace("$", r"\$") for name in names]
-    called = [textwrap.fill(f"{number}: {name}", NAME) for number, name in enumerate(shown, start=1)]
-    lines_of_names = sum(text.count("\n") + 1 for text in called)
+    captions = [textwrap.fill(f"{number}: {name}", NAME) for number, name in enumerate(shown, start=1)]
+    lines_of_names = sum(text.count("\n") + 1 for text in captions)
     panels = -(-len(labels) // COLUMNS)
     figure = new_figure(9.5, 0.6 + 0.19 * lines_of_names + panels * (0.24 * len(names) + 0.8))
-    # From dark to light: the colour-blind can tell them apart, and they differ in grey.
+    # From dark to light: distinguishable for the colour-blind and in greyscale.
     colours = [colormaps[FIGURES](place) for place in np.linspace(0.05, 0.85, len(names))]
     for axes, (key, label) in zip(axes_grid(figure, len(labels), COLUMNS), labels.items(), strict=True):
         _bars(axes, [row.get(key) for row in rows], colours)
         tidy(axes, label)
         axes.title.set_fontsize(SIZE)
         axes.tick_params(labelsize=SIZE)
-    # Above all panels, where a name of any length has room.
+    # Put the legend above all panels, where there is room for a name of any length.
     handles = [Patch(color=colour) for colour in colours]
-    figure.legend(handles, called, loc="outside upper left", ncols=1, fontsize=SIZE, frameon=False, handlelength=3)
+    figure.legend(handles, captions, loc="outside upper left", ncols=1, fontsize=SIZE, frameon=False, handlelength=3)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Attention maps, softmax next to linear, as matplotlib figures: all heads, single heads, and over a picture."""
+"""Attention maps as matplotlib figures, softmax next to linear: all heads, single heads, and laid over a picture."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 GAP = 0.12
-"""Empty space between two maps of a mosaic, as a share of a map."""
+"""Gap between two maps of a mosaic, as a fraction of a map."""
 HEADS_PER_ROW = 16
 
 
 def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
-    """Show all layers and heads: for every layer a row of softmax's maps, and below it a row of the kernel's.
+    """Show all layers and heads: for every layer a row of softmax maps, and below it a row of the kernel's maps.
 
-    Queries run down, keys to the right. All maps share the logarithmic scale of weights. Negative weights are red.
+    Queries run downwards, keys to the right. All maps share one logarithmic scale of weights. Negative weights are red.
     """
     blocks = [
         (layer, name, range(start, min(start + HEADS_PER_ROW, len(layer.softmax))))
@@ -79,9 +79,9 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
 
     Args:
         layer: the layer's maps.
-        head: which head.
+        head: number of the head.
         tokens: T labels.
-        title: above both; by default layer and head.
+        title: title above both maps; by default layer and head.
     """
     side = min(7.0, max(3.0, 0.14 * len(tokens) + 1.0))
     figure = style.new_figure(2 * side + 0.8, side + 0.5)
@@ -105,13 +105,13 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
 
 
 def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int]:
-    """Return how T tokens cover a picture of square patches.
+    """Return how T tokens cover a picture with square patches.
 
     Returns:
-        Tokens before the patches (class token and the like), rows and columns of patches.
+        The number of tokens before the patches (such as a class token), and the rows and columns of patches.
 
     Raises:
-        DataError: if no grid of square patches has so many tokens.
+        DataError: if no grid of square patches fits that number of tokens.
     """
     for before in range(9):
         patches = tokens - before
@@ -127,13 +127,13 @@ def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int]:
 
 
 def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
-    """Lay the class token's attention over the picture: per layer softmax and linear, mean over heads.
+    """Lay the class token's attention over the picture, for softmax and linear in each layer, averaged over heads.
 
-    Without a token before the patches it is the mean over all queries.
+    If there is no token before the patches, the attention is averaged over all queries.
 
     Args:
-        maps: one entry per layer, of one picture.
-        picture: [C, height, width] as the model gets it; it is shown scaled to 0 to 1.
+        maps: one entry per layer, all for one picture.
+        picture: the model's input [C, height, width]; it is shown scaled to the range 0 to 1.
 
     Raises:
         DataError: if the tokens do not form a grid.
@@ -154,7 +154,7 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
         for side, weights in enumerate((layer.softmax.mean(dim=0), layer.linear.mean(dim=0))):
             heat = style.shade((weights[0] if before else weights.mean(dim=0))[before:].reshape(rows, columns))
             axes = places[1 + 2 * number + side]
-            # The picture is pale and grey, so that colour and brightness show attention alone.
+            # Draw the picture pale and grey, so that colour and brightness show only attention.
             axes.imshow(pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
             extent = (-0.5, width - 0.5, height - 0.5, -0.5)
             image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
@@ -168,7 +168,7 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
 
 
 def to_picture(pixels: Tensor) -> np.ndarray:
-    """Return normalised pixels [C, height, width] as [height, width, 3] from 0 to 1."""
+    """Return normalised pixels [C, height, width] as [height, width, 3] scaled to 0 to 1."""
     low, high = pixels.amin(), pixels.amax()
     shown = ((pixels - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0).float().cpu().numpy()
     return np.repeat(shown, 3, axis=-1) if shown.shape[-1] == 1 else shown[..., :3]

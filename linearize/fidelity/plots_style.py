@@ -1,4 +1,4 @@
-"""Style of all pictures: colours that the colour-blind can tell apart and that differ in grey; no global state."""
+"""Style of all pictures: colours distinguishable for the colour-blind and in greyscale; no global state."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
-"""Dark blue and orange differ in brightness and in hue; lines differ in their dashes too."""
+"""Dark blue and orange differ in brightness and hue; lines also differ in their dashes."""
 WEIGHTS = "Blues"
-"""From light, no weight, to dark."""
+"""Colours of weights, from light (no weight) to dark."""
 FIGURES = "cividis"
 NEGATIVE = "#d7301f"
 LEAST_WEIGHT = 1e-3
-"""Lower end of the logarithmic scale of weights, which ends at 1: the same for all maps of attention."""
+"""Lower end of the logarithmic scale of weights, which ends at 1; the same for all attention maps."""
 WEIGHT_SCALE = "weight, logarithmic"
 DISTANCE_SCALE = "0: equal to softmax"
-"""Names of the scales, written next to their bars."""
+"""Labels of the colour scales, written next to their bars."""
 MAX_PIXELS = 2200
-"""Longest side of a saved picture, so that the page of a model with many layers still opens."""
+"""Longest side of a saved picture, so that the page for a model with many layers can still be opened."""
 LETTERS = 11
-"""Letters of a title that fit into an inch."""
+"""Characters of a title that fit into an inch."""
 LONGEST_NAME = 24
-"""Letters of a layer's name on an axis."""
+"""Longest name of a layer on an axis, in characters."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure of a size in inches, without pyplot: it needs no display and leaves no global state."""
+    """Return a figure of a given size in inches, made without pyplot: no display is needed, no global state is left."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -64,7 +64,7 @@ def tidy(axes: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> Non
 
 
 def shade(weights: Tensor) -> np.ndarray:
-    """Return the places of weights on the scale of all maps, 0 to 1; -1 for weights below -`LEAST_WEIGHT`."""
+    """Return the positions of weights on the common scale of all maps, 0 to 1; -1 for weights below -`LEAST_WEIGHT`."""
     import numpy as np
 
     values = weights.numpy()
@@ -75,7 +75,7 @@ def shade(weights: Tensor) -> np.ndarray:
 
 
 def weight_bar(figure: Figure, image: AxesImage | None, axes: Sequence[Axes]) -> None:
-    """Draw the scale of weights next to maps that `shade` made."""
+    """Draw the scale of weights next to maps made with `shade`."""
     assert image is not None, "there is a map to draw the scale of"
     bar = figure.colorbar(image, ax=list(axes), pad=0.01, fraction=0.025, aspect=30)
     bar.set_ticks([0, 1 / 3, 2 / 3, 1], labels=["≤0.001", "0.01", "0.1", "1"])
@@ -84,7 +84,7 @@ def weight_bar(figure: Figure, image: AxesImage | None, axes: Sequence[Axes]) ->
 
 
 def whole_numbers(axes: Axes, ticks: int = 9) -> None:
-    """Put ticks at whole numbers only, as for steps and layers."""
+    """Put ticks only at whole numbers, for axes such as steps and layers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
@@ -104,7 +104,7 @@ def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:
     figure.set_dpi(dpi)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # A token may be in a script that matplotlib's font lacks; it is shown as a box.
+        # A token may be in a script that matplotlib's font does not cover; it is shown as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(buffer, format="png", dpi=dpi)
     width, height = canvas.get_width_height()
@@ -112,12 +112,12 @@ def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:
 
 
 def headline(figure: Figure, text: str) -> None:
-    """Put a title over a whole figure, wrapped at its width."""
+    """Put a title above a whole figure, wrapped at its width."""
     figure.suptitle(textwrap.fill(text, max(8, int(LETTERS * figure.get_figwidth() * 0.9))), fontsize=10)
 
 
 def layer_names(modules: list[str]) -> list[str]:
-    """Return short names of modules that tell them apart: "layer 3", or the parts of their names that differ."""
+    """Return short, distinct names of modules: "layer 3", or the parts of their names that differ."""
     numbers = [[part for part in module.split(".") if part.isdigit()] for module in modules]
     names = [f"layer {'.'.join(number)}" for number in numbers]
     if not all(numbers) or len(set(names)) < len(names):
@@ -129,6 +129,6 @@ def layer_names(modules: list[str]) -> list[str]:
 
 
 def safe_label(text: str) -> str:
-    """Make a token fit to be a label: short, on one line, and no formula to matplotlib."""
+    """Make a token usable as a label: short, on one line, and not a formula for matplotlib."""
     shown = "".join(sign if sign.isprintable() else "?" for sign in text.strip()) or "_"
     return (shown if len(shown) <= 14 else f"{shown[:13]}…").replace("$", r"\$")

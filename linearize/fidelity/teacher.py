@@ -1,7 +1,7 @@
-"""The frozen softmax inside a converted model: its layers compute softmax and show q, k and v.
+"""The frozen softmax inside a converted model: its layers compute softmax and pass q, k and v to an observer.
 
-Its weights and the kernel's are two T x T matrices, which are walked in blocks of rows and never exist as a whole.
-Queries are grouped by the key/value head that they read: [B, K, G, R, D] with G = H / K.
+The weights of softmax and of the kernel are two T x T matrices, which are processed in blocks of rows and never exist
+as a whole. Queries are grouped by the key/value head that they read: [B, K, G, R, D] with G = H / K.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from linearize.core.errors import DataError
 from linearize.modeling.model import evaluating
 
 BLOCK_NUMBERS = 1 << 19
-"""Numbers in one block of one matrix (2 MiB of fp32): small enough to stay in the cache, large enough to be fast."""
+"""Number of elements in one block of a matrix (2 MiB of fp32): small enough for the cache, large enough to be fast."""
 
 
 def body_of(model: PreTrainedModel) -> Any:
     """Return the model without its head."""
-    # The model inside timm's wrapper takes other arguments.
+    # The model inside timm's wrapper takes different arguments.
     kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
     return model if kind in REDIRECTED else model.base_model
 
 
 def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
-    """Run the model without its head on a batch, without a cache; columns that it does not take are ignored."""
+    """Run the model without its head on a batch, without a cache; columns that it does not accept are ignored."""
     return run_module(body_of(model), model.config, batch)
 
 
 def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
-    """Run a model, or its body, on a batch, without a cache and labels; columns that it does not take are ignored."""
+    """Run a model or its body on a batch, without cache and labels; columns that it does not accept are ignored."""
     inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
@@ -53,7 +53,7 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
 
 
 def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Run the body on a batch and return its last hidden states, [B, T, D] zero where padded; None if it gives none."""
+    """Run the body on a batch; return its last hidden states [B, T, D], zero at padding, or None if it returns none."""
     states = getattr(run_body(model, batch), "last_hidden_state", None)
     if not torch.is_tensor(states):
         return None
@@ -71,11 +71,11 @@ def exact_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor 
 
 Visit = Callable[[str, LinearAttention, Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with a layer's name, the layer, q, k, v, the key padding mask and the scaling; returns the layer's output, or
-None for softmax's."""
+None to use the output of softmax."""
 
 
 def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], visit: Visit) -> None:
-    """Run batches through a converted model's body in evaluation mode, and show its layers, without autocast.
+    """Run batches through a converted model's body, in evaluation mode and without autocast, and visit its layers.
 
     Args:
         model: a converted model; it is not changed.
@@ -109,9 +109,9 @@ def has_rows(layer: LinearAttention) -> bool:
 def softmax_heads_output(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Return softmax's head outputs [B, H, T, V] in v's dtype, 0 where padded, through SDPA.
+    """Return softmax's head outputs [B, H, T, V] in v's dtype, zero at padding, computed with SDPA.
 
-    Memory is linear in T whatever the mask: padding is removed before, because SDPA needs a T x T mask for causal rows
+    Memory is linear in T whatever the mask: padding is removed first, because SDPA needs a T x T mask for causal rows
     with padding.
     """
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
@@ -131,15 +131,15 @@ def softmax_heads_output(
 
 
 softmax_output = torch.no_grad()(softmax_heads_output)
-"""The same without a gradient."""
+"""`softmax_heads_output` without a gradient."""
 
 
 def frozen_output(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor | None:
-    """Return softmax's output as an observer does; None leaves bidirectional layers to the host.
+    """Return softmax's output, for an observer; None leaves bidirectional layers to the host.
 
-    The host would make a T x T mask of a causal one with padding.
+    For a causal layer with padding, the host would build a T x T mask.
     """
     return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
 
@@ -149,10 +149,10 @@ class Rows:
     """One block of rows.
 
     Attributes:
-        part: which of the given queries.
+        part: slice of the given queries.
         places: [C] their positions among the keys, ascending.
-        seen: how many keys any of them sees: the first `seen`.
-        causal: whether a row sees only keys up to its place.
+        seen: number of keys that at least one of them sees: the first `seen`.
+        causal: whether a row sees only keys up to its own position.
     """
 
     part: slice
@@ -167,7 +167,7 @@ class Rows:
 
     @property
     def edge(self) -> Tensor | None:
-        """Which of the last E keys, those after the first row's place, each row does not see: [C, E]; None if none."""
+        """Which of the last E keys, those after the first row's place, each row cannot see: [C, E]; None if E is 0."""
         first = int(self.places[0]) + 1
         if not self.causal or first == self.seen:
             return None
@@ -179,9 +179,9 @@ def row_blocks(places: Tensor, keys: int, size: int, *, causal: bool) -> Iterato
 
     Args:
         places: [R] positions of the queries among the keys, ascending.
-        keys: how many keys there are.
-        size: rows of a block.
-        causal: whether a query sees only keys up to its place; then a block contains no later key.
+        keys: number of keys.
+        size: rows per block.
+        causal: whether a query sees only keys up to its own position; a block then contains no later keys.
     """
     for start in range(0, len(places), size):
         part = slice(start, min(start + size, len(places)))
@@ -189,26 +189,26 @@ def row_blocks(places: Tensor, keys: int, size: int, *, causal: bool) -> Iterato
 
 
 def all_rows(q: Tensor, causal: bool) -> Iterator[Rows]:
-    """Cut the queries q [B, H, T, D] of all T tokens into blocks that stay in the cache."""
+    """Cut the queries q [B, H, T, D] of all T tokens into blocks that fit into the cache."""
     batch, heads, tokens, _ = q.shape
     size = max(1, min(tokens, BLOCK_NUMBERS // max(1, batch * heads * tokens)))
     return row_blocks(torch.arange(tokens, device=q.device), tokens, size, causal=causal)
 
 
 def score_rows(q: Tensor, k: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """Return softmax's scores [B, K, G, C, seen] of a block, -inf where hidden; q [B, K, G, R, D], k [B, K, T, D]."""
+    """Return the softmax scores [B, K, G, C, seen] of a block, -inf if masked; q [B, K, G, R, D], k [B, K, T, D]."""
     scores = (q[:, :, :, rows.part].float() * scaling) @ k[:, :, None, : rows.seen].float().transpose(-1, -2)
     return scores if rows.visible is None else scores.masked_fill_(~rows.visible, -torch.inf)
 
 
 def pieces(key_padding_mask: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Sort a batch by its padding, so that padded tokens can be left out and cost nothing.
+    """Group a batch by padding, so that padded tokens can be left out.
 
     Args:
         key_padding_mask: [B, T], true at tokens, or None.
 
     Yields:
-        Batch entries [b] that have the same tokens, and those tokens [S], ascending. Both are None for the whole batch.
+        Batch entries [b] with the same real tokens, and these tokens [S], ascending. Both are None for the whole batch.
     """
     if key_padding_mask is None or bool(key_padding_mask.all()):
         yield None, None
@@ -219,13 +219,13 @@ def pieces(key_padding_mask: Tensor | None) -> Iterator[tuple[Tensor | None, Ten
 
 
 def take(x: Tensor, batch: Tensor | None, tokens: Tensor | None) -> Tensor:
-    """Return a copy of some entries and tokens of x [B, H, T, ...]; with None for both, x itself."""
+    """Return a copy of some entries and tokens of x [B, H, T, ...]; if both are None, return x itself."""
     x = x if batch is None else x[batch]
     return x if tokens is None else x.index_select(2, tokens)
 
 
 def put(x: Tensor, batch: Tensor, tokens: Tensor | None, part: Tensor) -> None:
-    """Write back what `take` returned; the other tokens of these entries become 0."""
+    """Write the result of `take` back; the other tokens of these entries become 0."""
     if tokens is not None:
         part = torch.zeros_like(x[batch]).index_copy_(2, tokens, part)
     x[batch] = part

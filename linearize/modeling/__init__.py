@@ -1,1 +1,1 @@
-"""Converted models as transformers sees them: config, model classes, Auto registration, and the plan that is saved."""
+"""Converted models as transformers sees them: config, model classes, Auto registration, and the saved plan."""

@@ -12,7 +12,7 @@ from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_cla
 
 
 def register() -> None:
-    """Register the model type `linearize`; architectures follow when one of their checkpoints is loaded."""
+    """Register the model type `linearize`; an architecture is registered when its first checkpoint is loaded."""
     AutoConfig.register(MODEL_TYPE, LinearizeConfig, exist_ok=True)
     on_config_class(register_architecture)
     PreTrainedConfig.from_dict = classmethod(_from_dict)  # type: ignore[assignment]
@@ -22,12 +22,13 @@ _READ: Any = vars(PreTrainedConfig)["from_dict"].__func__
 
 
 def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Read a config as transformers does, but not a converted one as its original's (`BertForMaskedLM` on a folder).
+    """Read a config as transformers does, but refuse to read a converted one as the original's, as in
+    `BertForMaskedLM.from_pretrained(folder)`.
 
-    `GUARD` stops that too, without the reason; older checkpoints do not have it.
+    `GUARD` prevents that too, but with a less helpful error; older checkpoints do not have it.
 
     Raises:
-        CheckpointError: if a class of transformers reads the config of a converted checkpoint.
+        CheckpointError: if a transformers class reads the config of a converted checkpoint.
     """
     if config_dict.get("model_type") == MODEL_TYPE != cls.model_type:
         raise CheckpointError(

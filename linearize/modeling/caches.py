@@ -1,4 +1,4 @@
-"""Generation caches of constant size in a converted model: which forward gets one, and which state a layer gets."""
+"""Generation caches of constant size for converted models: gives them to forwards, and their states to layers."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def make_cache(model: PreTrainedModel, crop: int = 0) -> LinearizeCache:
-    """Make an empty generation cache for a model; it can be cropped by `crop` tokens."""
+    """Return an empty generation cache for a model; up to `crop` tokens can be cropped from it."""
     return LinearizeCache(_text_config(model), _cache_indices(model), crop)
 
 
 def use_cache_for_generation(
     model: PreTrainedModel, generation_config: GenerationConfig, given: object, kwargs: dict[str, Any]
 ) -> None:
-    """Replace the cache of all keys that `generate` made by one of constant size.
+    """Replace the cache that `generate` made, which keeps all keys, by one of constant size.
 
     Args:
         model: the model.
         generation_config: options of the generation.
-        given: the caller's cache, which stays.
+        given: the caller's own cache, which is not replaced.
         kwargs: keyword arguments of the model's forward, changed in place.
     """
-    made = given_cache(kwargs)
-    # Attention weights are those of pairs: their cache of all keys stays, as a sum over the past has none.
-    if made is None or made is given or generation_config.output_attentions:
+    default = given_cache(kwargs)
+    # Attention weights need all keys, which a sum over the past does not have: leave the default cache in place.
+    if default is None or default is given or generation_config.output_attentions:
         return
-    if not isinstance(made, EncoderDecoderCache) and _is_own_cache(type(made)):
+    if not isinstance(default, EncoderDecoderCache) and _is_own_cache(type(default)):
         return
     cache = make_cache(model)
     if generation_config.is_assistant:
         cache.activate_past_recording()
-    if isinstance(made, EncoderDecoderCache):
-        made.self_attention_cache = cache
+    if isinstance(default, EncoderDecoderCache):
+        default.self_attention_cache = cache
     else:
-        kwargs[next(name for name in CACHE_NAMES if kwargs.get(name) is made)] = cache
+        kwargs[next(name for name in CACHE_NAMES if kwargs.get(name) is default)] = cache
 
 
 def check_generation(generation_config: GenerationConfig) -> None:
-    """Refuse generation with a cache that a running sum cannot be.
+    """Check that the generation options do not ask for a cache that a running sum cannot replace.
 
     Raises:
-        ConfigError: if the options ask for one.
+        ConfigError: if they do.
     """
     kind = generation_config.cache_implementation
     if kind not in (None, "dynamic"):
@@ -76,7 +76,7 @@ def check_generation(generation_config: GenerationConfig) -> None:
 
 
 def add_default_caches(root: PreTrainedModel) -> None:
-    """Let forwards that would make a cache of all keys make one of constant size: the body's, and its towers'."""
+    """Make forwards that would create a cache of all keys create one of constant size: the body's and its towers'."""
     for part in (root, *_towers_with_caches(root)):
         part.register_forward_pre_hook(
             functools.partial(_default_cache, own=_has_own_cache(part)),  # type: ignore[arg-type]
@@ -85,20 +85,20 @@ def add_default_caches(root: PreTrainedModel) -> None:
 
 
 def hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a host's forward: tell its kernel which state belongs to the call, as the attention function sees none."""
+    """Before a host's forward, give its kernel the state for this call: the attention function never sees the cache."""
     check_implementation(host)
     cache = given_cache(kwargs)
     if cache is None:
-        # Some hosts call it otherwise (GPT-NeoX, StarCoder, CTRL: layer_past).
+        # Some hosts use another name (GPT-NeoX, StarCoder, CTRL: layer_past).
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
     attention: Any = host.linear_attention
     attention.hand_over(state_layer(cache, attention.cache_index))
 
 
 def mask_while_tracing(root: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Say that no token is padding where a tracer would otherwise prepare for packed sequences.
+    """While tracing, pass a mask without padding, so that transformers does not prepare for packed sequences.
 
-    transformers looks for packed sequences in position_ids; while tracing it cannot look and assumes them.
+    transformers looks for packed sequences in position_ids; while tracing it cannot read them and assumes packing.
     """
     if not is_tracing() or len(args) > 1:
         return None
@@ -119,7 +119,7 @@ def _cache_indices(model: nn.Module) -> set[int]:
 
 
 def _is_own_cache(kind: type) -> bool:
-    """Tell whether a host keeps more than keys in its own cache class (MiniMax): its layers then keep all keys."""
+    """Tell whether a host's own cache class holds more than keys (MiniMax); its layers then keep all keys."""
     return issubclass(kind, DynamicCache) and kind.__module__.startswith("transformers.models.")
 
 
@@ -129,16 +129,16 @@ def _has_own_cache(model: nn.Module) -> bool:
 
 
 def _towers_with_caches(root: PreTrainedModel) -> list[PreTrainedModel]:
-    """List the parts other than the text that make their own cache, such as a tower that reads sound in steps."""
+    """List the parts, other than the text model, that create their own cache, such as a tower for streamed audio."""
     parts = [one for one in root.modules() if isinstance(one, PreTrainedModel) and one is not root]
     towers = [part for part in parts if part.config is not _text_config(root) and part.config is not root.config]
     return [part for part in towers if cache_name(part.forward) and _cache_indices(part)]
 
 
 def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Arguments | None:
-    """Return a forward's arguments with a cache of constant size, if it would make its own of all keys.
+    """Return a forward's arguments with a cache of constant size, if it would create its own cache of all keys.
 
-    Not for an `own` class, nor where attention weights are asked for: later steps need all keys for theirs.
+    Return None for an `own` cache class, or if attention weights are requested: they need all keys in later steps.
     """
     use_cache, weights = kwargs.get("use_cache"), kwargs.get("output_attentions")
     if use_cache is None:
@@ -147,8 +147,8 @@ def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         weights = root.config.output_attentions
     if weights or not use_cache or root.training or given_cache(kwargs) is not None or own:
         return None
-    made: Cache = make_cache(root)
+    cache: Cache = make_cache(root)
     if kwargs.get("encoder_hidden_states") is not None:
-        # A decoder with cross-attention (in an EncoderDecoderModel) keeps what it reads of the encoder as well.
-        made = EncoderDecoderCache(made, DynamicCache())
-    return args, {key: value for key, value in kwargs.items() if key not in CACHE_NAMES} | cache_argument(root, made)
+        # A decoder with cross-attention (in an EncoderDecoderModel) also caches the keys of the encoder.
+        cache = EncoderDecoderCache(cache, DynamicCache())
+    return args, {key: value for key, value in kwargs.items() if key not in CACHE_NAMES} | cache_argument(root, cache)

@@ -1,4 +1,4 @@
-"""What converted models rely on in transformers without a public name: above all which attention each part runs on."""
+"""Access to the private parts of transformers that converted models rely on, above all the attention implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linearize.modeling.plan import LOCAL, OWN, SOFTMAX, Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-# Imported inside functions: the configs of this package are registered before transformers can import its models.
+# Import transformers' models inside functions: this package's configs are registered before they can be imported.
 
 IMPLEMENTATIONS = (IMPLEMENTATION, LOCAL_AS_FULL, EAGER)
 
@@ -25,17 +25,17 @@ def implementation_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_implementation(config: PreTrainedConfig, name: str | None) -> None:
-    """Name the attention implementation in a config; that of a converted model takes any name here."""
+    """Set the attention implementation in a config; the config of a converted model accepts any name here."""
     vars(config)["_attn_implementation_internal"] = name
 
 
 def knows_sdpa(part: PreTrainedModel) -> bool:
-    """Tell whether a model, or a part of one, runs on SDPA, and not on eager softmax alone."""
+    """Tell whether a model, or a part of one, supports SDPA, not only eager softmax."""
     return bool(part._supports_sdpa)
 
 
 def implementation(config: PreTrainedConfig) -> str:
-    """Return the name of the attention implementation that a converted model's config asks for."""
+    """Return the attention implementation that the config of a converted model asks for."""
     layers = (getattr(config, "linearize", None) or {}).get("layers", ())
     local = [layer["kernel"] for layer in layers if LOCAL in layer.get("host", ())]
     return LOCAL_AS_FULL if local and SOFTMAX not in local else IMPLEMENTATION
@@ -54,20 +54,20 @@ def use_linear_attention(config: PreTrainedConfig, name: str | None = None) -> N
 def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
     """Set the attention implementation of every part of a converted model.
 
-    Parts that know eager softmax only get masks as eager softmax does. Parts without a converted layer whose attention
-    has its own code or masks run as they did in the original.
+    Parts that support only eager softmax get the masks of eager softmax. Parts without a converted layer, whose
+    attention has its own code or masks, run as in the original.
 
     Args:
         model: the model.
         plan: its plan.
-        name: the implementation of the other parts.
+        name: the implementation for the other parts.
     """
     from transformers import PreTrainedModel
 
     root: nn.Module = model.base_model
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in model.modules():
-        # A part may have made its own config (X-CLIP): it would attend with softmax, without warning.
+        # A part may have created its own config (X-CLIP): without this it would silently attend with softmax.
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             set_implementation(config, name)
     for part in parts:
@@ -88,13 +88,13 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
 
 
 def _part_of(root: nn.Module, module: str, parts: list[PreTrainedModel]) -> PreTrainedModel:
-    """Return the innermost model that holds the module of a name."""
+    """Return the innermost model that contains the module of this name."""
     host = root.get_submodule(module)
     return [part for part in parts if any(one is host for one in part.modules())][-1]
 
 
 def check_implementation(host: nn.Module) -> None:
-    """Refuse a call of a converted attention whose config was set to softmax: its kernel would be left out.
+    """Check that the config of a converted attention was not set to softmax, which would bypass its kernel.
 
     Raises:
         ConfigError: if it was.
@@ -105,7 +105,7 @@ def check_implementation(host: nn.Module) -> None:
 
 
 def refusal(name: object) -> str:
-    """Say that a converted model has no other attention."""
+    """Return the message that a converted model has no other attention."""
     return (
         f"got attn_implementation={name!r}, but a converted model runs its own linear attention; load the original "
         "checkpoint for softmax"
@@ -113,13 +113,13 @@ def refusal(name: object) -> str:
 
 
 def share_renamings(name: str, base: type[PreTrainedModel], inner: bool = False) -> None:
-    """Rename weights between file and model as for the original, which transformers finds by class or `model_type`.
+    """Apply the original's renaming of weights, which transformers finds by class or `model_type`, to its new class.
 
     Args:
-        name: name of the class of converted models.
+        name: name of the converted class.
         base: class of the original.
-        inner: whether the class is that of a body inside its model. Entries by `model_type` then come with the model:
-            registered for both, they would be applied twice.
+        inner: whether it is the class of a body inside its model. The model then provides the entries by `model_type`:
+            if registered for both, they would be applied twice.
     """
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
@@ -134,12 +134,12 @@ def share_renamings(name: str, base: type[PreTrainedModel], inner: bool = False)
 
 
 def forget_renamings(model: PreTrainedModel) -> None:
-    """Let a model be saved under the names that its weights have now, not those of the file that it came from."""
+    """Make a model save its weights under their current names instead of those in the file it was loaded from."""
     model._weight_conversions = None  # type: ignore[assignment]
 
 
 def share_classes(base: type[PreTrainedModel], names: tuple[str, ...]) -> None:
-    """Let files that choose classes of attentions by the implementation's name (SAM) choose those of SDPA."""
+    """Make modeling files that choose attention classes by the implementation's name (SAM) choose those of SDPA."""
     modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
     for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
         if "eager" in table and all(isinstance(x, type) for x in table.values()):
@@ -148,22 +148,22 @@ def share_classes(base: type[PreTrainedModel], names: tuple[str, ...]) -> None:
 
 
 def record_outputs(model: PreTrainedModel) -> None:
-    """Tell transformers' output recorder, which looks models up by class, that the class is another one now."""
+    """Register a model's new class with transformers' output recorder, which looks models up by class."""
     try:
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
     except ImportError:
         from transformers.utils.generic import _CAN_RECORD_REGISTRY  # type: ignore[attr-defined,no-redef]
     registry: dict[Any, Any] = _CAN_RECORD_REGISTRY
-    # Its keys are the names of classes; newer releases take the name from the model that they are given.
+    # The keys are class names; newer releases derive the name from the model that is passed as the key.
     registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
 
 
 _SLICING = "_maybe_slice_kv_shared_inputs"
-"""Method by which Gemma 4 leaves out tokens, and the rows of a mask, before layers that share keys."""
+"""The method with which Gemma 4 drops tokens, and rows of the mask, before layers that share keys."""
 
 
 def keep_tokens(model: nn.Module) -> None:
-    """Let Gemma 4 leave out nothing before layers that share keys: linear attention's mask has no rows."""
+    """Stop Gemma 4 from dropping tokens before layers that share keys: the mask of linear attention has no rows."""
     for module in model.modules():
         if hasattr(type(module), _SLICING):
             setattr(module, _SLICING, _unsliced)

@@ -1,7 +1,7 @@
 """Config of a converted model: the original's config, the section `linearize`, and its own `model_type`.
 
-The `model_type` keeps transformers' Auto classes from loading the checkpoint as a softmax model. A concrete class
-(`BertForMaskedLM.from_pretrained`) only warns of another model type; `GUARD` stops its config.
+The `model_type` prevents transformers' Auto classes from loading the checkpoint as a softmax model. A concrete class
+(`BertForMaskedLM.from_pretrained`) only warns about a different model type, so `GUARD` makes its config fail.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from linearize.modeling.plan import ABSENT, Plan, damaged
 from linearize.modeling.portable import ENTRY, code_files, outside_packages, why_not
 
 _INSTALLED = __name__.startswith("linearize.")
-"""Whether this is the package; otherwise it is the code that came with a checkpoint."""
+"""Whether this is the installed package; otherwise it is the code saved with a checkpoint."""
 MODEL_TYPE = "linearize"
 FORMAT_VERSION = 1
 GUARD = "; linear attention: load it with an Auto class of transformers, after `import linearize` or with code trusted"
-"""Text after a number in config.json: a class that does not know linear attention stops at the value's type."""
+"""Text after a number in config.json: a class that does not support linear attention fails on the value's type."""
 
 
 class LinearizeConfig(PreTrainedConfig):
@@ -41,25 +41,25 @@ class LinearizeConfig(PreTrainedConfig):
     linearize: dict[str, Any] | None = None
 
     def __new__(cls, *args: object, **kwargs: Any) -> LinearizeConfig:
-        """Become the config class of the original; composite models make their parts' configs in this way.
+        """Become the config class of the original; composite models create the configs of their parts in this way.
 
         Raises:
-            CheckpointError: as `from_dict` does.
-            ConfigError: as `from_dict` does.
+            CheckpointError: as in `from_dict`.
+            ConfigError: as in `from_dict`.
         """
         if cls is LinearizeConfig and kwargs.get("linearize") is not None:
             section = check_section(kwargs["linearize"])
             cls = config_class(base_config_class(section["base_model_type"]))
-        made: LinearizeConfig = super().__new__(cls)
-        return made
+        config: LinearizeConfig = super().__new__(cls)
+        return config
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build the config of the right class.
 
         Raises:
-            CheckpointError: if the section is missing, damaged or of a newer format, the original's model type is
-                unknown to the installed transformers, or another value is of the wrong kind.
+            CheckpointError: if the section is missing, damaged or in a newer format, if the installed transformers
+                does not know the original's model type, or if another value is of the wrong kind.
             ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
         """
         config_dict = _unguarded(config_dict)
@@ -69,17 +69,17 @@ class LinearizeConfig(PreTrainedConfig):
         return config_class(base_config_class(section["base_model_type"])).from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, object]:
-        """Write the section with the checksum of its plan."""
+        """Return plain data with the section and the checksum of its plan."""
         values = super().to_dict()
         if self.linearize:
             values["linearize"] = _with_checksum(self.linearize)
         return values
 
     def to_diff_dict(self) -> dict[str, object]:
-        """Write the section even if it equals a default, and the name of the module with the code."""
+        """Return the differences from the defaults, always with the section and the name of the code's module."""
         section = _with_checksum(self.linearize) if self.linearize else self.linearize
         values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": section}
-        # Parts' configs too: a part's class (CLIPTextModel) reads its own config only.
+        # Guard the configs of parts too: the class of a part (CLIPTextModel) reads only its own config.
         for key in getattr(self, "sub_configs", None) or {}:
             if isinstance(values.get(key), dict):
                 values[key] |= _guarded(getattr(self, key))
@@ -98,7 +98,7 @@ class LinearizeConfig(PreTrainedConfig):
 
 
 def _guarded(config: PreTrainedConfig) -> dict[str, str]:
-    """Return a number of a config followed by `GUARD`, preferably one that is not needed to run; empty without one."""
+    """Return one number of a config with `GUARD` appended, preferably one not needed to run; empty if it has none."""
     general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names = [
         f.name for f in dataclasses.fields(config) if f.name not in general and f.type in (float, "float", int, "int")
@@ -108,20 +108,20 @@ def _guarded(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config.json, and of the configs in it, without `GUARD`."""
-    found = dict(values)
+    """Return the values of a config.json, including nested configs, without `GUARD`."""
+    plain = dict(values)
     for key, value in values.items():
         if isinstance(value, str) and value.endswith(GUARD):
-            found[key] = json.loads(value.removesuffix(GUARD))
+            plain[key] = json.loads(value.removesuffix(GUARD))
         elif isinstance(value, dict) and key != MODEL_TYPE:
-            found[key] = _unguarded(value)
-    return found
+            plain[key] = _unguarded(value)
+    return plain
 
 
 def _with_checksum(section: dict[str, Any]) -> dict[str, object]:
-    """Return a section as it is written: with the packages that its kernels need, and a checksum."""
+    """Return a section as written to the file, with the packages that its kernels need and a checksum."""
     section = {key: value for key, value in section.items() if key != PACKAGES}
-    # Code that came with a checkpoint has kernels of linearize alone.
+    # The code saved with a checkpoint contains only linearize's own kernels.
     packages = outside_packages(Plan.from_dict(section)) if _INSTALLED else {}
     section |= {PACKAGES: packages} if packages else {}
     return {**section, "checksum": checksum(section)}
@@ -130,20 +130,20 @@ def _with_checksum(section: dict[str, Any]) -> dict[str, object]:
 def checksum(section: Mapping[str, object]) -> str:
     """Return a checksum of a section without its provenance, so that an edit of one of its values is noticed.
 
-    Most edits would be noticed nowhere else: another window, argument or kernel with weights of the same size.
+    Most edits would not be noticed otherwise: another window, argument or kernel with weights of the same size.
     """
-    said = {key: value for key, value in section.items() if key not in ("checksum", "provenance")}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    checked = {key: value for key, value in section.items() if key not in ("checksum", "provenance")}
+    text = json.dumps(checked, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_checksum(section: Mapping[str, Any]) -> None:
-    """Refuse a section that was changed after it was written.
+    """Check that a section was not changed after it was written.
 
-    Older checkpoints, which have neither a checksum nor the facts of their hosts, are not checked.
+    Older checkpoints, which have neither a checksum nor facts about their hosts, are not checked.
 
     Raises:
-        CheckpointError: if the checksum is another one.
+        CheckpointError: if the checksum differs.
     """
     if "checksum" not in section and not any("host" in layer for layer in section["layers"]):
         return
@@ -156,9 +156,9 @@ def check_checksum(section: Mapping[str, Any]) -> None:
 
 
 def _code(plan: Plan) -> dict[str, str]:
-    """Return the checkpoint's own code by file name; nothing, with a warning, if it cannot travel."""
+    """Return the code for a checkpoint by file name; empty, with a warning, if it cannot be saved."""
     if not _INSTALLED:
-        # This very code came with a checkpoint: it travels on.
+        # This code was itself saved with a checkpoint: copy it.
         return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
     if reason := why_not(plan):
         warnings.warn(reason, stacklevel=3)
@@ -167,13 +167,13 @@ def _code(plan: Plan) -> dict[str, str]:
 
 
 def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Call transformers' `from_dict`; report whatever it cannot read as damage to the file."""
+    """Call transformers' `from_dict`; report anything that it cannot read as damage to the file."""
     try:
-        made = from_dict(config_dict, **kwargs)
+        config = from_dict(config_dict, **kwargs)
         dtype = config_dict.get("dtype")
         if dtype is not None and not isinstance(getattr(torch, str(dtype), dtype), torch.dtype):
             raise TypeError(f"got dtype {dtype!r}, expected a name such as 'float32'")
-        return made
+        return config
     except LinearizeError:
         raise
     except Exception as error:
@@ -182,7 +182,7 @@ def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
             raise error.__cause__ from None
         text = " ".join(str(error).split())
         why = f"{type(error).__name__}: {text[:300]}"
-        raise damaged(f"no model, or an argument given in place of one of its values is wrong ({why})") from error
+        raise damaged(f"it describes no model, or an argument that overrides a value is wrong ({why})") from error
 
 
 PACKAGES = "packages"
@@ -195,7 +195,7 @@ def check_section(section: object) -> dict[str, Any]:
     """Return the section `linearize` of a config.json if this version can read it.
 
     Raises:
-        CheckpointError: if it cannot; says what is wrong.
+        CheckpointError: if it cannot; the message says what is wrong.
         ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
     """
     if not isinstance(section, dict):
@@ -212,13 +212,13 @@ def check_section(section: object) -> dict[str, Any]:
     if unknown := sorted(str(key) for key in section.keys() - {*_KEYS, *plan.to_dict()}):
         raise damaged(f"the section 'linearize' has unknown keys {repr(unknown)[:300]}")
     if not isinstance(section.get("provenance", {}), dict):
-        raise damaged("the section 'linearize' has a provenance that is no object")
+        raise damaged("the section 'linearize' has a provenance that is not an object")
     absent = section.get(ABSENT, [])
-    # Weights of kernels are never absent: every model has them.
+    # Kernel weights are never absent: every model has them.
     if not isinstance(absent, list) or not all(isinstance(x, str) and "linear_attention." not in x for x in absent):
         raise damaged(f"got {ABSENT} {repr(absent)[:80]}, expected a list of the names of weights outside kernels")
     if not plan.converted:
-        raise damaged("the section 'linearize' names no layer that was converted")
+        raise damaged("the section 'linearize' names no converted layer")
     _check_packages(section.get(PACKAGES, {}))
     mixers: list[Any] = []
     for layer in plan.converted:
@@ -248,7 +248,7 @@ def _check_packages(packages: object) -> None:
 
 
 def _check_kernel(kernel: str, arguments: dict[str, Any], shape: HeadShape, hybrid: Hybrid) -> None:
-    """Build a kernel without memory, so that an unknown name or a wrong argument is reported first."""
+    """Build a kernel without allocating memory, so that an unknown name or a wrong argument is reported early."""
     try:
         with torch.device("meta"):
             config = build_mixer(kernel, arguments, shape, hybrid).config
@@ -257,7 +257,7 @@ def _check_kernel(kernel: str, arguments: dict[str, Any], shape: HeadShape, hybr
     except Exception as error:
         raise damaged(f"kernel {kernel!r} cannot be built for {shape} ({type(error).__name__})") from error
     for name, value in arguments.items():
-        # Text is for the command line: a file has numbers where numbers belong.
+        # Numbers as text are only allowed on the command line, not in a file.
         expected = getattr(config, name)
         if type(value) is not type(expected):
             raise damaged(f"kernel {kernel!r}, argument {name}: got {value!r}, expected {expected!r}")
@@ -269,7 +269,7 @@ def base_config_class(model_type: str) -> type[PreTrainedConfig]:
     Raises:
         CheckpointError: if the installed transformers does not know it.
     """
-    # Imported here: linearize registers this module with transformers as soon as that module is imported.
+    # Import here, because linearize registers this module with transformers as soon as that module is imported.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
@@ -287,7 +287,7 @@ else:
 
 
 class _Mixin(_Original):
-    """What the config of a converted model has in addition to the original's."""
+    """The additions of a converted model's config to the original's."""
 
     model_type = MODEL_TYPE
 
@@ -308,14 +308,14 @@ class _Mixin(_Original):
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: object) -> None:
-        # Not refused: Whisper sets "eager" for timestamps of words.
+        # Warn instead of raising: Whisper sets "eager" for word timestamps.
         if value not in (None, *IMPLEMENTATIONS):
             warnings.warn(f"{refusal(value)}; the name is ignored", stacklevel=3)
         use_linear_attention(self)
 
     @property
     def output_attentions(self) -> bool | None:
-        """Whether a forward returns its attention weights; in transformers only eager softmax does."""
+        """Whether a forward returns attention weights; in transformers itself only eager softmax does."""
         return self._output_attentions
 
     @output_attentions.setter
@@ -331,14 +331,14 @@ class _Mixin(_Original):
             self._output_attentions = wanted
 
     def __setattr__(self, key: str, value: object) -> None:
-        # transformers writes "sdpa" here if the caller names nothing; the model would silently run softmax.
+        # If the caller names no implementation, transformers writes "sdpa" here; the model would silently run softmax.
         if key == "_attn_implementation_internal" and value is not None:
             value = value if value in IMPLEMENTATIONS else implementation(self)
         super().__setattr__(key, value)
 
 
 def __getattr__(name: str) -> type[LinearizeConfig]:
-    """Make the config class of converted models by its name, as pickle looks it up."""
+    """Create the config class of converted models on demand, because pickle looks it up by name."""
     import transformers
 
     base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
@@ -352,31 +352,31 @@ _CALLBACKS: list[Callable[[type[LinearizeConfig], type[PreTrainedConfig]], None]
 
 
 def on_config_class(callback: Callable[[type[LinearizeConfig], type[PreTrainedConfig]], None]) -> None:
-    """Call a function with every config class that is made and the original's, existing ones included."""
+    """Call a function with every config class that is or will be created, and the original's class."""
     if callback in _CALLBACKS:
         return
     _CALLBACKS.append(callback)
-    for base, made in list(_CLASSES.items()):
-        callback(made, base)
+    for base, converted in list(_CLASSES.items()):
+        callback(converted, base)
 
 
 def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
-    """Make (once) the config class of converted models of `base`, and register it with the Auto classes."""
+    """Return the config class of converted models of `base`; create and register it with the Auto classes if needed."""
     if base in _CLASSES:
         return _CLASSES[base]
-    # A composite's own from_dict or to_diff_dict comes after ours in the order of inheritance.
-    made: Any = type(
+    # A composite's own from_dict or to_diff_dict comes after ours in the method resolution order.
+    converted: Any = type(
         f"Linearized{base.__name__}",
         (_Mixin, LinearizeConfig, base),
         {
             "__module__": __name__,
             "__doc__": f"Config of a converted model; see `{base.__name__}`.",
             "__annotations__": {},
-            # transformers would copy this file alone and name this class: we write more files and name the entry.
+            # transformers would copy only this file and name this class, but we write more files and name the entry.
             "_auto_class": None,
         },
     )
-    _CLASSES[base] = made
+    _CLASSES[base] = converted
     for callback in _CALLBACKS:
-        callback(made, base)
-    return made
+        callback(converted, base)
+    return converted

@@ -57,12 +57,12 @@ else:
 
 
 class LinearizedModel(_Original):
-    """Mixed into the original's class (first in the order of inheritance), so that it stays an instance of it."""
+    """Mixin for the original's class, first in the method resolution order: the model stays an instance of it."""
 
-    # Features and sums are fp32 whatever the model's dtype, so its few parameters are kept in it too.
+    # Features and sums are fp32 whatever the model's dtype, so the few kernel parameters are kept in fp32 too.
     _keep_in_fp32_modules_strict: Any = ("linear_attention",)
     whole: type[PreTrainedModel] | None = None
-    """The class that the body has outside of a model with a head; None: this one."""
+    """The class of the body outside of a model with a head; None if it is this class."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         register_interface()
@@ -71,11 +71,11 @@ class LinearizedModel(_Original):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load as transformers does, if config.json and the weights belong together.
+        """Load as transformers does, after checking that config.json and the weights belong together.
 
         Raises:
-            CheckpointError: if the folder is damaged, a weight that was saved is not loaded, weights of a kernel are
-                missing or have another size, or a weight is NaN or infinite.
+            CheckpointError: if the folder is damaged, a saved weight is not loaded, kernel weights are missing or have
+                the wrong size, or a weight is NaN or infinite.
         """
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         saved: set[str] = set()
@@ -87,13 +87,13 @@ class LinearizedModel(_Original):
         model, info = loaded
         check_loaded(model, info, saved)
         check_numbers(model)
-        # So that it is saved under the names that a freshly converted model is saved under.
+        # So that weights are saved under the same names as those of a freshly converted model.
         forget_renamings(model)
         return (model, info) if output_loading_info else model
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Whether the original is the user's own code: a load does not fill in all buffers of such models."""
+        """Whether the original is the user's own code; loading does not fill in all buffers of such models."""
         return bool(cls.__mro__[cls.__mro__.index(LinearizedModel) + 1].is_custom_code())  # type: ignore[attr-defined]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class LinearizedModel(_Original):
     def set_attn_implementation(
         self, attn_implementation: str | dict[str, str], *args: object, **kwargs: object
     ) -> None:
-        """Refuse anything but linear attention: a converted model has no other.
+        """Accept only linear attention: a converted model has no other.
 
         Raises:
             ConfigError: always, unless the name is linearize's own.
@@ -121,7 +121,7 @@ class LinearizedModel(_Original):
             raise ConfigError(refusal(attn_implementation))
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse continuous batching (`generate_batch`), whose pages hold the keys of all tokens.
+        """Reject continuous batching (`generate_batch`), whose pages hold the keys of all tokens.
 
         Raises:
             ConfigError: always.
@@ -132,11 +132,11 @@ class LinearizedModel(_Original):
         )
 
     def new_cache(self, crop: int = 0) -> LinearizeCache:
-        """Make an empty generation cache whose size does not grow with the context.
+        """Return an empty generation cache whose size does not grow with the context.
 
         Args:
-            crop: largest n of `cache.crop(-n)`. For that it keeps up to twice as many keys and values, and a second
-                state. Tokens that were cropped count until as many have followed.
+            crop: largest n of `cache.crop(-n)`. For this the cache keeps keys and values of up to twice as many tokens,
+                and a second state. Cropped tokens count towards n until the same number of new tokens has followed.
         """
         return make_cache(self, crop)
 
@@ -154,7 +154,7 @@ class LinearizedModel(_Original):
             return prepare(self, generation_config, model_kwargs, *args, **kwargs)
         prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
         if model_kwargs is None:
-            # The host's own function, which returns its cache of all keys (Diffusion-Gemma).
+            # This is the host's own function, which returns its cache of all keys (Diffusion-Gemma).
             return prepare(generation_config, *args, **kwargs)
         given = given_cache(model_kwargs)
         prepare(generation_config, model_kwargs, *args, **kwargs)
@@ -162,13 +162,13 @@ class LinearizedModel(_Original):
 
 
 def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> tuple[set[str], dict[str, str] | None]:
-    """Check that a folder's (or Hub repository's) config.json and weights belong together, without reading weights.
+    """Check that the config.json and weights of a folder (or Hub repository) belong together, without reading weights.
 
     Returns:
-        The names of the weights in the saved model, empty if unknown, and the renamings that `check_weights` returns.
+        The names of the weights in the saved model (empty if unknown), and the renamings that `check_weights` returns.
 
     Raises:
-        CheckpointError: if they do not.
+        CheckpointError: if they do not belong together.
     """
     hub = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     values, _ = PreTrainedConfig.get_config_dict(name, **hub)
@@ -179,15 +179,15 @@ def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> tuple[set[
     saved = saved_class(config)
     if saved is not None and "quantization_config" not in values:
         names = check_weights(name, saved, config, **hub)
-    # Last: the checks above say more precisely what was changed.
+    # Check this last, because the checks above say more precisely what was changed.
     check_checksum(values["linearize"])
     return names
 
 
 def saved_class(config: Any) -> type[PreTrainedModel] | None:
-    """Return the class of the model in a converted checkpoint; None if its original is not a class of transformers.
+    """Return the model class of a converted checkpoint; None if its original is not a transformers class.
 
-    The kernels of other classes are checked after loading.
+    The kernels of such other classes are checked after loading.
     """
     names = config.architectures
     saved = names[0] if isinstance(names, list) and names else config.linearize["base_architecture"]
@@ -201,7 +201,7 @@ _INNER = "Inner"
 
 
 def _inner_class(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Make (once) the class that a converted body has inside a model with a head."""
+    """Return the class of a converted body inside a model with a head, creating it once."""
     if whole not in _CLASSES:
         name, base = f"{whole.__name__}{_INNER}", whole.__mro__[2]
         share_renamings(name, base, inner=True)
@@ -210,7 +210,7 @@ def _inner_class(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedModel]:
-    """Make (once) the class of converted models of `base`."""
+    """Return the class of converted models of `base`, creating it once."""
     if base in _CLASSES:
         return _CLASSES[base]
     name = f"Linearized{base.__name__}"
@@ -224,7 +224,7 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:
-    """Make the converted counterpart of one of transformers' classes by its name, as pickle looks it up."""
+    """Create the converted counterpart of a transformers class on demand, because pickle looks it up by name."""
     if name.endswith(_INNER) and not hasattr(transformers, name.removeprefix("Linearized")):
         return _inner_class(__getattr__(name.removesuffix(_INNER)))
     base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
@@ -235,7 +235,7 @@ def __getattr__(name: str) -> type[PreTrainedModel]:
 
 
 def attach(model: PreTrainedModel, plan: Plan) -> None:
-    """Put a `LinearAttention` into every attention that the plan converts and that has none yet.
+    """Put a `LinearAttention` into every attention that the plan converts, unless it already has one.
 
     Raises:
         CheckpointError: if the model has no module of a planned name.
@@ -243,7 +243,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
     register_interface()
     root: nn.Module = model.base_model
     if root is not model and isinstance(root, PreTrainedModel) and not isinstance(root, LinearizedModel):
-        # The body can then be saved separately, with a list of the weights that it was built without (a pooler).
+        # So that the body can be saved separately, with a list of the weights that it was built without (a pooler).
         change_class(root, type(model.config), inner=True)
     model.register_load_state_dict_pre_hook(take_stored_names)
     keep_tokens(root)
@@ -254,12 +254,12 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             name = type(model).__name__
             raise damaged(f"the plan names attention {layer.module!r}, but {name} has no such module") from None
         if why := contradiction(host, layer):
-            raise damaged(f"attention {layer.module!r} has another size or direction: {why}")
+            raise damaged(f"attention {layer.module!r} has a different size or direction: {why}")
         if layer.converted and not hasattr(host, "linear_attention"):
             _attach_kernel(host, layer, plan)
         masked = MASKED in layer.host and OWN not in layer.host and layer.shape != UNKNOWN
         if not layer.converted and (masked or not hasattr(host, "is_causal")):
-            # Softmax in a layer that stays goes by this flag; eager softmax went by the mask alone.
+            # Softmax in a layer that is not converted uses this flag; eager softmax used only the mask.
             host.is_causal = layer.shape.causal  # type: ignore[assignment]
     use_implementations(model, plan, implementation(model.config))
     causal = any(layer.shape.causal for layer in plan.converted)
@@ -273,7 +273,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def change_class(model: PreTrainedModel, config: type[PreTrainedConfig], inner: bool = False) -> None:
-    """Make a model, in place, an instance of its class's converted counterpart; `config` is the class of its config."""
+    """Turn a model, in place, into an instance of its class's converted counterpart; `config` is a config class."""
     whole = model_class(type(model), config)
     model.__class__ = _inner_class(whole) if inner else whole
     record_outputs(model)
@@ -312,7 +312,7 @@ def kernel_parameters(model: nn.Module) -> list[nn.Parameter]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Temporarily switch a model to evaluation mode, then restore every module's mode.
 
-    `model.train(before)` would switch modules to training that are kept in evaluation mode, such as a frozen norm.
+    `model.train(before)` would also switch modules to training that are kept in evaluation mode, such as frozen norms.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,4 +1,4 @@
-"""What a conversion does to each attention of a model, as data: shown before, and saved in the checkpoint."""
+"""The plan of a conversion, as data: what happens to each attention of a model. It is saved in the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from linearize.core.registry import HYBRID, PLAIN, Hybrid, kernel_info
 SOFTMAX = "softmax"
 """The kernel name of a layer that is not converted."""
 LOCAL = "local mask"
-"""Fact of a host that attends inside a sliding window or chunks, and may be converted as full attention."""
+"""Marks a host that attends inside a sliding window or chunks, and may be converted as full attention."""
 OWN = "own attention"
-"""Fact of a host that stays softmax because of its own code or masks: a part of such hosts only runs as before."""
+"""Marks a host that keeps softmax because of its own code or masks; a part with only such hosts runs unchanged."""
 ABSENT = "absent"
-"""Key of config.json's section for the weights that the saved model was built without."""
+"""Key in config.json's section for the weights that the saved model was built without."""
 UNKNOWN = HeadShape(1, 1, 1, 1, False)
 """Sizes of an attention that did not run in the trial run."""
 
 
-def damaged(what: str) -> CheckpointError:
-    """Return the error of a config.json that no version of linearize wrote."""
-    return CheckpointError(f"config.json: {what}; the file is damaged or was edited: convert the model again")
+def damaged(problem: str) -> CheckpointError:
+    """Return the error for a config.json that no version of linearize could have written."""
+    return CheckpointError(f"config.json: {problem}; the file is damaged or was edited: convert the model again")
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One attention.
+    """The plan for one attention.
 
     Attributes:
         module: dotted name, from the base model (without the head).
         index: number among the self-attentions that can be converted, in the order in which they run; None for others.
-        kernel: the kernel's name, or "softmax" where the layer stays.
+        kernel: the kernel's name, or "softmax" if the layer is not converted.
         shape: sizes and direction.
         arguments: the kernel's arguments that differ from its defaults, and those in `KernelInfo.legacy_defaults`.
-        reason: why the layer stays softmax.
-        cache_index: the host's `layer_idx`; None if it has none, or runs several times for a token: a generation cache
+        reason: why the layer keeps softmax.
+        cache_index: the host's `layer_idx`; None if it has none, or runs several times per token: a generation cache
             then keeps its keys.
-        hybrid: what the layer has in addition to the kernel, such as a softmax window.
+        hybrid: the layer's additions to the kernel, such as a softmax window.
         host: names of the host's attributes that agreed with `shape` and `cache_index` at conversion (see
-            `host_facts`): a checkpoint whose module has other values later is refused.
+            `host_facts`); a checkpoint is rejected if they no longer agree.
     """
 
     module: str
@@ -67,23 +67,23 @@ class LayerPlan:
 
     @property
     def mixer(self) -> tuple[str, dict[str, Any], HeadShape, Hybrid]:
-        """The arguments of `build_mixer` and `LinearAttention`, which determine what the layer computes."""
+        """The arguments of `build_mixer` and `LinearAttention`, which fully determine the layer's computation."""
         return self.kernel, self.arguments, self.shape, self.hybrid
 
     def bare(self, kernel: str = SOFTMAX, reason: str = "") -> LayerPlan:
-        """Return the layer with another kernel, or softmax, without arguments."""
+        """Return the layer with another kernel, or with softmax, without arguments."""
         return dataclasses.replace(self, kernel=kernel, arguments={}, hybrid=PLAIN, reason=reason)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All attentions of a model.
+    """The plan for all attentions of a model.
 
     Attributes:
-        architecture: class name of the model it was made for.
+        architecture: class name of the model.
         base_model_type: `model_type` of its config.
-        layers: in the order in which they run.
-        seed: seed of the kernels' starting values (layer i: seed + i).
+        layers: the attentions, in the order in which they run.
+        seed: seed of the kernels' initial values (layer i: seed + i).
     """
 
     architecture: str
@@ -98,11 +98,11 @@ class Plan:
 
     @property
     def local_as_full(self) -> tuple[LayerPlan, ...]:
-        """The layers that attended inside a window, and are converted as full attention."""
+        """The layers that attended inside a window and are converted as full attention."""
         return tuple(layer for layer in self.converted if LOCAL in layer.host)
 
     def with_reasons(self, reasons: Mapping[int, str]) -> Plan:
-        """Return the plan with other reasons for layers that stay, by their number."""
+        """Return the plan with other reasons, by layer number, for layers that are not converted."""
         layers = tuple(
             layer
             if layer.converted or layer.index is None or layer.index not in reasons
@@ -134,11 +134,11 @@ class Plan:
             _expect(type(seed) is int and -(2**63) <= seed < 2**63, "seed", seed)
             _expect(isinstance(data["layers"], list | tuple), "layers", data["layers"])
             layers = tuple(_layer_from_dict(layer) for layer in data["layers"])
-            # Convertible layers are numbered from 0, and no module comes twice.
+            # Convertible layers are numbered from 0, and no module occurs twice.
             numbers = [layer.index for layer in layers if layer.index is not None]
             _expect(numbers == list(range(len(numbers))), "numbers of the layers", numbers)
             modules = [layer.module for layer in layers]
-            _expect(len(set(modules)) == len(modules), "a module comes twice", modules)
+            _expect(len(set(modules)) == len(modules), "a module occurs twice", modules)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
             raise damaged(f"the 'linearize' section cannot be read ({text[:300]})") from None
@@ -146,7 +146,7 @@ class Plan:
 
 
 CALLED, MASKED = "is_causal argument", "mask"
-"""How a host states its direction if its module does not: at every call, or by its mask only."""
+"""How a host states its direction if its module does not: at every call, or only by its mask."""
 
 _PLANNED: dict[str, Callable[[HeadShape, int | None], Any]] = {
     "is_causal": lambda shape, cache_index: shape.causal,
@@ -156,32 +156,32 @@ _PLANNED: dict[str, Callable[[HeadShape, int | None], Any]] = {
     **dict.fromkeys(("head_dim", "attention_head_size"), lambda shape, cache_index: shape.head_dim),
     "layer_idx": lambda shape, cache_index: cache_index,
 }
-"""What each attribute in which transformers' and timm's attention modules state their sizes and direction should be."""
+"""The expected value of each attribute in which transformers' and timm's attention modules state size and direction."""
 ATTRIBUTES = tuple(_PLANNED)
 
 
 def host_facts(host: nn.Module, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
     """Return the names of a host's attributes that agree with `shape` and `cache_index`."""
-    return tuple(name for name in ATTRIBUTES if _said(host, name) == _PLANNED[name](shape, cache_index))
+    return tuple(name for name in ATTRIBUTES if _stated(host, name) == _PLANNED[name](shape, cache_index))
 
 
 def contradiction(host: nn.Module, layer: LayerPlan) -> str:
-    """Describe the first fact of a plan that its host's module now contradicts; empty if there is no contradiction."""
+    """Describe the first fact of a plan that the host's module now contradicts; empty if there is no contradiction."""
     for name in layer.host:
         if name in ATTRIBUTES and (name == "is_causal" or hasattr(host, name)):
-            said, planned = _said(host, name), _PLANNED[name](layer.shape, layer.cache_index)
-            if said != planned:
-                return f"{name} is {planned}, but the model's is {said}"
+            stated, planned = _stated(host, name), _PLANNED[name](layer.shape, layer.cache_index)
+            if stated != planned:
+                return f"{name} is {planned}, but the model's is {stated}"
     return ""
 
 
-def _said(host: nn.Module, name: str) -> Any:
+def _stated(host: nn.Module, name: str) -> Any:
     # Modules without the attribute are bidirectional, as in transformers' own attention functions.
-    return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not said")
+    return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not set")
 
 
 def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
-    """Return plain data, without additions that are not used, so that older versions can read it."""
+    """Return plain data without unused additions, so that older versions can read it."""
     values = dataclasses.asdict(layer)
     del values["hybrid"]
     return values | {"window": layer.hybrid.window} | layer.hybrid.changed
@@ -189,7 +189,7 @@ def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
 
 def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     known, got = {f.name for f in dataclasses.fields(LayerPlan)} - {"hybrid"} | {"window"}, set(data)
-    # Checkpoints without a checksum have no `host` either (see `linearize.modeling.config.check_checksum`).
+    # Checkpoints without a checksum also lack `host` (see `linearize.modeling.config.check_checksum`).
     _expect((got - (set(HYBRID) - {"window"})) | {"host"} == known, "keys of a layer", sorted(map(str, got)))
     values = {"host": (), **data}
     heads = values.pop("softmax_heads", [])
@@ -214,19 +214,19 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
     if kernel != SOFTMAX:
-        # An unknown kernel is reported when it is built.
+        # An unknown kernel is reported later, when it is built.
         with contextlib.suppress(ConfigError):
             values["arguments"] = dict(kernel_info(kernel).legacy_defaults) | arguments
     layer = LayerPlan(**values | {"shape": HeadShape(**values["shape"]), "host": tuple(host), "hybrid": hybrid})
     if layer.converted:
         _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
     else:
-        _expect(not arguments and hybrid == PLAIN, "a layer that stays has no arguments", arguments)
+        _expect(not arguments and hybrid == PLAIN, "a layer that is not converted has no arguments", arguments)
     return layer
 
 
 def _one_direction(host: Collection[object]) -> bool:
-    """Whether a list names known facts, exactly one of them for the direction."""
+    """Tell whether a list contains only known facts, and exactly one about the direction."""
     known = (*ATTRIBUTES, CALLED, MASKED, LOCAL, OWN)
     named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
     return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
@@ -237,7 +237,7 @@ def _count(value: object) -> bool:
 
 
 def _plain(value: object) -> bool:
-    """Whether an argument is a plain, finite value."""
+    """Tell whether an argument is a plain, finite value."""
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 

@@ -1,8 +1,8 @@
-"""The code that travels with a checkpoint: the package's runtime modules in one folder, with only the kernels in use.
+"""The code saved with a checkpoint: the package's runtime modules in one folder, with only the kernels in use.
 
-transformers copies a checkpoint's modules, and what they import relatively, from one flat folder. So each module
-`linearize/a/b.py` becomes `linearize_a_b.py`, and only the names in its import statements change. config.json's
-`auto_map` points to one more small module, `modeling_linearize.py`.
+transformers copies a checkpoint's modules, and their relative imports, from one flat folder. So each module
+`linearize/a/b.py` becomes `linearize_a_b.py`, and only the names in its import statements change. The `auto_map` of
+config.json points to one more small module, `modeling_linearize.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from linearize.core.registry import kernel_info
 from linearize.modeling.plan import Plan
 
 ENTRY = "modeling_linearize"
-"""Name of the module in a checkpoint's folder that loads it if linearize is not installed."""
+"""Name of the module in a checkpoint's folder that loads the checkpoint if linearize is not installed."""
 
 ROOTS = ("linearize.modeling.config", "linearize.modeling.auto", "linearize.modeling.model")
 PACKAGES = ("core", "ops", "kernels", "attention", "modeling")
@@ -35,10 +35,10 @@ def code_files(plan: Plan) -> dict[str, str]:
         plan: the plan, which names the kernels in use.
 
     Returns:
-        Text by file name.
+        The source text by file name.
 
     Raises:
-        CheckpointError: if a kernel's code cannot travel.
+        CheckpointError: if the code of a kernel cannot be saved.
     """
     kernels = sorted({_kernel_module(layer.kernel) for layer in plan.converted})
     modules = _closure([*ROOTS, *kernels])
@@ -47,7 +47,7 @@ def code_files(plan: Plan) -> dict[str, str]:
 
 
 def why_not(plan: Plan) -> str:
-    """Return why a checkpoint cannot carry its code (a kernel of the user's); empty if it can."""
+    """Return why the code cannot be saved in a checkpoint (a kernel is the user's own); empty if it can."""
     try:
         for name in {layer.kernel for layer in plan.converted}:
             _kernel_module(name)
@@ -57,9 +57,9 @@ def why_not(plan: Plan) -> str:
 
 
 def outside_packages(plan: Plan) -> dict[str, str]:
-    """Return the packages that register the kernels from outside linearize, by kernel.
+    """Return the packages that register kernels from outside linearize, by kernel.
 
-    A kernel that a script registers (`__main__`) has no package and is left out.
+    A kernel registered by a script (`__main__`) has no package and is left out.
     """
     kernels = sorted({layer.kernel for layer in plan.converted})
     return {name: _package(name) for name in kernels if _is_outside(name) and _package(name)}
@@ -70,14 +70,14 @@ def _is_outside(name: str) -> bool:
 
 
 def _package(name: str) -> str:
-    """Return the package that registers a kernel; empty for a script's."""
+    """Return the package that registers a kernel; empty if a script does."""
     info = kernel_info(name)
     package = (info.build or info.config).__module__.partition(".")[0]
     return "" if package in ("__main__", "linearize") else package
 
 
 def _kernel_module(name: str) -> str:
-    """Return the module that registers a kernel: the file of its name."""
+    """Return the module that registers a kernel: the file with its name."""
     if _is_outside(name):
         origin, cure = "a script", "run the code that registers it before loading"
         if package := _package(name):
@@ -90,17 +90,17 @@ def _kernel_module(name: str) -> str:
 
 
 def flat_name(module: str) -> str:
-    """Return the name that a module of the package has in a checkpoint's folder."""
+    """Return the name of a package module in a checkpoint's folder."""
     return module.replace(".", "_")
 
 
 def flat_text(source: str) -> str:
-    """Point a module's imports to the flat files."""
+    """Rewrite a module's imports to point to the flat files."""
     return _IMPORT.sub(lambda match: f"{match[1]}.{flat_name(match[2])}{match[3]}", source)
 
 
 def _entry(kernels: Iterable[str]) -> str:
-    """Return the module that `auto_map` names. Importing a kernel registers it."""
+    """Return the source of the module that `auto_map` names. Importing a kernel registers it."""
     lines = [
         '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',
         "",
@@ -122,7 +122,7 @@ def source_of(module: str) -> str:
     """
     spec = find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise CheckpointError(f"the source of {module!r} is missing, so no code can travel with the checkpoint")
+        raise CheckpointError(f"the source of {module!r} is missing, so the checkpoint's code cannot be saved")
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
@@ -143,7 +143,7 @@ def _closure(roots: Iterable[str]) -> list[str]:
 
 @functools.cache
 def _imports(module: str) -> tuple[str, ...]:
-    """Name the package's modules that a module imports, including inside functions; every save asks again."""
+    """Return the package modules that a module imports, including inside functions; cached, as every save asks."""
     return tuple(
         node.module
         for node in ast.walk(ast.parse(source_of(module)))

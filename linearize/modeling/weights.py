@@ -1,7 +1,7 @@
-"""Check that a weights file belongs to its config.json, from the file's header, before any weight is read.
+"""Check from its header, before any weight is read, that a weights file belongs to its config.json.
 
-A damaged or edited folder is refused as a whole: no partial model is built, and no memory is used for sizes that only
-config.json claims.
+A damaged or edited folder is rejected as a whole: no partial model is built, and no memory is allocated for sizes that
+only config.json claims.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 Header = dict[str, tuple[int, ...]]
-"""Shape of every tensor of a checkpoint by its name."""
+"""The shape of every tensor in a checkpoint, by name."""
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types of stored floating point weights: safetensors' names, and those of config.json."""
+"""Types of stored floating point weights: the names in safetensors, and the names in config.json."""
 
 
 class Stored(NamedTuple):
-    """A stored tensor: its shape, and the type of its numbers by safetensors' name."""
+    """A stored tensor: its shape, and the safetensors name of its dtype."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,20 +45,20 @@ class Stored(NamedTuple):
 def check_weights(
     name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **options: Any
 ) -> tuple[set[str], dict[str, str] | None]:
-    """Check that the weights of a checkpoint are those of the model that its config.json describes.
+    """Check that the weights of a checkpoint fit the model that its config.json describes.
 
     Args:
         name: folder, or name on the Hub.
         model: class of the saved model.
-        config: the checkpoint's own config, without a caller's changes.
-        **options: of `from_pretrained`; those about the Hub are used.
+        config: the checkpoint's own config, without the caller's changes.
+        **options: options of `from_pretrained`; those about the Hub are used.
 
     Returns:
-        The names of the model's weights, empty if they are not in safetensors files of the usual names; and the
-        renamings that a load has to do again (checkpoints from before 2026-12 have some done twice), or None.
+        The names of the model's weights, empty if they are not in safetensors files with the usual names; and the
+        renamings that loading must apply again (checkpoints from before 2026-12 have some applied twice), or None.
 
     Raises:
-        CheckpointError: if a file is missing or cut off, or a tensor is missing, unexpected, or of another size or
+        CheckpointError: if a file is missing or truncated, or a tensor is missing, unexpected, or has the wrong size or
             type.
     """
     stored = read_header(name, **options)
@@ -81,7 +81,7 @@ def check_weights(
         named, again = twice, {x.source_patterns[0]: x.target_patterns[0] for x in renamings}
     expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
     renamed = _renamed(state, named)
-    # Files may have the model's own names (`save_original_format=False`).
+    # Files may use the model's own names (`save_original_format=False`).
     stored = {key if (name := renamed.get(key, key)) in stored else name: one for key, one in stored.items()}
     header = {key: tensor.shape for key, tensor in stored.items() if key not in absent}
     _compare(header, expected, _optional(empty, header, expected, renamed))
@@ -90,48 +90,48 @@ def check_weights(
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
-    """Check that a loaded model has all weights that it shares with the saved one: transformers draws missing ones.
+    """Check that all weights shared with the saved model were loaded: transformers randomly fills in missing ones.
 
     Args:
-        model: the loaded model; its class may have another head than the saved one, whose weights are then new.
-        info: loading info of transformers.
+        model: the loaded model; if its head differs from the saved one, the weights of the head are new.
+        info: the loading info from transformers.
         saved: names of the weights in the saved model; empty if unknown.
 
     Raises:
-        CheckpointError: if a weight is missing, or of another size, or was not expected.
+        CheckpointError: if a weight is missing, has the wrong size, or was not expected.
     """
     prefix = f"{model.base_model_prefix}."
     shared = {name.removeprefix(prefix) for name in saved}
-    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        keys = sorted(str(key) for key in info.get(what, ()))
-        if what == "unexpected_keys":
-            # A model with another head, or without a part, does not have them.
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        keys = sorted(str(key) for key in info.get(problem, ()))
+        if problem == "unexpected_keys":
+            # A model with another head, or without some part, does not have these weights.
             absent: Any = model.config.linearize.get(ABSENT, ())
             whole = bool(saved) and saved <= model.state_dict().keys()
             bad = [key for key in keys if whole and key not in absent]
         else:
-            kept = shared if what == "missing_keys" else ()
+            kept = shared if problem == "missing_keys" else ()
             bad = [key for key in keys if ".linear_attention." in key or key.removeprefix(prefix) in kept]
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise CheckpointError(
-                f"weights that config.json asks for were not loaded ({what}: {bad[0]}{more}); the checkpoint is "
+                f"weights that config.json asks for were not loaded ({problem}: {bad[0]}{more}); the checkpoint is "
                 "incomplete, or the installed transformers reads their names differently: download it again or convert "
                 "the model again"
             )
 
 
 def _renamed(state: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the names in a file of a model's weights that are stored unchanged, by their names in the model."""
+    """Return the names in the file of the weights that are stored unchanged, by their names in the model."""
     stored_as = {id(tensor): key for key, tensor in named.items()}
     return {key: stored_as[id(tensor)] for key, tensor in state.items() if id(tensor) in stored_as}
 
 
 def take_stored_names(model: PreTrainedModel, state: dict[str, Tensor], prefix: str, *args: object) -> None:
-    """Before `load_state_dict`: also accept weights under the names that they have in files.
+    """Before `load_state_dict`, rename weights that come under the names used in files.
 
-    transformers renames weights as it saves and loads (ViT's), but its Trainer passes on a checkpoint's file unchanged,
-    and ignores unknown names: a resumed run would continue with other weights, without warning.
+    transformers renames weights when it saves and loads (as for ViT), but its Trainer passes a checkpoint's file on
+    unchanged and ignores unknown names: a resumed run would continue with other weights, without warning.
     """
     own = model.state_dict()
     if all(name.removeprefix(prefix) in own for name in state if name.startswith(prefix)):
@@ -142,47 +142,47 @@ def take_stored_names(model: PreTrainedModel, state: dict[str, Tensor], prefix: 
 
 
 def absent_weights(model: PreTrainedModel) -> list[str]:
-    """List the weights that a model lacks although its class builds them from the config, or the other way round.
+    """List the weights that the class would build from the config but the model lacks, or the other way round.
 
-    Examples are the pooler of `BertModel(config, add_pooling_layer=False)`, and the mask token of
-    `ViTModel(config, use_mask_token=True)`: they do not follow from config.json. As with a softmax checkpoint, a load
-    gives fresh values, or leaves them out, with transformers' warning.
+    Examples are the pooler of `BertModel(config, add_pooling_layer=False)` and the mask token of
+    `ViTModel(config, use_mask_token=True)`: they do not follow from config.json. As with a softmax checkpoint, loading
+    initialises them again or leaves them out, with transformers' warning.
     """
     try:
         with torch.device("meta"):
             whole = type(model)(copy.deepcopy(model.config))
     except Exception:
-        # Its class cannot be built from its config alone, so loading cannot compare the file with it either.
+        # The class cannot be built from its config alone, so loading cannot compare the file with it either.
         return []
     names = whole.state_dict().keys() ^ model.state_dict().keys()
     return sorted(name for name in names if ".linear_attention." not in f".{name}")
 
 
-def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], said: str) -> None:
-    """Refuse numbers of another type than the model's: loading would cast them without warning.
+def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], dtype: str) -> None:
+    """Check that stored tensors have the model's types: loading would cast others without warning.
 
     Floating point weights may have any type in `FLOATS`. Kernels are saved in fp32, unless the whole model was cast
-    (`model.half().save_pretrained`): config.json then names that type too.
+    (`model.half().save_pretrained`), in which case config.json names that type too.
     """
     for key in sorted(stored.keys() & named.keys()):
         got = stored[key].dtype
         if not named[key].is_floating_point():
             good, expected = got not in FLOATS and not got.startswith("F8"), "whole numbers or true and false"
         elif ".linear_attention." in key:
-            good, expected = got == "F32" or (got in FLOATS and FLOATS[got] == said), "F32"
+            good, expected = got == "F32" or (got in FLOATS and FLOATS[got] == dtype), "F32"
         else:
             good, expected = got in FLOATS, f"one of {', '.join(FLOATS)}"
         if not good:
             raise CheckpointError(
-                f"the weights file holds {key!r} as {got}, expected {expected} (config.json says dtype {said}); the "
+                f"the weights file holds {key!r} as {got}, expected {expected} (config.json says dtype {dtype}); the "
                 "file was changed after it was written: download the checkpoint again or convert again"
             )
 
 
 def _optional(model: PreTrainedModel, header: Header, expected: Header, renamed: Mapping[str, str]) -> set[str]:
-    """Return the names that may be in the header or the model only: a file holds one of a group of tied tensors.
+    """Return the names that may be missing in the header or the model: a file holds only one of a set of tied tensors.
 
-    Names in the file may differ from those in the model (`renamed`), as of PaliGemma's tied head.
+    Names in the file may differ from those in the model (`renamed`), as for PaliGemma's tied head.
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = {renamed.get(target, target): renamed.get(source, source) for target, source in tied.items()}
@@ -208,7 +208,7 @@ def _compare(header: Header, expected: Header, optional: set[str]) -> None:
     if other:
         key = other[0]
         raise CheckpointError(
-            f"the weights file has {_some(other)} in another size than config.json asks for ({key}: got "
+            f"the weights file has {_some(other)} in a different size than config.json asks for ({key}: got "
             f"{list(header[key])}, expected {list(expected[key])}); {advice}"
         )
 
@@ -217,27 +217,27 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> No
     """Check that loaded weights are finite numbers.
 
     Args:
-        model: the model; its floating point parameters, and its kernels' buffers, are read if they are in memory.
-        owner: name of their source in the error.
+        model: the model; its floating point parameters and kernel buffers are read if they are in memory.
+        owner: name of the source of the weights in the error.
 
     Raises:
-        CheckpointError: naming the first tensor that holds NaN or infinity.
+        CheckpointError: if a tensor holds NaN or infinity; the message names the first.
     """
     tensors = [*model.named_parameters(), *(x for x in model.named_buffers() if "linear_attention." in x[0])]
     bad = sorted(name for name, tensor in tensors if not _finite(tensor.detach()))
     if bad:
         raise CheckpointError(
             f"{owner} holds NaN or infinity in {_some(bad)}, expected finite numbers; the training that wrote it "
-            "diverged, or the file is damaged: take an earlier checkpoint or download it again"
+            "diverged, or the file is damaged: use an earlier checkpoint or download it again"
         )
 
 
 def _finite(x: Tensor) -> bool:
     if x.is_meta or x.numel() == 0 or x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return True
-    # Quantised tensors of torchao are whole numbers and scales.
+    # Quantised tensors of torchao hold integers and scales.
     with contextlib.suppress(NotImplementedError):
-        # In one pass, without another tensor of that size: NaN is both the least and the largest.
+        # One pass without another tensor of that size: if there is a NaN, both minimum and maximum are NaN.
         return all(bool(torch.isfinite(limit)) for limit in torch.aminmax(x))
     return True
 
@@ -247,7 +247,7 @@ def _some(names: list[str]) -> str:
 
 
 def _check_depth(config: PreTrainedConfig, header: Mapping[str, Stored]) -> None:
-    """Refuse more layers than the file has tensors, before modules are built for them."""
+    """Check, before modules are built, that config.json does not ask for more layers than the file has tensors."""
     configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
     for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
         for count in (getattr(one, key, None) for one in configs):
@@ -256,14 +256,14 @@ def _check_depth(config: PreTrainedConfig, header: Mapping[str, Stored]) -> None
 
 
 def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Stored] | None:
-    """Return the names, shapes and types of all tensors of a checkpoint, after checking that no file is cut off.
+    """Return the names, shapes and types of all tensors in a checkpoint, after checking that no file is truncated.
 
     Args:
         name: folder, or name on the Hub.
-        **options: of `from_pretrained`; those about the Hub are used.
+        **options: options of `from_pretrained`; those about the Hub are used.
 
     Returns:
-        The stored tensors by name; None if the weights are not in safetensors files of the usual names.
+        The stored tensors by name; None if the weights are not in safetensors files with the usual names.
 
     Raises:
         CheckpointError: if a file is missing or damaged.
@@ -289,7 +289,7 @@ def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Store
 
 
 def find_file(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> str | None:
-    """Return the path of a checkpoint's file, from the Hub if it has to be; None if there is no such file."""
+    """Return the path of a file in a checkpoint, downloading it if needed; None if there is no such file."""
     silent = ("gated_repo", "missing_entries", "connection_errors")
     return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in silent}, **hub)
 
@@ -307,11 +307,11 @@ def _shards(index: str) -> Iterable[str]:
 
 
 def _file_header(path: str) -> dict[str, Stored]:
-    """Return a file's header, which safetensors compares with the file's size without reading weights."""
+    """Return a file's header, which safetensors checks against the file size without reading weights."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            return {key: Stored(tuple(one.get_shape()), str(one.get_dtype())) for key, one in slices.items()}
+            return {key: Stored(tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
     except (OSError, SafetensorError):
         raise CheckpointError(
             f"the weights file {os.path.basename(path)!r} is cut off or damaged; download it again"

@@ -156,4 +156,4 @@ def test_equal_layers_are_explained_together():
         "Backends of layer 3, hedgehog:",
     ]
     assert "  20 tokens: streamed, pytorch" in lines and "  20 tokens: window, pytorch" in lines
-    assert any(line.startswith("    declined, the call is not one decoding step: one step") for line in lines)
+    assert any(line.startswith("    declined, the call is not a decoding step: one step") for line in lines)

@@ -220,7 +220,7 @@ def test_no_kernel_is_the_window_alone():
     ("kernel", "hybrid", "message"),
     [
         ("none", {}, "kernel 'none': got no window"),
-        ("none", {"window": 4, "exact_keys": 2}, "kernel 'none' has no scale to choose keys by"),
+        ("none", {"window": 4, "exact_keys": 2}, "kernel 'none' has no scale by which to choose keys"),
         ("none", {"window": 4, "scale": "linear"}, "kernel 'none' has no features to scale"),
         ("flexformer_n", {"scale": "linear"}, "kernel 'flexformer_n' can have negative weights"),
         ("norm_elu", {"scale": "linear"}, "kernel 'norm_elu' takes no scale"),

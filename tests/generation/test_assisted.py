@@ -132,7 +132,7 @@ def test_a_cropped_cache_is_the_cache_of_the_tokens_that_are_left(kernel):
         sizes = [layer.recorded.length for layer in cache.layers]
         assert all(size <= 6 for size in sizes)
     cache.crop(-3)
-    with pytest.raises(ConfigError, match=r"crop: got 99 tokens to remove, .* ask for more before: model.new_cache"):
+    with pytest.raises(ConfigError, match=r"crop: got 99 tokens to remove, .* in advance: model.new_cache"):
         cache.crop(-99)
 
 
@@ -160,7 +160,7 @@ def test_a_cache_that_was_not_asked_for_it_is_not_cropped():
         model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
     size = cache.nbytes()
     cache.crop(0)
-    with pytest.raises(ConfigError, match=r"crop: got 1 tokens to remove, .* can take back 0"):
+    with pytest.raises(ConfigError, match=r"crop: got 1 tokens to remove, .* can remove only 0"):
         cache.crop(-1)
     with pytest.raises(ConfigError, match="expected 0 or less"):
         cache.layers[0].crop(2)

@@ -197,7 +197,7 @@ def test_what_cannot_be_honoured_is_refused():
     model = causal("llama", config=LONG)
     with pytest.raises(UnsupportedModelError, match=r"packed into one row .* with a generation cache"):
         model(**packed(), past_key_values=model.new_cache())
-    with pytest.raises(UnsupportedModelError, match="expected numbers that go up from 0 to 91"):
+    with pytest.raises(UnsupportedModelError, match="expected numbers that increase from 0 to 91"):
         model(input_ids=packed()["input_ids"], cu_seq_lens_q=torch.tensor([0, 4, 8]))
     # The refusal left nothing behind.
     plain = {"input_ids": documents()[1]}
@@ -212,7 +212,7 @@ def test_a_host_that_hands_no_mask_on_is_refused():
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: (args, kwargs | {"attention_mask": None}), with_kwargs=True
     )
-    with pytest.raises(UnsupportedModelError, match="does not hand its mask on"):
+    with pytest.raises(UnsupportedModelError, match="does not pass its mask on"):
         model(**packed())
 
 

@@ -1,6 +1,6 @@
-"""Ways to carry out the call of a feature-map kernel: their interface.
+"""Backends, the ways to compute the call of a feature-map kernel: their interface.
 
-To add one, write a file with a class as `Backend` describes it and put an instance into `choose.BACKENDS`.
+To add one, write a file with a class that implements `Backend` and add an instance to `choose.BACKENDS`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """One way to carry out the call of a feature-map kernel.
+    """One way to compute the call of a feature-map kernel.
 
     Attributes:
-        name: for `--explain-backend` and tests.
+        name: its name in `--explain-backend` and tests.
         uses_op: whether its causal calls go through one of `causal.CAUSAL_OPS`.
     """
 
@@ -27,13 +27,13 @@ class Backend(Protocol):
     uses_op: bool
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Say why it declines a call; empty if it can carry it out.
+        """Return why it declines a call; empty if it can compute it.
 
-        It is asked at every decoding step: check what is cheap first, and return constant texts.
+        This is called at every decoding step, so do the cheap checks first and return constant texts.
         """
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Attend -> [B, H, T, V] in the dtype of the values, and the state after; None unless `call.needs_state`.
+        """Return the output [B, H, T, V] in the dtype of the values, and the state after (None without `needs_state`).
 
-        It is called only after `why_not` returned an empty text.
+        Called only after `why_not` returned an empty text.
         """

@@ -1,4 +1,4 @@
-"""Causal ops on given features: in PyTorch, in C and through flash-linear-attention; and which of them is used."""
+"""Causal ops on given features, in PyTorch, in C and with flash-linear-attention, and the choice between them."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ if TYPE_CHECKING:
 
 
 class CausalOp:
-    """A causal op on given features; this one is `linearize.ops.causal_attention`, which takes every call.
+    """A causal op on given features; this class is `linearize.ops.causal_attention`, which accepts every call.
 
     Attributes:
-        name: for `--explain-backend` and tests.
-        attend: does what `linearize.ops.causal_attention` does.
+        name: its name in `--explain-backend` and tests.
+        attend: a function with the contract of `linearize.ops.causal_attention`.
     """
 
     name = "pytorch"
     attend = staticmethod(causal_attention)
 
     def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
-        """Say why it declines tensors such as x and v, or rows divided as `normalize` says; empty if it takes them."""
+        """Return why it declines tensors such as x and v with this `normalize`; empty if it accepts them."""
         return ""
 
     def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        """Attend when the state after is not needed."""
+        """Attend without returning the state."""
         return self.attend(phi_q, phi_k, v, **options)[0]
 
 
 class FlaOp(CausalOp):
-    """The op through flash-linear-attention on a GPU."""
+    """The op on a GPU with flash-linear-attention."""
 
     name = "flash-linear-attention"
     attend = staticmethod(fla_attention)
 
     def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
         if not x.is_cuda:
-            return "flash-linear-attention runs on CUDA only"
+            return "flash-linear-attention runs only on CUDA"
         if is_tracing():
             return "a graph is being traced"
         if chunk_kernel(x.device) is None:
             return "flash-linear-attention is not installed (extra: gpu), or LINEARIZE_FLA is 0"
-        return "" if exact_enough(v) else "its products are TF32, and PyTorch's in fp32 are not allowed to be"
+        return "" if exact_enough(v) else "its products are TF32, which PyTorch's settings do not allow for fp32"
 
 
 class NativeOp(CausalOp):
-    """The op in C; it divides rows by their sums."""
+    """The op in C, which always divides rows by their sums."""
 
     name = "native causal op"
 
     def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
         if not normalize:
-            return "it has no plain sums without a denominator"
+            return "it cannot return sums without a denominator"
         if not x.is_cpu:
-            return "it runs on the CPU only"
+            return "it runs only on the CPU"
         return absence() if engine() is None else ""
 
     @staticmethod
@@ -96,16 +96,16 @@ def _attend_options(options: LinearOptions) -> AttendOptions:
 
 
 CAUSAL_OPS: tuple[CausalOp, ...] = (FlaOp(), NativeOp(), CausalOp())
-"""The first that takes a call is used; the last takes every call."""
+"""The first op that accepts a call is used; the last one accepts every call."""
 
 
 def causal_op(mixer: FeatureMapMixer, call: AttentionCall) -> CausalOp:
-    """Return the op that a mixer's causal call goes through."""
+    """Return the op that computes a mixer's causal call."""
     return next(op for op in CAUSAL_OPS if not op.why_not(call.k, call.v, normalize=mixer.divides))
 
 
 def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-    """Attend causally on given features as `linearize.ops.causal_attention` does, with the fastest op available."""
+    """Attend causally on given features, like `linearize.ops.causal_attention`, with the fastest op available."""
     normalize = options.get("normalize", True)
     op = next(op for op in CAUSAL_OPS if not op.why_not(phi_k, v, normalize=normalize))
     return op.output(phi_q, phi_k, v, **options)

@@ -1,4 +1,4 @@
-"""The one place that decides how a call is carried out, and its explanation for `--explain-backend`."""
+"""Chooses the backend for a call, in this one place, and explains the choice for `--explain-backend`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 T = TypeVar("T", Backend, CausalOp)
 
 BACKENDS: tuple[Backend, ...] = (Native(), OneStep(), Windowed(), Streamed(), Eager())
-"""All backends; the first that takes a call carries it out. The last three together take every call."""
+"""All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
 
 def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
-    """Return the backend that carries out a call."""
+    """Return the backend that computes a call."""
     return next(backend for backend in BACKENDS if not backend.why_not(mixer, call))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """How one kind of call is carried out.
+    """How one kind of call is computed.
 
     Attributes:
-        call: the kind, in words.
+        call: the kind of call, in words.
         backend: name of the backend and of its op.
-        declined: name and reason of everything that was asked before.
+        declined: name and reason of each backend or op that declined the call.
     """
 
     call: str
@@ -45,19 +45,19 @@ class Explanation:
 
 
 def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Explanation]:
-    """Explain a forward pass of `tokens` tokens, the same with gradients and, for causal layers, a decoding step.
+    """Explain a forward pass of `tokens` tokens, with and without gradients, and a decoding step of causal layers.
 
     Args:
         mixer: an initialised `linearize.attention.mixer.Mixer` on `device`.
         tokens: length of the input.
-        device: where the inputs are.
-        dtype: their type.
+        device: device of the inputs.
+        dtype: their dtype.
     """
     if not isinstance(getattr(mixer, "keys", None), FeatureMap):
-        return [Explanation("all calls", "the kernel itself, which has no feature map to choose a backend for")]
+        return [Explanation("all calls", "the kernel itself: it has no feature map, so there is no choice")]
     shape = mixer.shape
     sizes = (shape.heads, shape.head_dim), (shape.key_heads, shape.head_dim), (shape.key_heads, shape.value_dim)
-    # One token in memory, however long the input is.
+    # Expand one token instead of allocating the whole input.
     token = [torch.zeros(1, heads, 1, size, device=device, dtype=dtype) for heads, size in sizes]
     q, k, v = (x.expand(-1, -1, tokens, -1) for x in token)
     result = []
@@ -75,14 +75,14 @@ def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Ex
     backend, declined = _first(BACKENDS, lambda backend: backend.why_not(mixer, call))
     if not backend.uses_op:
         return Explanation(words, backend.name, tuple(declined))
-    # Without a causal op the attention is computed in PyTorch.
+    # Bidirectional attention uses no causal op, so it is computed in PyTorch.
     ops = CAUSAL_OPS if mixer.shape.causal else CAUSAL_OPS[-1:]
     op, more = _first(ops, lambda op: op.why_not(call.k, call.v, normalize=mixer.divides))
     return Explanation(words, f"{backend.name}, {op.name}", (*declined, *more))
 
 
 def _first(candidates: Sequence[T], ask: Callable[[T], str]) -> tuple[T, list[tuple[str, str]]]:
-    """Return the first that gives no reason, and name and reason of those asked before it."""
+    """Return the first candidate without a reason to decline, and the names and reasons of those before it."""
     reasons = [(candidate, ask(candidate)) for candidate in candidates]
     first = next(number for number, (_, why) in enumerate(reasons) if not why)
     return candidates[first], [(candidate.name, why) for candidate, why in reasons[:first]]

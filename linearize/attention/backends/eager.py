@@ -1,4 +1,4 @@
-"""PyTorch: map all tokens, then mix them with one of the ops of `linearize.ops`."""
+"""PyTorch backends: map all tokens, then mix them with one of the ops in `linearize.ops`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from linearize.ops.state import without_padding
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
 
-NO_WINDOW = "it has no softmax window"
-NO_FLOOR = "it has no floor for denominators"
+NO_WINDOW = "it does not support a softmax window"
+NO_FLOOR = "it does not support a floor for denominators"
 
 
 class Eager:
-    """All tokens at once; it takes every call without a softmax window."""
+    """All tokens at once; accepts every call without a softmax window."""
 
     name, uses_op = "eager", True
 
@@ -40,7 +40,7 @@ class Eager:
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         queries, keys = mixer.features(call)
-        # In fp32 until the output: sums without a denominator would overflow fp16.
+        # Stay in fp32 until the output: sums without a denominator would overflow fp16.
         tensors = queries.phi, keys.phi, call.v.float()
         options: LinearOptions = {
             "key_padding_mask": call.key_padding_mask,
@@ -63,7 +63,7 @@ class Eager:
 
 
 class Windowed:
-    """Softmax inside a window; a causal op sums up the keys outside it."""
+    """Softmax inside a window, with a causal op that sums up the keys outside it."""
 
     name, uses_op = "window", True
 
@@ -74,7 +74,7 @@ class Windowed:
         window = mixer.form(call.scaling)
         assert window is not None
         queries, keys = mixer.features(call)
-        # In fp32 until the output, as all sums.
+        # Stay in fp32 until the output, like all sums.
         out, state = window_attention(
             Mapped(call.q, *queries),
             Mapped(call.k, *keys),
@@ -89,7 +89,7 @@ class Windowed:
 
 
 class OneStep:
-    """One token of decoding: it updates the state in the state's own memory, without a gradient."""
+    """One decoding step: updates the state in place, without a gradient."""
 
     name, uses_op = "one step", False
 
@@ -98,7 +98,7 @@ class OneStep:
             return NO_WINDOW
         if mixer.floor > 0.0:
             return NO_FLOOR
-        return "" if call.one_step else "the call is not one decoding step"
+        return "" if call.one_step else "the call is not a decoding step"
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         mask = call.key_padding_mask

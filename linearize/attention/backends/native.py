@@ -1,4 +1,4 @@
-"""The op in C, for whole calls of kernels whose map it has."""
+"""The backend in C, for whole calls of kernels whose map the native op supports."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Native:
-    """Whole calls in one pass, map included, with a window or without; one token is decoded in the state's memory."""
+    """Whole calls in one pass, map included, with or without a window; a decoding step updates the state in place."""
 
     name, uses_op = "native", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         step, why = call.one_step, ""
         if not step and mixer.window is not None and call.state is not None:
-            why = "it does not continue the state of a window with several tokens"
+            why = "it cannot add several tokens to the state of a window"
         elif not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
             why = "its gradient does not pass through states"
         if why := why or unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
@@ -56,7 +56,7 @@ def _writable(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
 
 
 def _uneven(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
-    """Tell whether the rows of a decoding step have different lengths, some of them beyond the trained one."""
+    """Tell whether the rows of a decoding step differ in length, and some are beyond the trained length."""
     length, positions = mixer.hybrid.trained_length, call.positions
     if length is None or positions is None or positions.shape[0] == 1:
         return False
@@ -118,7 +118,7 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
 
 
 def _priority(mixer: FeatureMapMixer, k: Tensor, scaling: float, learned: Tensor | None) -> Tensor:
-    """Return the log-scales [B, K, T] of the keys' features, by which exact keys are chosen."""
+    """Return the log-scales [B, K, T] of the keys' features, which decide the exact keys."""
     if _maps(mixer)[0].scaled:
         log_scale = mixer.map_tokens(k, scaling).log_scale
         assert log_scale is not None
@@ -127,16 +127,16 @@ def _priority(mixer: FeatureMapMixer, k: Tensor, scaling: float, learned: Tensor
 
 
 def _unknown_maps(mixer: FeatureMapMixer) -> str:
-    """Say why the op cannot do all that the mixer does besides a window; empty if it can. Worked out once."""
+    """Return why the op cannot compute the mixer apart from its window; empty if it can. Computed once."""
     why = mixer.memory.get("native.unknown_maps")
     if why is None:
         why = ""
         if mixer.inputs is not None or mixer.output is not None or mixer.info.positional:
-            why = "it does not have what this kernel does before or after its map"
+            why = "it does not support what this kernel does before or after its map"
         elif mixer.floor > 0.0 or not mixer.keys.normalize:
-            why = "it does not have this kernel's denominator"
+            why = "it does not support this kernel's denominator"
         elif any(map.map_spec() is None for map in _feature_maps(mixer)):
-            why = "it does not have this kernel's feature map"
+            why = "it does not support this kernel's feature map"
         mixer.memory["native.unknown_maps"] = why
     return str(why)
 
@@ -146,22 +146,22 @@ def _feature_maps(mixer: FeatureMapMixer) -> list[FeatureMap]:
 
 
 def _maps(mixer: FeatureMapMixer) -> list[MapSpec]:
-    """Return the maps of keys and queries, or the one that they share."""
+    """Return the maps of keys and queries, or the single map that they share."""
     return [spec for map in _feature_maps(mixer) if (spec := map.map_spec()) is not None]
 
 
 def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | None = None) -> Any:
-    """Return the maps as the op reads them in a step, faded for the rows' one position if they fade.
+    """Return the maps as the op reads them in a step, faded for the common position of the rows if they fade.
 
-    Describing them takes as long as a decoding step. So it is done once while the weights stay where they are, if the
-    op reads nothing but parameters. The bias that fades is a separate buffer for each thread, as threads may share a
-    model.
+    Packing them takes as long as a decoding step. So the result is reused while the weights stay at the same addresses,
+    if the op reads only parameters. The bias that fades is a separate buffer for each thread, because threads may share
+    a model.
     """
     learned = [scale for scale in (mixer.key_scale, mixer.query_scale) if scale is not None]
     weights = [w for part in (*_feature_maps(mixer), *learned) for w in part._parameters.values()]
     key = [scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
     length, name, faded = mixer.hybrid.trained_length, "native.packed", None
-    # Up to the trained length nothing fades, and steps share what is packed without a buffer.
+    # Up to the trained length nothing fades, and all steps share one packed result without a buffer.
     if length is not None and positions is not None and float(positions.max()) >= length:
         assert mixer.query_scale is not None and mixer.query_scale.bias is not None
         name = f"{name}.{threading.get_ident()}"

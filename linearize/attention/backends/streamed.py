@@ -1,7 +1,7 @@
-"""PyTorch, one part of the tokens at a time: for long inputs.
+"""PyTorch backend for long inputs: one part of the tokens at a time.
 
-The features of a part are used while they are in the processor's cache; features of all T tokens never exist. The
-backward pass computes them again, part by part, from q, k and v; a causal pass keeps the state before every part.
+The features of a part are used while they are in the processor's cache; the features of all T tokens never exist at
+once. The backward pass recomputes them, part by part, from q, k and v; a causal pass keeps the state before every part.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
 
 RECOMPUTED = 8192
-"""From this many tokens on, the backward pass computes features again: 25 to 75 % slower, with little memory."""
+"""From this many tokens on, the backward pass recomputes features: 25 to 75 % slower, but with little memory."""
 
 NUMBERS = {"cpu": 1 << 19}
-"""Numbers in the features of one part, by device: 2 MiB of fp32, about a core's cache."""
+"""Number of feature values in one part, by device: 2 MiB of fp32, about a core's cache."""
 
 ELSEWHERE = 1 << 26
 """The same on all other devices, which need large products."""
 
 UNIT = 64
-"""Parts are multiples of this many tokens, the causal op's chunk."""
+"""Part lengths are multiples of this many tokens, the chunk of the causal op."""
 
 
 class Streamed:
-    """Parts of the tokens one after the other."""
+    """The backend that processes one part of the tokens after the other."""
 
     name, uses_op = "streamed", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         if is_tracing():
-            # First: reading the number of tokens would make it a constant of the graph.
+            # Check this first: reading the number of tokens would make it a constant of the graph.
             return "a graph is being traced"
         tokens = call.q.shape[2]
         if tokens == 1:
-            return "one token has no parts"
+            return "one token cannot be split into parts"
         if mixer.window is not None:
             return NO_WINDOW
         if mixer.inputs is not None:
-            return "queries and keys meet before the map"
+            return "the kernel processes queries and keys jointly before the map"
         if mixer.floor > 0.0:
             return NO_FLOOR
         if torch.is_grad_enabled():
@@ -63,11 +63,11 @@ class Streamed:
     def run(
         self, mixer: FeatureMapMixer, call: AttentionCall, before: list[Tensor] | None = None
     ) -> tuple[Tensor, MixerState | None]:
-        """Attend as `Backend.run` does; a list `before` gets the two tensors of the state before each causal part."""
+        """Attend as `Backend.run` does; for each causal part, append the state's two tensors to `before`, if given."""
         if torch.is_grad_enabled():
             return _Streamed.apply(mixer, call, call.q, call.k, call.v, *mixer.parameters()), None
         q, v, state = call.q, call.v, call.linear_state
-        # Tokens first in memory, as the host reads it next.
+        # Put tokens first in memory, because that is how the host reads the output next.
         out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
         cuts = parts(q, mixer.feature_dim)
         if mixer.shape.causal:
@@ -141,7 +141,7 @@ class _Streamed(torch.autograd.Function):
         whole = replace(call, q=q, k=k, v=v, needs_state=not mixer.shape.causal)
         out, state = Streamed().run(mixer, whole, before)
         ctx.save_for_backward(q, k, v, *(before if state is None else state.values()))
-        # Keep no other tensor of the inputs: under checkpointing they are dropped and made again.
+        # Keep no other references to the inputs: under checkpointing they are dropped and recomputed.
         none = q.new_empty(0)
         ctx.mixer, ctx.call = mixer, replace(call, q=none, k=none, v=none)
         return out
@@ -151,7 +151,7 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *states = ctx.saved_tensors
         call = replace(ctx.call, q=q, k=k, v=v)
-        # Read the parameters here: those of a sharded model are other tensors than in the forward pass.
+        # Read the parameters here: in a sharded model they are different tensors from those in the forward pass.
         total = _Gradients(ctx.mixer, (q, k, v), ctx.needs_input_grad[2:5])
         with torch.enable_grad(), torch.autocast(device_type=q.device.type, enabled=False):
             backward = _causal_backward if ctx.mixer.shape.causal else _bidirectional_backward
@@ -169,18 +169,18 @@ class _Gradients:
         self.asked = [i for i, parameter in enumerate(self.learned) if parameter.requires_grad]
 
     def take(self, results: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Differentiate a part; add up the parameters' gradients and return those of `leaves` (zeros where unused)."""
+        """Differentiate a part; add up the parameters' gradients and return those of `leaves` (zeros if unused)."""
         wanted = [*leaves, *(self.learned[i] for i in self.asked)]
         pairs = [(x, g) for x, g in zip(results, grads, strict=True) if x.requires_grad]
-        found = torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        for i, new in zip(self.asked, found[len(leaves) :], strict=True):
+        all_grads = torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        for i, new in zip(self.asked, all_grads[len(leaves) :], strict=True):
             if new is not None:
                 old = self.parameters[i]
                 self.parameters[i] = new if old is None else old.add_(new)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=False)]
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, all_grads, strict=False)]
 
     def put(self, which: int, part: slice, grad: Tensor) -> None:
-        """Store the gradient to a part of q (0), k (1) or v (2)."""
+        """Store the gradient of a part of q (0), k (1) or v (2)."""
         whole = self.inputs[which]
         if whole is not None:
             whole[:, :, part] = grad
@@ -191,7 +191,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _leaves(call: AttentionCall, part: slice) -> AttentionCall:
-    """Return a part of a call on leaves of the graph."""
+    """Return a part of a call whose q, k and v are leaves of a new graph."""
     piece = call.part(part)
     return replace(piece, q=_leaf(piece.q), k=_leaf(piece.k), v=_leaf(piece.v))
 
@@ -199,7 +199,7 @@ def _leaves(call: AttentionCall, part: slice) -> AttentionCall:
 def _bidirectional_backward(
     mixer: FeatureMapMixer, call: AttentionCall, states: Sequence[Tensor], grad: Tensor, total: _Gradients
 ) -> None:
-    """Go through the queries for the state's gradient, then through the keys with it."""
+    """Go through the queries to compute the state's gradient, then use it to go through the keys."""
     state = State(*states)
     grad_kv = torch.zeros_like(state.kv)
     cuts = parts(call.q, mixer.feature_dim)
@@ -220,7 +220,7 @@ def _bidirectional_backward(
 def _causal_backward(
     mixer: FeatureMapMixer, call: AttentionCall, states: Sequence[Tensor], grad: Tensor, total: _Gradients
 ) -> None:
-    """Go through the parts from the last to the first, with the gradient to the state before each."""
+    """Go through the parts from the last to the first, carrying the gradient of the state before each part."""
     grad_kv: Tensor | None = None
     cuts, op = parts(call.q, mixer.feature_dim), causal_op(mixer, call)
     for number, part in reversed(list(enumerate(cuts))):

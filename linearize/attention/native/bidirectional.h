@@ -1,4 +1,4 @@
-/* Every query to every key: gather, then read. */
+/* Attention from every query to every key: gather the keys into a state, then read it. */
 
 #ifndef LINEARIZE_BIDIRECTIONAL_H
 #define LINEARIZE_BIDIRECTIONAL_H
@@ -47,7 +47,7 @@ INLINE long partition_start(const call_t *c, long piece, long pieces) {
     return least(c->tokens, piece * tiles / pieces * TILE);
 }
 
-/* All keys into a state, then every query out of it. Returns 0, or 1 if memory ran out. */
+/* Gather all keys into a state, then read it with every query. Returns 0, or 1 if memory ran out. */
 int linearize_bidirectional(const call_t *c) {
     long keys = c->batch * c->key_heads, rows = c->batch * c->heads;
     int failed = DONE;

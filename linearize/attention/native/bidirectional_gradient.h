@@ -1,4 +1,4 @@
-/* Gradients of every query to every key: first the queries, for the state's gradient, then the keys, with it. */
+/* Gradients of attention from every query to every key: the queries give the state's gradient, then the keys use it. */
 
 #ifndef LINEARIZE_BIDIRECTIONAL_GRADIENT_H
 #define LINEARIZE_BIDIRECTIONAL_GRADIENT_H
@@ -14,7 +14,7 @@ static void query_gradients(const call_t *c, const back_t *g, long b, long h, wo
         row_sums(c, s->phi_q, s->z, wide, wide, s->sums);
         for (long j = 0; j < count; j++) factor[j] = 1.0f / guarded(s->sums[j], c->eps);
         row_gradients(c, g, b, h, t, count, factor, w);
-        /* A sum that was held at its least magnitude is a constant. */
+        /* A sum that was clamped to its least magnitude is a constant. */
         for (long j = 0; j < count; j++)
             if (fabsf(s->sums[j]) <= c->eps) w->slope[j] = 0.0f;
         through_state(c, s->kv, s->z, w->rows_transposed, w->slope, w->dphi, s->width, wide);

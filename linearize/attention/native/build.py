@@ -1,7 +1,7 @@
 """Compile the native op, once per machine, into the user's cache folder, and compare it with the ops in PyTorch.
 
-`linearize.attention.native.locate` finds it there. Library and record are written to temporary files and renamed, the
-record last. So two processes may build at once, and a killed one leaves nothing incomplete.
+`linearize.attention.native.locate` finds it there. The library and its record are written to temporary files and
+renamed, the record last. So two processes may build at the same time, and a killed one leaves nothing incomplete.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from linearize.kernels.base import FeatureMap
 
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS = 300
-"""Time limit of a compiler."""
+"""Time limit of a compiler run, in seconds."""
 BUILD_PREFIX = ".build-"
-"""Start of the names of a compiler's working folders."""
+"""Prefix of the names of the build folders."""
 
 
 def compiler() -> str | None:
@@ -76,41 +76,43 @@ def build() -> Path:
 
 
 def _writable_record() -> Path:
-    """Make the cache folder; return the path of the record.
+    """Create the cache folder; return the path of the record.
 
     Raises:
-        ConfigError: if it cannot be made, or others can write it, so that no library in it would be loaded.
+        ConfigError: if it cannot be created, or if other users can write to it, so that its libraries are not loaded.
     """
     path = record_file()
     if path is None:
         raise ConfigError("native op: the user has no home folder to keep it in; set XDG_CACHE_HOME to a folder")
     try:
         for folder in (*reversed(path.parent.parents), path.parent):
-            # The mode that the XDG convention requires; with parents=True it would depend on the umask.
+            # The XDG convention requires this mode; with parents=True it would depend on the umask.
             if not folder.exists():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"native op: {path.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from None
+        raise ConfigError(
+            f"native op: {path.parent} cannot be created ({error.strerror}); set XDG_CACHE_HOME"
+        ) from None
     if why := objection(path.parent):
-        raise ConfigError(f"native op: {why}, so nothing in it would be loaded; correct that, or set XDG_CACHE_HOME")
+        raise ConfigError(f"native op: {why}, so nothing in it would be loaded; fix that, or set XDG_CACHE_HOME")
     return path
 
 
 def _compile_into(program: str, path: Path) -> Path:
-    """Compile, and write the library and then its record."""
+    """Compile the library, write it, then write its record."""
     try:
         with (
             _one_build_at_a_time(path.parent),
             tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder,
         ):
-            made = Path(folder) / f"{path.stem}.so"
-            if error := compile_library(program, made, locate.NATIVE_FLAGS):
-                raise ConfigError(f"native op: {program} failed; everything works without it. It said: {error[-500:]}")
-            entry = describe(made)
-            # Named by its content, so that simultaneous builds never mix one's library with the other's record.
+            compiled = Path(folder) / f"{path.stem}.so"
+            if error := compile_library(program, compiled, locate.NATIVE_FLAGS):
+                raise ConfigError(f"native op: {program} failed; everything works without it. Output: {error[-500:]}")
+            entry = describe(compiled)
+            # Named by its content, so that simultaneous builds never mix up each other's library and record.
             entry["file"] = f"{path.stem}-{entry['sha256'][:16]}.so"
-            os.chmod(made, 0o644)
-            library = made.replace(path.parent / entry["file"])
+            os.chmod(compiled, 0o644)
+            library = compiled.replace(path.parent / entry["file"])
             write_record(path, entry)
     except OSError as error:
         raise ConfigError(f"native op: {path.parent} cannot be written ({error.strerror or error})") from None
@@ -119,10 +121,10 @@ def _compile_into(program: str, path: Path) -> Path:
 
 @contextlib.contextmanager
 def _one_build_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait for other builds into the folder, and delete the working folders of killed ones.
+    """Wait for other builds into the folder, and delete the build folders of killed ones.
 
-    A lock on the folder itself ends with its process, so under the lock all working folders are abandoned. Without such
-    a lock (Windows, some network file systems), only folders older than any build are deleted.
+    A lock on the folder itself ends with its process, so whoever holds the lock knows that all build folders are
+    abandoned. Without such a lock (Windows, some network file systems), only folders older than any build are deleted.
     """
     handle = None
     try:
@@ -141,7 +143,7 @@ def _one_build_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path, older: float) -> None:
-    """Delete working folders of builds that started more than so many seconds ago."""
+    """Delete the folders of builds that started more than `older` seconds ago."""
     for left in folder.glob(f"{BUILD_PREFIX}*"):
         with contextlib.suppress(OSError):
             if not older or time.time() - left.stat().st_mtime > older:
@@ -155,12 +157,12 @@ def compile_library(program: str, made: Path, processor_flags: tuple[str, ...], 
         program: the compiler.
         made: library to write.
         processor_flags: flags for the target processor.
-        load: whether to load it too, to check that it runs here.
+        load: whether to also load it, to check that it runs here.
 
     Returns:
         The error; empty on success.
     """
-    # With OpenMP's pragmas if the compiler has them; torch's own library has their functions.
+    # Use OpenMP's pragmas if the compiler supports them; the functions they call are in torch's own library.
     error = _compile(program, made, (*processor_flags, "-fopenmp"), load)
     return error if error and _compile(program, made, processor_flags, load) else ""
 
@@ -170,7 +172,7 @@ def _compile(program: str, made: Path, extra: tuple[str, ...], load: bool) -> st
     source, unit = Path(__file__).parent / SOURCES[0], made.with_suffix(".o")
     steps = (
         [program, *FLAGS, *extra, "-c", str(source), "-o", str(unit)],
-        # Without -fopenmp, so that no second OpenMP library with separate threads is loaded.
+        # Link without -fopenmp, so that no second OpenMP library with its own threads is loaded.
         [program, "-shared", str(unit), "-lm", "-o", str(made)],
     )
     try:
@@ -192,7 +194,7 @@ def worth_building() -> bool:
 
 
 def obstacle() -> str:
-    """Say why the op is not compiled automatically although it is not built; empty without an obstacle.
+    """Return why the op is not compiled automatically although it is not built; empty if there is no obstacle.
 
     Also empty if the environment variable LINEARIZE_NATIVE is set: 0 means no native op, 1 the existing one.
     """
@@ -206,7 +208,7 @@ def obstacle() -> str:
     try:
         folder = next(part for part in path.parents if part.exists())
         why = objection(folder) or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written")
-        return f"{why}; correct that, or set XDG_CACHE_HOME to another folder" if why else _failed_before(path)
+        return f"{why}; fix that, or set XDG_CACHE_HOME to another folder" if why else _failed_before(path)
     except OSError as error:
         return f"{path.parent} cannot be read ({error.strerror})"
 
@@ -224,14 +226,14 @@ def note_failure(error: Exception) -> None:
     """Record that compiling failed or gave wrong results, so that it is not tried again automatically."""
     path = record_file()
     if path is not None:
-        # If the record cannot be written, the next try fails again.
+        # If the record cannot be written, the next attempt fails again.
         with contextlib.suppress(OSError):
             write_record(path, {FAILED: str(error)[:1000]})
     forget()
 
 
 def remove() -> list[Path]:
-    """Delete and return everything that was built, for other versions and machines too."""
+    """Delete everything that was built, including for other versions and machines, and return the deleted paths."""
     folder = cache_folder()
     files = [] if folder is None else sorted((*folder.glob("native-*.so"), *folder.glob("native-*.json")))
     for file in files:
@@ -256,7 +258,7 @@ class Agreement(NamedTuple):
 
     Attributes:
         kernel: its name.
-        direction: "bidirectional", "causal" or "one token"; with a window followed by ", window".
+        direction: "bidirectional", "causal" or "one token"; followed by ", window" if there is a window.
         error: largest difference over the largest output.
     """
 
@@ -266,7 +268,7 @@ class Agreement(NamedTuple):
 
 
 def native_kernels() -> list[str]:
-    """Return the kernels whose map the native op has; they need no window."""
+    """Return the kernels whose map the native op supports; kernels that need a window are left out."""
     builds = {info.name: info.build for info in kernel_infos() if not info.needs_window}
     own = {name: getattr(build, "map_spec", FeatureMap.map_spec) for name, build in builds.items()}
     return [name for name, map_spec in own.items() if map_spec is not FeatureMap.map_spec]
@@ -274,7 +276,7 @@ def native_kernels() -> list[str]:
 
 @torch.no_grad()
 def agreement() -> list[Agreement]:
-    """Compare outputs of random inputs, padding and grouped heads included, for every kernel that the op has."""
+    """Compare outputs for random inputs, with padding and grouped heads, for every kernel that the op supports."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, HEADS, TOKENS, SIZE, generator=generator)
     k, v = (torch.randn(2, KEY_HEADS, TOKENS, SIZE, generator=generator) for _ in range(2))
@@ -295,10 +297,10 @@ def agreement() -> list[Agreement]:
 
 
 def check_agreement(rows: list[Agreement]) -> None:
-    """Check that the native op computes the same.
+    """Check that the native op agrees with PyTorch.
 
     Raises:
-        ConfigError: naming the kernel and the difference.
+        ConfigError: if it does not; the message names the kernel and the difference.
     """
     worst = max(rows, key=lambda row: row.error, default=None)
     if worst is not None and not worst.error <= MOST:
@@ -314,7 +316,7 @@ def _mixer(name: str, causal: bool, generator: torch.Generator, hybrid: Hybrid) 
     mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), hybrid)
     mixer.reset_parameters(torch.Generator().manual_seed(1))
     for parameter in mixer.parameters():
-        # Some start at 0, so that their effect would not show.
+        # Some parameters start at 0, where an error in their effect would not show.
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return mixer
 

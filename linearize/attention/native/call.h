@@ -1,4 +1,5 @@
-/* One call's tensors, a thread's memory, and the operations of all ops on a tile: features, weighted values, state. */
+/* The tensors of a call, the memory of a thread, and the tile operations that all ops share: features, weighted values,
+   state. */
 
 #ifndef LINEARIZE_CALL_H
 #define LINEARIZE_CALL_H
@@ -10,11 +11,11 @@
 #endif
 
 #define LARGE_PAGE ((uintptr_t)1 << 21)
-#define TILE 48      /* tokens per tile; with a power of two, rows would compete for the same few lines of the cache */
+#define TILE 48      /* tokens per tile; with a power of two, rows would compete for the same few cache lines */
 #define FLOOR -1e30f /* log-scale of "no key yet" */
 #define EPS 1e-30f
 
-/* What a call returns. STEEP: log-scales climb too steeply for the causal gradient. */
+/* Return values of a call. STEEP: log-scales climb too steeply for the causal gradient. */
 #define EACH_RESULT(ONE) ONE(DONE, "done") ONE(NO_MEMORY, "no_memory") ONE(STEEP, "steep")
 enum { EACH_RESULT(NUMBER) RESULTS };
 
@@ -27,8 +28,8 @@ typedef struct {
     const uint8_t *mask;      /* [B, T] or null */
     const float *key_scale, *query_scale; /* added to the log-scales: [B, K, T] and, with a window, [B, H, T]; or null */
     map_t keys, queries;
-    const float *start, *start_scale; /* the state before, or null */
-    float *kv, *log_scale;            /* the state after; when decoding, before and after */
+    const float *start, *start_scale; /* the state before the tokens, or null */
+    float *kv, *log_scale;            /* the state after the tokens; when decoding, before and after */
     float eps;
     int32_t threads;
     int32_t exact; /* whether projections of bf16 inputs use weights that are not rounded to bf16 */
@@ -36,10 +37,10 @@ typedef struct {
 
 typedef struct {
     float *memory, *x, *phi_k, *phi_q, *other, *scale, *weight, *values, *scores, *mixed, *sums, *kv, *z;
-    float *rounded[2];    /* one head's projections of keys, and of queries, in bf16 */
+    float *rounded[2];    /* projection weights of one head for keys and for queries, in bf16 */
     long rounded_head[2]; /* number of that head */
     float *saved; /* [3 n, TILE] for gradients: see maps.h */
-    long width;  /* of a row of values, a whole number of vectors */
+    long width;  /* length of a row of values, a whole number of vectors */
 } scratch_t;
 
 INLINE long padded(long n) { return (n + UNIT - 1) / UNIT * UNIT; }
@@ -65,8 +66,8 @@ static float *arena_alloc(const part_t *parts, long count) {
     return memory;
 }
 
-/* Whether a map's projections are rounded to bf16 and its inputs are used in pairs, unconverted: products of bf16
-   numbers cost half. The inputs themselves have the same rounding. */
+/* Whether a map's projection weights are rounded to bf16 and its bf16 inputs are used in pairs without conversion:
+   products of bf16 numbers cost half, and the inputs are rounded in the same way anyway. */
 INLINE int rounds(const call_t *c, const map_t *map) {
     return PAIRS && !c->exact && c->type == BFLOAT16 && map->kind != GIVEN && map->size % 2 == 0;
 }
@@ -90,7 +91,7 @@ static int prepare(const call_t *c, scratch_t *s) {
     return s->memory != 0;
 }
 
-/* Called by every thread of a parallel region: whether all of them got their memory. */
+/* Whether all threads got their memory; called by every thread of a parallel region. */
 static int all_ready(int ready, int *failed) {
     if (!ready) {
 #pragma omp atomic write
@@ -100,7 +101,7 @@ static int all_ready(int ready, int *failed) {
     return !*failed;
 }
 
-/* Do `one` for every batch entry and key head, in all threads. Returns DONE, or NO_MEMORY. */
+/* Call `one` for every batch entry and key head, in all threads. Returns DONE or NO_MEMORY. */
 static int each_head(const call_t *c, void (*one)(const call_t *, long, scratch_t *)) {
     int failed = DONE;
 #pragma omp parallel num_threads(c->threads)
@@ -116,8 +117,8 @@ static int each_head(const call_t *c, void (*one)(const call_t *, long, scratch_
     return failed;
 }
 
-/* Request large pages for a large output, if the system has them on request: otherwise tens of MiB of new memory come
-   in pages of 4 KiB, which takes a tenth of the op's time. */
+/* Request huge pages for a large output, if the system provides them on request: otherwise tens of MiB of new memory
+   are mapped in pages of 4 KiB, which takes a tenth of the op's time. */
 static void advise_huge_pages(const call_t *c) {
 #if defined(__linux__)
     uintptr_t start = (uintptr_t)c->out, size = c->batch * c->heads * c->tokens * c->value_size;
@@ -146,18 +147,18 @@ INLINE void read_row(const void *x, int type, long size, float factor, float *ro
     for (; j < padded(size); j++) row[j] = j < size ? number(x, type, j) * factor : 0.0f;
 }
 
-/* Whether a token is padding: none of its numbers may affect other tokens. */
+/* Whether a token is padding; its numbers must not affect other tokens. */
 INLINE int is_padding(const call_t *c, long b, long token) { return c->mask && !c->mask[b * c->tokens + token]; }
 
-/* Clear the columns of a tile [size, wide] that are padding. */
+/* Set the padding columns of a tile [size, wide] to zero. */
 INLINE void clear_padding(const call_t *c, long b, long first, long count, float *x, long size, long wide) {
     for (long j = 0; j < count; j++)
         if (is_padding(c, b, first + j))
             for (long d = 0; d < size; d++) x[d * wide + j] = 0.0f;
 }
 
-/* Make a tile of features [F, wide] of one head's tokens from `first` on. Padding is mapped like zeros. Given
-   features are cleared at padding, except queries, which may be other tokens than the mask's. */
+/* Compute a tile of features [F, wide] for one head's tokens from `first` on. Padding is mapped like zeros. If features
+   are given instead, they are set to zero at padding, except for queries, whose tokens may differ from the mask's. */
 static void features(const call_t *c, const map_t *map, const void *x, const int64_t *stride, long b, long h,
                      long index, long first, long count, scratch_t *s, float *phi) {
     long wide = padded(count), next = least(TILE, c->tokens - first - count);
@@ -196,7 +197,7 @@ INLINE void key_features(const call_t *c, long b, long h, long first, long count
         float scale = c->keys.scaled ? s->scale[j] : 0.0f;
         if (c->key_scale && real) scale += c->key_scale[(b * c->key_heads + h) * c->tokens + first + j];
         if (real && keys_scaled(c) && scale != scale) {
-            /* A key of unknown size: the rows that see it get NaN from its features, and no other row from its weight. */
+            /* A NaN log-scale: rows that see the key get NaN through its features; through its weight no row does. */
             for (long i = 0; i < c->features; i++) s->phi_k[i * padded(count) + j] = scale;
             real = 0;
             s->weight[j] = 0.0f;
@@ -205,7 +206,7 @@ INLINE void key_features(const call_t *c, long b, long h, long first, long count
     }
 }
 
-/* Values of a tile, times their keys' weights, in rows of whole vectors; zeros for padding. */
+/* Values of a tile times the weights of their keys, in rows of whole vectors; zeros for padding. */
 INLINE void weighted_values(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
     long next = least(TILE, c->tokens - first - count);
     const void *from = token_at(c->v, c->value_type, c->v_stride, b, h, first);
@@ -236,7 +237,7 @@ PART void accumulate_z(const call_t *c, const float *phi, long wide, const float
     for (; i < c->features; i++) z[i] += total(weighed(phi + i * wide, weight, count));
 }
 
-/* A state kv [F, width], z [F] += features [F, wide] x rows [count, width], and x the rows' weights. */
+/* A state: kv [F, width] += features [F, wide] x rows [count, width], and z [F] += features x the weights of the rows. */
 PART void accumulate_kv(const call_t *c, const float *phi, const float *rows, const float *weight, long width,
                         long count, float *kv, float *z) {
     product(1, c->features, width, count, phi, padded(count), 1, rows, width, kv, width);
@@ -247,7 +248,7 @@ INLINE void accumulate_keys(const call_t *c, scratch_t *s, long count) {
     accumulate_kv(c, s->phi_k, s->values, s->weight, s->width, count, s->kv, s->z);
 }
 
-/* One of a thread's arrays times a factor. */
+/* Multiply one of a thread's arrays by a factor. */
 INLINE void multiply(float *row, long size, float factor) {
     for (long j = 0; j < size; j += W) store(row + j, load(row + j) * factor);
 }
@@ -257,7 +258,7 @@ INLINE void decay_state(const call_t *c, long width, float *kv, float *z, float 
     multiply(z, c->features, factor);
 }
 
-/* The weights of a tile's keys, 0 or 1 so far, times exp(log-scale - top). */
+/* Multiply the weights of a tile's keys, 0 or 1 so far, by exp(log-scale - top). */
 INLINE void scale_weights(scratch_t *s, long count, float top) {
     for (long j = 0; j < padded(count); j += W)
         store(s->weight + j, load(s->weight + j) * vexp(load(s->scale + j) - top));
@@ -293,7 +294,7 @@ INLINE void prefetch_out(const call_t *c, long b, long h, long first, long count
             __builtin_prefetch(to + t * c->out_stride[2] * bytes + i, 1);
 }
 
-/* A row's sum with its magnitude held at `smallest` or more. */
+/* The sum of a row, with a magnitude of at least `smallest`. */
 INLINE float guarded(float sum, float smallest) {
     return copysignf(fabsf(sum) < smallest ? smallest : fabsf(sum), sum);
 }

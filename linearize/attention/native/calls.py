@@ -1,7 +1,7 @@
 """Calls of the compiled op: PyTorch's tensors in, PyTorch's tensors out. Autograd is in `native.gradient`.
 
-Code that travels with checkpoints calls `load` and the methods of `Engine`: their names and arguments stay. All methods
-raise MemoryError if there is no memory for a thread's buffers.
+The code saved in checkpoints calls `load` and the methods of `Engine`, so their names and arguments must not change.
+All methods raise MemoryError if there is no memory for a thread's buffers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Window
 
 LANES = 16
-"""Rows of the window gradient's arrays are padded to a multiple of this: whole vectors of every processor."""
+"""Rows of the window gradient's arrays are padded to a multiple of this, which is whole vectors on every processor."""
 
 
 class Engine:
@@ -48,7 +48,7 @@ class Engine:
         path: the library's file.
         library: the loaded library.
         parallel: whether it shares torch's threads; otherwise it uses one thread.
-        pairs: whether the processor multiplies bf16 numbers directly, which `attend` uses.
+        pairs: whether the processor multiplies bf16 numbers directly; `attend` makes use of that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,11 +58,11 @@ class Engine:
 
     @property
     def threads(self) -> int:
-        """Return the number of threads of a call."""
+        """Return the number of threads per call."""
         return torch.get_num_threads() if self.parallel else 1
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Tell whether it reads such tensors: plain ones on the CPU, in fp32 or bf16, with a contiguous last axis."""
+        """Tell whether it accepts such tensors: plain, on the CPU, in fp32 or bf16, with a contiguous last axis."""
         return (
             type(q) is Tensor
             and q.is_cpu
@@ -77,7 +77,7 @@ class Engine:
         return packed(maps, scale, learned)
 
     def supports_step(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
-        """Tell whether it reads such tensors and can write into such a state."""
+        """Tell whether it accepts such tensors and can update such a state in place."""
         plain = kv.is_contiguous() and log_scale.is_contiguous() and kv.dtype == log_scale.dtype == torch.float32
         return plain and self.supports(q, k, v)
 
@@ -96,19 +96,19 @@ class Engine:
         attention, if the processor multiplies such numbers at twice the speed. All sums are fp32.
 
         Args:
-            maps: of keys and queries, or the one that they share; empty if q and k are features already.
+            maps: the maps of keys and queries, or the single map that they share; empty if q and k are features.
             q: queries.
             k: keys.
             v: values.
             options: how to attend.
-            start: the state before: kv [B, K, F, V + 1] and log-scale [B, K]; causal only.
+            start: the state before the tokens: kv [B, K, F, V + 1] and log-scale [B, K]; causal only.
 
         Returns:
-            Output, and kv and log-scale of the state after.
+            Output, and kv and log-scale of the state after the tokens.
         """
         batch, heads, tokens, _ = q.shape
         ready = _ready(maps, q, options)
-        # Tokens first in memory, as the host reads it next.
+        # Put tokens first in memory, because that is how the host reads the output next.
         out = v.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
         kv = torch.empty(batch, k.shape[1], ready.features, v.shape[3] + 1)
         log_scale = torch.empty(batch, k.shape[1])
@@ -128,26 +128,26 @@ class Engine:
         grad: Tensor,
         options: AttendOptions,
     ) -> Gradients | None:
-        """Return the gradients of `attend` without a state before.
+        """Return the gradients of `attend` without an initial state.
 
         Args:
-            maps: of keys and queries, or the one that they share; empty if q and k are features.
+            maps: the maps of keys and queries, or the single map that they share; empty if q and k are features.
             q: queries.
             k: keys.
             v: values.
-            attended: what `attend` returned.
-            grad: the gradient to its output [B, H, T, V].
-            options: as given to `attend`; weights are never rounded.
+            attended: the result of `attend`.
+            grad: the gradient of its output [B, H, T, V].
+            options: those given to `attend`; weights are never rounded.
 
         Returns:
             The gradients; None if log-scales climb by more than 40 powers of two within 48 causal tokens, which only
-            PyTorch's ops can handle.
+            the ops in PyTorch can handle.
         """
         grad = grad if grad.stride(-1) == 1 and grad.dtype == v.dtype else grad.to(v.dtype).contiguous()
         back = Back(grad=grad.data_ptr(), **{name: x.data_ptr() for name, x in attended._asdict().items()})
         back.grad_stride = grad.stride()[:3]
-        found = [torch.empty_like(x) for x in (q, k, v)]
-        for name, x in zip("qkv", found, strict=True):
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        for name, x in zip("qkv", grads, strict=True):
             setattr(back, f"d{name}", x.data_ptr())
             setattr(back, f"d{name}_stride", x.stride()[:3])
         scales = None if options.log_scale is None else torch.empty(k.shape[:3])
@@ -161,7 +161,7 @@ class Engine:
         if _run(function, call(ready, q, k, v, attended.out, extra, numbers), back) == STEEP:
             return None
         weights = [_summed(map, buffers) for map, buffers in zip(maps, all_buffers, strict=True)]
-        return Gradients(found[0], found[1], found[2], tuple(itertools.chain(*weights)), scales)
+        return Gradients(grads[0], grads[1], grads[2], tuple(itertools.chain(*weights)), scales)
 
     def step(
         self,
@@ -174,9 +174,9 @@ class Engine:
         eps: float,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from one more token, T = 1, and add it to the state (kv, log-scale) in the state's own memory.
+        """Attend from one more token, T = 1, and add it to the state (kv, log-scale) in place.
 
-        Projections are rounded as in `attend`. `pack` makes `maps` once for many steps.
+        Projections are rounded as in `attend`. `maps` comes from `pack`, which is called once for many steps.
 
         Shapes: q [B, H, 1, D], k [B, K, 1, D], v [B, K, 1, V] -> [B, H, 1, V] in v's type.
         """
@@ -187,7 +187,7 @@ class Engine:
         return out
 
     def features(self, map: MapSpec, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Map x [B, K, T, D] -> features [B, K, T, F] and log-scales [B, K, T] (None without), in fp32."""
+        """Map x [B, K, T, D] -> features [B, K, T, F] and log-scales [B, K, T] (None if the map has none), in fp32."""
         ready = packed([map], scale)
         phi = torch.empty(*x.shape[:3], ready.features)
         top = torch.empty(x.shape[:3]) if map.scaled else None
@@ -198,33 +198,33 @@ class Engine:
     def features_gradient(
         self, map: MapSpec, x: Tensor, grad: Tensor, grad_scale: Tensor | None, *, scale: float
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the gradients to x and the map's `MAP_WEIGHTS` from the gradients to the results of `features`."""
+        """Return the gradients of x and the map's `MAP_WEIGHTS`, given those of the results of `features`."""
         ready = packed([map], scale)
-        grad, found = grad.float().contiguous(), torch.empty_like(x)
-        back = Back(grad=grad.data_ptr(), dk=found.data_ptr())
-        back.grad_stride, back.dk_stride = grad.stride()[:3], found.stride()[:3]
+        grad, grad_x = grad.float().contiguous(), torch.empty_like(x)
+        back = Back(grad=grad.data_ptr(), dk=grad_x.data_ptr())
+        back.grad_stride, back.dk_stride = grad.stride()[:3], grad_x.stride()[:3]
         if grad_scale is not None:
             grad_scale = grad_scale.float().contiguous()
             back.dlog_scale = grad_scale.data_ptr()
         buffers = _gradient_buffers(map, x, back)
         data = call(ready, x, x, x, x, (None, None, None, *NO_STATES), (0.0, self.threads, True))
         _run(self.library.linearize_features_gradient, data, back)
-        return found, _summed(map, buffers)
+        return grad_x, _summed(map, buffers)
 
     def window(
         self, maps: Sequence[MapSpec], q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, form: Window
     ) -> WindowAttended:
-        """Attend with softmax inside a window and for the sinks, and with a kernel outside; shapes as in `attend`.
+        """Attend with softmax inside a window and to the sinks, and with a kernel elsewhere; shapes as in `attend`.
 
         Weights are not rounded.
 
         Args:
-            maps: of keys and queries, or the one that they share.
+            maps: the maps of keys and queries, or the single map that they share.
             q: queries.
             k: keys.
             v: values.
-            options: how to attend; in its mask, padding comes last in each row.
-            form: the window; with exact keys the options have their priority.
+            options: how to attend; in its mask, padding comes last in each row. With exact keys, `priority` is given.
+            form: the window.
 
         Returns:
             Output, the state of the tokens that have left the window (meaningful if causal), and the level and sum of
@@ -259,17 +259,17 @@ class Engine:
         """Return the gradients of `inputs`.
 
         Args:
-            inputs: of the forward.
-            grad: [B, H, T, V], the gradient to the output, divided by the row's sum.
+            inputs: inputs of the forward pass.
+            grad: [B, H, T, V], the gradient of the output, divided by the row's sum.
             slope: [B, H, T], minus `grad` times the output.
-            tops: of the forward.
+            tops: from the forward pass.
             real: [B], the number of tokens; padding comes after them.
             form: the window.
-            until: of the forward.
+            until: from the forward pass.
         """
         sizes = [x.shape[-1] for x in inputs]
         given = Attending(*(_whole(x) for x in inputs))
-        found = Attending(*(torch.zeros_like(x) for x in given))
+        grads = Attending(*(torch.zeros_like(x) for x in given))
         grad, slope, tops = _whole(grad), slope.contiguous(), tops.contiguous()
         real = real.to(torch.int64).contiguous()
         (batch, heads, tokens, size), key_heads = given.q.shape, given.k.shape[1]
@@ -277,15 +277,15 @@ class Engine:
         back.window, back.sinks, back.causal, back.threads = form.size, form.sinks, form.causal, self.threads
         for name, tensor in (*given._asdict().items(), ("grad", grad), ("slope", slope), ("top", tops), ("real", real)):
             setattr(back, name, tensor.data_ptr())
-        for name, tensor in found._asdict().items():
+        for name, tensor in grads._asdict().items():
             setattr(back, f"d{name}", tensor.data_ptr())
         if until is not None:
             back.exact_keys, back.until = form.exact_keys, until.data_ptr()
         _run(self.library.linearize_window_gradient, back)
-        return Attending(*(x[..., :size] for x, size in zip(found, sizes, strict=True)))
+        return Attending(*(x[..., :size] for x, size in zip(grads, sizes, strict=True)))
 
     def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
-        """Tell whether it reads such tensors and can write into such a state of a window."""
+        """Tell whether it accepts such tensors and can update such a window state in place."""
         if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
             return False
         types = {"k": k.dtype, "v": v.dtype, "phi": torch.float32, "scale": torch.float32, "mask": torch.bool}
@@ -307,13 +307,13 @@ class Engine:
         eps: float,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from one more token, T = 1, with a softmax window, in the memory of the state's tensors.
+        """Attend from one more token, T = 1, with a softmax window, and update the state's tensors in place.
 
-        Shapes as in `step`; `state` has the fields of `linearize.ops.WindowState`. Weights are not rounded. A token of
-        padding changes nothing and gets zeros.
+        Shapes as in `step`; `state` has the fields of `linearize.ops.WindowState`. Weights are not rounded. A padding
+        token changes nothing, and its output is zero.
 
         Raises:
-            MemoryError: if there is no memory for a token; then the state is unchanged.
+            MemoryError: if there is not enough memory; the state is then unchanged.
         """
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
         mask = None if mask is None else mask.to(torch.bool).contiguous()
@@ -332,7 +332,7 @@ def _run(function: Callable[..., int], *arguments: Any) -> int:
     """Call a function of the library.
 
     Raises:
-        MemoryError: if it had no memory for its buffers.
+        MemoryError: if there was not enough memory for its buffers.
     """
     result = function(*arguments)
     if result == NO_MEMORY:
@@ -341,7 +341,7 @@ def _run(function: Callable[..., int], *arguments: Any) -> int:
 
 
 def _ready(maps: Sequence[MapSpec], q: Tensor, options: AttendOptions) -> Maps:
-    """Describe the maps; without maps q and k are features."""
+    """Describe the maps; an empty list means that q and k are features."""
     return packed(maps, options.scale) if maps else given(q.shape[3])
 
 
@@ -369,7 +369,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def load() -> Engine | None:
-    """Load the library that was compiled here, or else the package's one; None without either.
+    """Load the library compiled on this machine, or else the package's library; None if there is neither.
 
     A library that must not or cannot be loaded counts as not built, and a warning says why.
     """
@@ -383,7 +383,7 @@ def load() -> Engine | None:
             problems.append(" ".join(str(error).split()))
     if problems:
         warnings.warn(
-            f"native op: not used, as if it were not built: {problems[0]}; see: linearize native",
+            f"native op: not used: {problems[0]}; see: linearize native",
             RuntimeWarning,
             stacklevel=2,
         )

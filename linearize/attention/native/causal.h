@@ -1,17 +1,17 @@
-/* Queries to the keys up to their own: tile after tile, with a state. */
+/* Attention from each query to the keys up to its own: tile after tile, with a state. */
 
 #ifndef LINEARIZE_CAUSAL_H
 #define LINEARIZE_CAUSAL_H
 
 #include "call.h"
 
-#define CLIMB 40.0f /* by how many powers of two a row's maximum may be below its tile's */
+#define CLIMB 40.0f /* how many powers of two the maximum of a row may lie below that of its tile */
 
 /* The powers of two of a tile's rows, as in linearize/ops/causal_plan.py. Multiplying by them does not round, so no
-   later token changes a bit of an earlier row. */
+   later token changes a single bit of an earlier row. */
 typedef struct {
     float own[TILE], top[TILE]; /* the keys' powers, and their running maximum */
-    float before, end;          /* the state's before the tile, and after it */
+    float before, end;          /* the powers of the state before and after the tile */
     int steep;                  /* whether each row needs its own power */
 } powers_t;
 
@@ -21,7 +21,7 @@ INLINE float take_apart(float scale, float *n) {
     return scale <= FLOOR / 2 ? 0.0f : (scale - *n * 0.693359375f) - *n * -2.12194440e-4f;
 }
 
-/* Split a tile's log-scales: the weights keep the rest, between 1 and 2. */
+/* Split the log-scales of a tile: the weights keep the remaining factor, between 1 and 2. */
 static void tile_powers(scratch_t *s, long count, float before, powers_t *p) {
     float running = before, rest[TILE] = {0};
     for (long j = 0; j < count; j++) {
@@ -36,24 +36,24 @@ static void tile_powers(scratch_t *s, long count, float before, powers_t *p) {
     for (long j = 0; j < count; j++) p->steep |= running - p->top[j] > CLIMB && p->top[j] > FLOOR / 2;
 }
 
-/* The smallest magnitude of a row's sum, in the row's unit. */
+/* The smallest magnitude allowed for the sum of a row, in the unit of that row. */
 INLINE float row_least(const call_t *c, const powers_t *p, long j) {
     float smallest = keys_scaled(c) && !p->steep ? c->eps * power(p->top[j] - p->end) : c->eps;
     return smallest > EPS ? smallest : EPS;
 }
 
-/* Bring the keys' weights to the tile's power. */
+/* Rescale the weights of the keys to the power of the tile. */
 INLINE void rescale_keys(scratch_t *s, long count, const powers_t *p) {
     for (long j = 0; j < count; j++) s->weight[j] *= power(p->own[j] - p->end);
 }
 
-/* Bring rows from `first` to `last` that were read from a state of power `from` to their own powers. */
+/* Rescale the rows `first` to `last`, which were read from a state with power `from`, to their own powers. */
 INLINE void rescale_rows(scratch_t *s, long first, long last, float from, const powers_t *p) {
     for (long i = first; i < last; i++) multiply(s->mixed + i * s->width, s->width, power(from - p->top[i]));
 }
 
-/* Make `rows` rows of a tile's scores from the i-th on, against keys from `first` on, a multiple of W: zero after the
-   diagonal. Adds up their sums. */
+/* Compute `rows` rows of the scores of a tile, from row i on, for keys from `first` (a multiple of W) on: zero after the
+   diagonal. Also adds up the sums of the rows. */
 INLINE void score_rows(const call_t *c, scratch_t *s, long first, long i, long rows, long wide, const powers_t *p) {
     long seen = least(wide, padded(i + rows));
     product(0, rows, seen - first, c->features, s->phi_q + i, 1, wide, s->phi_k + first, wide,
@@ -72,7 +72,7 @@ INLINE void score_rows(const call_t *c, scratch_t *s, long first, long i, long r
     }
 }
 
-/* Scores of queries from `first` to `last` with the keys from `first` on, and all sums of their rows; z has the power
+/* Scores of queries `first` to `last` with the keys from `first` on, and the sums of their rows; z has the power
    `from`. */
 PART void tile_scores(const call_t *c, scratch_t *s, long first, long last, long wide, float from,
                        const powers_t *p) {
@@ -82,7 +82,7 @@ PART void tile_scores(const call_t *c, scratch_t *s, long first, long last, long
     for (long i = first; i < last; i += MR) score_rows(c, s, first, i, least(MR, last - i), wide, p);
 }
 
-/* Scores and sums of a tile, UNIT rows at a time, z adding up their keys in between. */
+/* Scores and sums of a tile, UNIT rows at a time; between them, their keys are added to z. */
 static void mha_scores(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     float at = p->before;
     for (long i = 0; i < count; i += UNIT) {
@@ -100,7 +100,7 @@ static void mha_scores(const call_t *c, scratch_t *s, long count, long wide, con
     }
 }
 
-/* Add the contribution of the keys from `first` on to MR rows from the i-th on. */
+/* Add the contribution of the keys from `first` on to MR rows from row i on. */
 INLINE void intra_rows(scratch_t *s, long first, long i, long wide) {
     long width = s->width;
     product(1, MR, width, i + MR - first, s->scores + i * wide + first, wide, 1, s->values + first * width, width,
@@ -111,7 +111,7 @@ INLINE void intra_rows(scratch_t *s, long first, long i, long wide) {
 INLINE void walk_state(int columns, const call_t *c, const float *q, const float *k, long wide,
                        const float *values, float *kv, float *mixed, long width) {
     vf sum[MR][NV];
-    float near[MR * NV * W]; /* the values, at constant places */
+    float near[MR * NV * W]; /* the values, at constant offsets */
     for (int r = 0; r < MR; r++)
         for (int j = 0; j < columns; j++) {
             sum[r][j] = (vf){0};
@@ -130,7 +130,7 @@ INLINE void walk_state(int columns, const call_t *c, const float *q, const float
         for (int j = 0; j < columns; j++) store(mixed + r * width + j * W, sum[r][j]);
 }
 
-/* The same for whole rows: MR tokens of a tile from the i-th on. */
+/* The same for whole rows: MR tokens of a tile from token i on. */
 PART void walk_rows(const call_t *c, scratch_t *s, long i, long wide) {
     const float *q = s->phi_q + i, *k = s->phi_k + i;
     long width = s->width, columns;
@@ -143,8 +143,9 @@ PART void walk_rows(const call_t *c, scratch_t *s, long i, long wide) {
     }
 }
 
-/* Read a steep tile's MR rows from the state and add their keys to it, in the same order as above, so that a tile that a
-   later token makes steep rounds its first rows like any other. Returns the state's power after them. */
+/* Read MR rows of a steep tile from the state and add their keys to it. The order is the same as above, so if a later
+   token makes a tile steep, its first rows are still rounded like those of any other tile. Returns the power of the
+   state after these rows. */
 static float walk_steep(const call_t *c, scratch_t *s, long i, long last, long wide, float at, const powers_t *p) {
     long width = s->width, rows = least(MR, last - i);
     float end = p->top[i + rows - 1], *values = s->values + i * width;
@@ -157,9 +158,9 @@ static float walk_steep(const call_t *c, scratch_t *s, long i, long last, long w
     return end;
 }
 
-/* Multi-head attention: no other head's queries need the state before a tile. So keys are added to it while the queries
-   are read, MR at a time, and few pairs of queries and keys are left. Blocks are always whole, even past the tile's last
-   token, so that no row's rounding depends on how many tokens follow. */
+/* Multi-head attention: no other query head needs the state before a tile. So keys are added to it while the queries are
+   read, MR at a time, and few pairs of queries and keys remain. Blocks are always whole, even past the last token of the
+   tile, so that the rounding of a row does not depend on how many tokens follow. */
 static void mha_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     float at = p->before;
     mha_scores(c, s, count, wide, p);
@@ -173,7 +174,7 @@ static void mha_rows(const call_t *c, scratch_t *s, long count, long wide, const
     }
 }
 
-/* Grouped queries: a tile's rows from the state before it, plus the contribution of the tile's own keys. */
+/* Grouped queries: read the rows of a tile from the state before it, and add the contribution of the tile's own keys. */
 static void gqa_rows(const call_t *c, scratch_t *s, long count, long wide, const powers_t *p) {
     tile_scores(c, s, 0, count, wide, p->before, p);
     read_rows(c, s, 0, count, wide);

@@ -1,5 +1,6 @@
-/* Gradients of queries to the keys up to their own. Two walks over the tiles, as in linearize/ops/causal.py: forward,
-   with the state, for the queries; backward, with the state's gradient, for keys and values. */
+/* Gradients of attention from each query to the keys up to its own. Two passes over the tiles, as in
+   linearize/ops/causal.py: forward with the state, for the queries; backward with the state's gradient, for keys and
+   values. */
 
 #ifndef LINEARIZE_CAUSAL_GRADIENT_H
 #define LINEARIZE_CAUSAL_GRADIENT_H
@@ -8,13 +9,13 @@
 #include "gradient.h"
 
 
-/* Results of the first walk for the second one: per token of a group's heads the factor and the slope, and the tiles'
-   powers. */
+/* Results of the first pass that the second pass needs: factor and slope per token and head of a group, and the powers
+   of the tiles. */
 typedef struct {
     float *factor, *slope, *end;
 } walked_t;
 
-/* A tile's keys and values, with weights of the tile's power. Returns whether it is steep. */
+/* The keys and values of a tile, with weights relative to the power of the tile. Returns whether it is steep. */
 static int tile_keys(const call_t *c, long b, long h, long first, long count, work_t *w, powers_t *p) {
     scratch_t *s = &w->s;
     key_features(c, b, h, first, count, s);
@@ -27,7 +28,7 @@ static int tile_keys(const call_t *c, long b, long h, long first, long count, wo
     return 0;
 }
 
-/* One head's rows of a tile in the first walk: dq, and the results for the second walk. */
+/* The rows of one head and tile in the first pass: dq, and the results for the second pass. */
 static void first_rows(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w,
                        const powers_t *p, float *factor, float *slope) {
     scratch_t *s = &w->s;
@@ -46,7 +47,7 @@ static void first_rows(const call_t *c, const back_t *g, long b, long h, long fi
     row_gradients(c, g, b, h, first, count, factor, w);
     for (long j = 0; j < count; j++) slope[j] = w->slope[j] = held[j] ? 0.0f : w->slope[j];
     through_state(c, s->kv, s->z, w->rows_transposed, w->slope, w->dphi, s->width, wide);
-    /* Gradients to the scores, transposed: rows are keys, columns the queries from their own on. */
+    /* Gradients of the scores, transposed: a row is a key, its columns are the queries from its own position on. */
     product(0, wide, wide, c->value_size, s->values, s->width, 1, w->rows_transposed, wide, w->dscores, wide);
     for (long j = 0; j < wide; j++)
         for (long i = 0; i < wide; i++)
@@ -57,7 +58,7 @@ static void first_rows(const call_t *c, const back_t *g, long b, long h, long fi
     query_back(c, g, b, h, first, count, w);
 }
 
-/* One head's part in the gradients of a tile's keys and values, in the second walk. */
+/* The contribution of one head to the gradients of a tile's keys and values, in the second pass. */
 static void second_rows(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w,
                         const float *factor, const float *slope) {
     scratch_t *s = &w->s;
@@ -118,7 +119,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
         if (keys_scaled(c) && p.end > p.before) decay_state(c, s->width, w->dkv, w->dz, power(p.before - p.end));
         value_gradients(c, g, b, h, t, count, w);
         if (c->keys.kind != GIVEN) {
-            /* The queries were mapped in between: map the keys again, for the map's gradient. */
+            /* Queries have been mapped since, so map the keys again for the gradient of the map. */
             s->saved = w->saved;
             features(c, &c->keys, c->k, c->k_stride, b, h, h, t, count, s, s->phi_k);
             s->saved = 0;
@@ -127,7 +128,7 @@ static void walk_backward(const call_t *c, const back_t *g, long b, long h, work
     }
 }
 
-/* Returns 0; 1 if memory ran out; 2 if log-scales climb too steeply for a tile's common power. */
+/* Returns 0; 1 if memory ran out; 2 if log-scales climb too steeply for one power per tile. */
 int linearize_causal_gradient(const call_t *c, const back_t *g) {
     int failed = DONE, steep = DONE;
     long group = c->heads / c->key_heads, tiles = (c->tokens + TILE - 1) / TILE;

@@ -1,5 +1,5 @@
-/* A map alone, from tokens to features and back, for callers that need features, such as stage one. Tokens are the
-   call's k [B, K, T, D], features its out [B, K, T, F] in fp32; some maps have log-scales [B, K, T] as well. */
+/* A map alone, with its gradient, for callers that need features, such as stage one. The tokens are the call's k
+   [B, K, T, D], the features its out [B, K, T, F] in fp32; some maps have log-scales [B, K, T] as well. */
 
 #ifndef LINEARIZE_FEATURES_H
 #define LINEARIZE_FEATURES_H
@@ -33,7 +33,8 @@ static void head_features_back(const call_t *c, const back_t *g, long n, work_t 
     }
 }
 
-/* From the gradients to the features (g->grad) and to the log-scales (g->dlog_scale, or null). Returns as above. */
+/* The gradients of the inputs and weights, from those of the features (g->grad) and log-scales (g->dlog_scale, or null).
+   Returns 0, or 1 if memory ran out. */
 int linearize_features_gradient(const call_t *c, const back_t *g) { return each_head_back(c, g, head_features_back); }
 
 #endif

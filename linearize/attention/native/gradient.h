@@ -1,4 +1,4 @@
-/* The gradient of a feature map, and the shared parts of both directions' gradients. Everything is computed again from
+/* The gradient of a feature map, and the code shared by the gradients of both directions. Everything is recomputed from
    q, k, v and the output, tile by tile: no features are kept between the passes. */
 
 #ifndef LINEARIZE_GRADIENT_H
@@ -7,43 +7,43 @@
 #include "call.h"
 
 typedef struct {
-    const void *out, *grad;  /* the output and its gradient [B, H, T, V], with separate steps */
+    const void *out, *grad;  /* the output and its gradient [B, H, T, V], with separate strides */
     int64_t grad_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
     void *dq, *dk, *dv;
-    float *dlog_scale;                   /* gradient of given log-scales [B, K, T], or null */
-    /* Of the weights, per batch entry and key head; null for absent weights. */
+    float *dlog_scale;                   /* gradient of the given log-scales [B, K, T], or null */
+    /* Gradients of the weights, per batch entry and key head; null for absent weights. */
     float *first, *second, *bias, *tau, *bank, *magnitude;
     const float *kv, *log_scale;         /* the state of all keys (bidirectional) */
-    /* Of the queries' weights, per batch entry and query head, if they have a separate map. */
+    /* Gradients of the weights of a separate query map, per batch entry and query head. */
     float *q_first, *q_second, *q_bias, *q_tau, *q_bank, *q_magnitude;
 } back_t;
 
-/* A thread's memory. Tiles: rows and slope, the gradients to the sums and to their denominators, and `rows_transposed`;
-   `values`, the weighted values transposed; dphi; dscores, dvalues and dscale, the gradients to scores, weighted values
-   and log-scales; raw, log-scales that the map makes; x plain and its gradient dx. Sums over tiles: dkv and dz, of the state;
-   sums, of the weights, see sums_at. */
+/* The memory of a thread. Tiles: rows and slope are the gradients of the sums and of their denominators, rows_transposed
+   the transpose of rows; values are the weighted values, transposed; dphi; dscores, dvalues and dscale are the gradients
+   of scores, weighted values and log-scales; raw are the map's own log-scales; plain is x, and dx its gradient.
+   Accumulated over tiles: dkv and dz for the state; sums for the weights, see sums_at. */
 typedef struct {
     scratch_t s;
     float *memory, *rows, *rows_transposed, *values, *dphi, *dphi_k, *dkv, *dz, *saved, *dx, *plain, *sums;
     float *dscores, *slope, *dvalues, *dscale, *raw;
-    long width, maps; /* of a row of weights; number of heads whose weights have sums */
+    long width, maps; /* length of a row of weights; number of heads whose weights have sums */
 } work_t;
 
-/* Numbers that are added up for a bank's gradient: W of each, see bank_back. */
+/* The number of partial sums for the gradient of a bank, W lanes each: see bank_back. */
 INLINE long bank_sums(const map_t *m) { return m->kind == BANK ? m->channels * (2 * m->hidden + 1) * W : 0; }
 
-/* The sums of one head's weights: one number for tau, those of bank_back for the bank. */
+/* The gradient sums of one head's weights: one number for tau, and the sums of bank_back for the bank. */
 typedef struct {
     float *first, *second, *bias, *tau, *bank, *magnitude;
 } sums_t;
 
-/* Numbers that one head's sums hold. */
+/* The size of one head's sums. */
 INLINE long sums_size(const map_t *m) {
     if (m->kind == GIVEN) return 0;
     return (2 * m->rows + 1) * padded(m->size) + padded(m->rows) + UNIT + padded(bank_sums(m));
 }
 
-/* The sums of the keys' map for `which` 0; of a separate query map for 1 + the head's number in its group. */
+/* The sums of the keys' map if `which` is 0; those of a separate query map if it is 1 + the head's place in its group. */
 INLINE sums_t sums_at(const map_t *m, const work_t *w, long which) {
     float *first = w->sums + which * sums_size(m), *second = first + m->rows * w->width;
     float *bias = second + m->rows * w->width, *tau = bias + padded(m->rows), *bank = tau + UNIT;
@@ -73,8 +73,8 @@ static void free_work(work_t *w) {
     free(w->s.memory);
 }
 
-/* From the gradient to the features dphi [F, wide] to that of the projections, in place: the first in rows 0 to n, then the
-   second; the magnitude's replaces its slopes in `saved`. One column of vectors. */
+/* Turn the gradient of the features, dphi [F, wide], into that of the projections, in place: the first projection in rows
+   0 to n, then the second; the gradient of the magnitude replaces its slopes in `saved`. One column of vectors. */
 INLINE void map_back_column(const map_t *m, const float *phi, const float *other, float *saved, float *dphi,
                             long wide) {
     long n = m->rows;
@@ -89,7 +89,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         } else if (m->kind == POSITIVE_WAVES) {
             float *d = dphi + i * wide, *e = dphi + (n + i) * wide;
             vf dp = load(d), dr = load(e), both = load(phi + i * wide) * dp + load(phi + (n + i) * wide) * dr;
-            /* The same number here and in the sum, so that a softmax over one score has gradient zero. */
+            /* Use the same number here and in the sum, so that a softmax over a single score has gradient zero. */
             one += both;
             store(e, both);
             store(d, load(saved + i * wide) * (dr - dp));
@@ -109,7 +109,7 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
         }
         vf r = load(phi + (n + i) * wide), dp = load(d), dr = load(e);
         if (m->kind == SOFTMAX_BOTH) store(d, p * (dp - one) - r * (dr - two));
-        else if (m->kind == EXP_BOTH) store(d, p * dp - r * dr); /* the scale that was split off cancels */
+        else if (m->kind == EXP_BOTH) store(d, p * dp - r * dr); /* the log-scale that was split off cancels */
         else store(d, p * dr - r * dp);
         if (m->kind == WAVE_PAIRS || m->kind == DAMPED_WAVES) {
             vf envelope = load(saved + i * wide) * dp + load(saved + (n + i) * wide) * dr;
@@ -119,8 +119,8 @@ INLINE void map_back_column(const map_t *m, const float *phi, const float *other
     }
 }
 
-/* The gradient of one function for `count` vectors: g are the gradients to its values before the last ReLU. Adds to du,
-   and to `sums`, for every hidden unit, g and g u where the unit is on, and last g: [2 hidden + 1, W]. */
+/* The gradient of one function for `count` vectors: g are the gradients of its values before the last ReLU. Adds to du;
+   and adds to `sums` [2 hidden + 1, W], for every hidden unit, g and g u where the unit is on, and finally g. */
 INLINE void scalar_back(int count, const float *b, long hidden, const float *u, const vf *g, float *du, float *sums) {
     const float *s = b, *t = b + hidden, *v = b + 2 * hidden;
     vf all = load(sums + 2 * hidden * W), down[GROUP];
@@ -162,7 +162,7 @@ static void bank_back(const map_t *m, long head, const float *phi, const float *
     }
 }
 
-/* The gradients of a bank's numbers from the sums of bank_back. */
+/* The gradients of the parameters of a bank, from the sums of bank_back. */
 static void write_bank(const map_t *m, long head, const float *sums, float *to) {
     long n = m->hidden;
     for (long l = 0; l < m->channels; l++, to += bank_width(m), sums += W) {
@@ -177,8 +177,8 @@ static void write_bank(const map_t *m, long head, const float *sums, float *to) 
     }
 }
 
-/* From dphi of a tile of queries or keys, tokens of batch entry b from `first` on, to the gradients of its inputs
-   (written at `to`) and of a head's weights (added up in `sums`). Padding was mapped like zeros: its inputs have no
+/* From dphi of a tile of queries or keys (tokens of batch entry b from `first` on), compute the gradients of its inputs
+   (written to `to`) and of a head's weights (added to `sums`). Padding was mapped like zeros, so its inputs have no
    gradient. */
 static void map_back(const call_t *c, const map_t *m, long b, long head, sums_t sums, work_t *w, const float *phi,
                      float *dphi, const float *dscale, long first, long count, const void *x, long stride, void *to,
@@ -234,7 +234,7 @@ static void query_back(const call_t *c, const back_t *g, long b, long h, long fi
              (void *)token_at(g->dq, c->type, g->dq_stride, b, h, first), g->dq_stride[2]);
 }
 
-/* And for keys: from dphi, with the gradients to their log-scales, or null. */
+/* The same for keys: from dphi and the gradients of their log-scales, or null. */
 static void key_back(const call_t *c, const back_t *g, long b, long h, long first, long count, float *dphi,
                      const float *dscale, work_t *w) {
     map_back(c, &c->keys, b, h, sums_at(&c->keys, w, 0), w, w->s.phi_k, dphi, dscale, first, count,
@@ -242,7 +242,7 @@ static void key_back(const call_t *c, const back_t *g, long b, long h, long firs
              (void *)token_at(g->dk, c->type, g->dk_stride, b, h, first), g->dk_stride[2]);
 }
 
-/* Rows of the gradient to the sums [count, V], and to their denominators in `slope`: dO / den and -(dO . O) / den. */
+/* The gradients of the sums, rows [count, V], and of their denominators, `slope`: dO / den and -(dO . O) / den. */
 INLINE void row_gradients(const call_t *c, const back_t *g, long b, long h, long first, long count, const float *factor,
                           work_t *w) {
     memset(w->slope, 0, TILE * sizeof(float));
@@ -270,7 +270,7 @@ INLINE void row_gradients(const call_t *c, const back_t *g, long b, long h, long
                     padded(count));
 }
 
-/* dphi [F, wide] = state x rows' gradients, including the denominators' part. */
+/* dphi [F, wide] = state x the gradients of the rows, including the contribution of the denominators. */
 INLINE void through_state(const call_t *c, const float *kv, const float *z, const float *rows_transposed,
                           const float *slope, float *dphi, long width, long wide) {
     product(0, c->features, wide, c->value_size, kv, width, 1, rows_transposed, wide, dphi, wide);
@@ -279,8 +279,8 @@ INLINE void through_state(const call_t *c, const float *kv, const float *z, cons
             store(dphi + i * wide + j, load(dphi + i * wide + j) + z[i] * load(slope + j));
 }
 
-/* The gradients of a tile's keys and values through the state: dphi, and in `dvalues` and `sums` the weighted values'
-   part. */
+/* The gradients of a tile's keys and values through the state: dphi, and the contribution of the weighted values in
+   `dvalues` and `sums`. */
 static void keys_through_state(const call_t *c, work_t *w, float *dphi, long count) {
     scratch_t *s = &w->s;
     long wide = padded(count);
@@ -290,13 +290,13 @@ static void keys_through_state(const call_t *c, work_t *w, float *dphi, long cou
     row_sums(c, s->phi_k, w->dz, wide, wide, s->sums);
 }
 
-/* The state's gradient += features x rows' gradients. */
+/* The gradient of the state += features x the gradients of the rows. */
 INLINE void into_state(const call_t *c, work_t *w, const float *phi, long count) {
     accumulate_kv(c, phi, w->rows, w->slope, w->s.width, count, w->dkv, w->dz);
 }
 
-/* Write dv = weight x dvalues, and leave the gradient to the keys' log-scales in `dscale`; `sums` are the denominators'
-   part. */
+/* Write dv = weight x dvalues, and store the gradient of the keys' log-scales in `dscale`; `sums` holds the contribution
+   of the denominators. */
 INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, long first, long count, work_t *w) {
     scratch_t *s = &w->s;
     memset(w->dscale, 0, TILE * sizeof(float));
@@ -317,14 +317,14 @@ INLINE void value_gradients(const call_t *c, const back_t *g, long b, long h, lo
     }
 }
 
-/* Clear the sums over a head's tokens. */
+/* Set the sums over a head's tokens to zero. */
 static void clear_head(const call_t *c, work_t *w) {
     memset(w->dkv, 0, c->features * w->s.width * sizeof(float));
     memset(w->dz, 0, c->features * sizeof(float));
     memset(w->sums, 0, w->maps * sums_size(&c->keys) * sizeof(float));
 }
 
-/* Copy the sums of a head to the `index`-th place of `to`. */
+/* Copy the sums of a head to place `index` of `to`. */
 static void write_sums(const map_t *m, long head, sums_t sums, long width, long index, const sums_t *to) {
     long n = m->rows, size = m->size;
     for (long i = 0; i < n; i++)
@@ -339,7 +339,7 @@ static void write_sums(const map_t *m, long head, sums_t sums, long width, long 
         write_bank(m, m->heads == 1 ? 0 : head, sums.bank, to->bank + index * m->channels * bank_width(m));
 }
 
-/* Copy the gradients of the weights of key head `n` of all batch entries, and of its group's queries. */
+/* Copy the gradients of the weights for batch entry and key head `n`, and for the queries of its group. */
 static void write_weights(const call_t *c, const back_t *g, long n, const work_t *w) {
     const sums_t keys = {g->first, g->second, g->bias, g->tau, g->bank, g->magnitude};
     const sums_t queries = {g->q_first, g->q_second, g->q_bias, g->q_tau, g->q_bank, g->q_magnitude};
@@ -350,8 +350,8 @@ static void write_weights(const call_t *c, const back_t *g, long n, const work_t
         write_sums(&c->queries, first + i, sums_at(&c->queries, w, 1 + i), w->width, n * group + i, &queries);
 }
 
-/* Do `one` for every batch entry and key head, between clearing and copying the sums, in all threads. Returns 0, or 1 if
-   memory ran out. */
+/* Call `one` for every batch entry and key head, in all threads; the sums are cleared before and copied after each call.
+   Returns 0, or 1 if memory ran out. */
 static int each_head_back(const call_t *c, const back_t *g, void (*one)(const call_t *, const back_t *, long, work_t *)) {
     int failed = DONE;
 #pragma omp parallel num_threads(c->threads)

@@ -18,7 +18,7 @@ MOST = 60.0
 """Exponent beyond which a row's kernel weights, which cannot exceed its level, are too small to matter."""
 
 Fallback = Callable[..., Tensor]
-"""The same attention in PyTorch: q, k, v, log-scales -> output, with a gradient to the weights too."""
+"""The same attention in PyTorch: q, k, v, log-scales -> output, with gradients for the weights too."""
 
 
 def attend_with_gradient(
@@ -32,12 +32,12 @@ def attend_with_gradient(
     """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
 
     Args:
-        maps: of keys and queries, or the one that they share; empty if q and k are features.
+        maps: the maps of keys and queries, or the single map that they share; empty if q and k are features.
         q: queries.
         k: keys.
         v: values.
-        fallback: computes the gradient if log-scales are too steep for the native one.
-        options: of `Engine.attend`.
+        fallback: computes the gradient if log-scales are too steep for the native gradient.
+        options: options of `Engine.attend`.
     """
     weights = [getattr(map, name) for map in maps for name in MAP_WEIGHTS]
     log_scale, others = options.log_scale, options._replace(log_scale=None, exact=True)
@@ -59,7 +59,7 @@ class _Native(torch.autograd.Function):
     ) -> Tensor:
         ctx.maps, ctx.fallback, ctx.options, ctx.engine = maps, fallback, options, engine()
         attended = ctx.engine.attend(maps, q, k, v, options._replace(log_scale=log_scale_and_weights[0]))
-        # The weights too, so that autograd notices a change in place before the backward pass.
+        # Save the weights too, so that autograd notices if they are changed in place before the backward pass.
         ctx.save_for_backward(*attended, q, k, v, *log_scale_and_weights)
         out: Tensor = attended.out
         return out
@@ -74,18 +74,18 @@ class _Native(torch.autograd.Function):
             for i, map in enumerate(ctx.maps)
         ]
         options = ctx.options._replace(log_scale=log_scale)
-        found = ctx.engine.gradients(maps, q, k, v, Attended(out, kv, top), grad, options)
-        if found is None:
+        grads = ctx.engine.gradients(maps, q, k, v, Attended(out, kv, top), grad, options)
+        if grads is None:
             return None, None, None, *_differentiated(ctx.fallback, (q, k, v, log_scale), weights, grad)
-        scale = None if log_scale is None else found.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
-        return None, None, None, found.q, found.k, found.v, scale, *found.weights
+        scale = None if log_scale is None else grads.log_scale.sum_to_size(log_scale.shape).to(log_scale.dtype)
+        return None, None, None, grads.q, grads.k, grads.v, scale, *grads.weights
 
 
 def map_with_gradient(map: MapSpec, x: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
     """Map x [B, K, T, D] times `scale` -> features [B, K, T, F] and log-scales [B, K, T] or None, both fp32.
 
-    The gradient relies on a property of every use of features: only exp(log-scale) phi of a key matters, and of a query
-    that or the direction of phi.
+    The gradient relies on how features are used: of a key, only exp(log-scale) phi matters; of a query, either that or
+    only the direction of phi.
     """
     weights = tuple(getattr(map, name) for name in MAP_WEIGHTS)
     found: tuple[Tensor, Tensor | None] = _Mapped.apply(map, scale, x, *weights)
@@ -133,10 +133,10 @@ def attend_window_with_gradient(
     """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
 
     Args:
-        maps: of keys and queries, or the one that they share.
-        inputs: q, k and v, the padding of each row last.
-        features: those of q and of k; through them the gradient reaches the maps.
-        options: of `Engine.window`.
+        maps: the maps of keys and queries, or the single map that they share.
+        inputs: q, k and v, with the padding of each row last.
+        features: the features of q and of k; through them the gradient reaches the maps.
+        options: options of `Engine.window`.
         form: the window.
     """
     queries, keys = features
@@ -182,7 +182,7 @@ class _Windowed(torch.autograd.Function):
             seen = mask & (torch.arange(k.shape[2]) - form.size >= form.sinks + form.exact_keys)
             exponent = exponent.masked_fill(~seen[:, None], FLOOR)
             if key_scale is not None and bool((exponent > MOST).any()):
-                # One scale for all keys is not enough: the largest is far above those that an early query sees.
+                # One scale for all keys is not enough: the largest is far above the scales that an early query sees.
 
                 def fallback(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, a: Any, phi_k: Tensor, c: Any) -> Tensor:
                     sides = Mapped(q, phi_q, a), Mapped(k, phi_k, c)
@@ -190,12 +190,12 @@ class _Windowed(torch.autograd.Function):
 
                 return None, None, None, *_differentiated(fallback, ctx.saved_tensors[:7], [], grad)
         query_factor = torch.exp(exponent.masked_fill(exponent > MOST, FLOOR))[..., None]
-        # A sum that was held at its least magnitude is a constant.
+        # A sum that was clamped to its least magnitude is a constant.
         held = sums.abs() < form.eps
         divisor = torch.where(held, torch.where(sums < 0, -form.eps, form.eps), sums)
         grad = grad.float() / divisor[..., None]
         slope = -(grad * out.float()).sum(dim=-1).masked_fill(held, 0.0)
-        # The op does not read keys of padding; it reads queries of padding, as zeros.
+        # The op does not read padding keys, but it does read padding queries, as zeros.
         exact_q = without_padding(q.float() * form.scaling, mask)
         inputs = Attending(exact_q, k, v, phi_q * query_factor, phi_k * key_factor)
         back = ctx.engine.window_gradient(inputs, grad, slope, tops, mask.sum(dim=1), form, until)

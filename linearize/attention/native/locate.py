@@ -1,13 +1,13 @@
 """Finds the compiled native op, in the user's cache folder or in the package, and decides whether it may be loaded.
 
-The cache folder holds for each version of the code and each processor a record, `native-<fingerprint>.json`, and the
-library that it names. The package's folder `variants` holds libraries for kinds of processors, made by
-`scripts/make_wheel.py`, with `variants.json`: the hash of their sources, and for each library its file, size, hash and
-the processor features that it needs, the fastest first.
+For each version of the code and each processor, the cache folder holds a record, `native-<fingerprint>.json`, and the
+library that it names. The package's folder `variants` holds libraries for several kinds of processors, built by
+`scripts/make_wheel.py`. Its `variants.json` has the hash of their sources and, for each library, its file, size, hash
+and the processor features that it needs, fastest first.
 
-A library runs with all rights of the process. So it is loaded only from a folder that its user (or root) owns and no
-other user can write, and only if its size and hash are those in its record. The record is written last: a planted,
-truncated or half-written file is refused.
+A library runs with all the rights of the process. So it is loaded only from a folder that the user (or root) owns and
+that no other user can write to, and only if its size and hash match its record. The record is written last, so a
+planted, truncated or half-written file is rejected.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "
 NATIVE_FLAGS = ("-march=native",)
 """Flags for the processor of this machine."""
 FAILED = "failed"
-"""Key of a record that says why compiling failed instead of naming a library."""
+"""Key in a record that names no library, but says why compiling failed."""
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of libraries, in the user's cache folder; None for a user without a home."""
-    # A relative path is not valid there: it would depend on the working directory.
+    """Return the folder of libraries, in the user's cache folder; None if the user has no home folder."""
+    # A relative path is not valid in XDG_CACHE_HOME: it would depend on the working directory.
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
@@ -67,10 +67,10 @@ def _fingerprint() -> str:
 
 
 def compiled() -> Path | None:
-    """Return the library that was compiled here for this code and processor, or None.
+    """Return the library that was compiled on this machine for this code and processor, or None.
 
     Raises:
-        OSError: if it must not be loaded: others can write it, or it is not the library that was built.
+        OSError: if it must not be loaded, because others can write to it or it is not the library that was built.
     """
     path = record_file()
     if path is None or not path.is_file():
@@ -113,9 +113,9 @@ RECORD_BYTES = 10_000
 
 
 def objection(path: Path) -> str:
-    """Say why a file or folder cannot be trusted: another user can change it. Empty if no one else can.
+    """Return how another user could change a file or folder, so that it cannot be trusted; empty if no one else can.
 
-    The folders above are checked too, because a user who can rename one of them can replace it. In a folder with the
+    The parent folders are checked too, because a user who can rename one of them can replace it. In a folder with the
     sticky bit, such as /tmp, only owners can rename.
     """
     if not hasattr(os, "geteuid"):
@@ -133,11 +133,11 @@ def _objection(place: Path, *, above: bool) -> str:
     if facts.st_uid not in (0, os.geteuid()):
         return f"{place} belongs to another user (number {facts.st_uid})"
     if stat.S_ISLNK(facts.st_mode):
-        # A link on the way is allowed: only its owner can change it, and its target is checked as well.
+        # A link among the parents is allowed: only its owner can change it, and its target is checked as well.
         return "" if above else f"{place} is a link"
     sticky = above and facts.st_mode & stat.S_ISVTX
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
-        return f"{place} can be written by others (mode {stat.S_IMODE(facts.st_mode):o}; chmod go-w puts that right)"
+        return f"{place} can be written by others (mode {stat.S_IMODE(facts.st_mode):o}; chmod go-w fixes that)"
     return ""
 
 
@@ -167,20 +167,20 @@ def verified(folder: Path, entry: Mapping[str, object]) -> Path:
     """Return the library that an entry of a record names, after checking its size and hash.
 
     Raises:
-        OSError: saying what is wrong.
+        OSError: if a check fails; the message says which.
     """
     name = entry.get("file")
     if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".so"):
         raise OSError(f"the record in {folder} names {name!r}, expected a library in the same folder")
     path = folder / name
-    # The size first: a truncated file need not be read, and a huge one would fill the memory.
+    # Check the size first: a truncated file need not be read, and a huge one would fill the memory.
     if path.stat().st_size != entry.get("size") or describe(path)["sha256"] != entry.get("sha256"):
-        raise OSError(f"{path} is not the library that was built: its size or hash is another")
+        raise OSError(f"{path} is not the library that was built: its size or hash is different")
     return path
 
 
 def write_record(path: Path, entry: Mapping[str, object]) -> None:
-    """Write a record to a temporary file and rename it: a reader sees all of it or nothing."""
+    """Write a record to a temporary file and rename it, so that a reader sees all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(entry), encoding="utf-8")
@@ -195,9 +195,9 @@ INDEX = "variants.json"
 
 
 def packaged(sources: str, able: Iterable[str], folder: Path = FOLDER) -> Path | None:
-    """Return the fastest library of the package that runs here; None without libraries for this machine.
+    """Return the fastest library in the package that runs here; None if it has none for this machine.
 
-    Only the hash is checked, not the owner: a user who can write the package's folder can write its Python code too.
+    Only the hash is checked, not the owner: a user who can change the package's folder can change its Python code too.
 
     Args:
         sources: hash of the current sources.
@@ -205,7 +205,7 @@ def packaged(sources: str, able: Iterable[str], folder: Path = FOLDER) -> Path |
         folder: the folder of the libraries.
 
     Raises:
-        OSError: if a library is missing or damaged, or was made from other sources.
+        OSError: if a library is missing or damaged, or was built from other sources.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -214,7 +214,7 @@ def packaged(sources: str, able: Iterable[str], folder: Path = FOLDER) -> Path |
     if record.get("machine") != platform.machine():
         return None
     if record.get("sources") != sources:
-        raise OSError(f"{folder} holds libraries made of other sources")
+        raise OSError(f"{folder} holds libraries built from other sources")
     entries = record.get("libraries")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise OSError(f"{index} is damaged")

@@ -1,4 +1,4 @@
-/* Feature maps: tokens [size, wide] side by side -> features [F, wide], and the keys' log-scale [wide]. */
+/* Feature maps: tokens in columns [size, wide] -> features [F, wide], and the log-scales of keys [wide]. */
 
 #ifndef LINEARIZE_MAPS_H
 #define LINEARIZE_MAPS_H
@@ -19,15 +19,15 @@ typedef struct {
     const float *tau;        /* [heads]: the log-scale is exp(-tau) |x|^2; or null */
     const float *bank;       /* [heads, channels, 3 hidden + 1]: slopes, offsets, weights, a bias; or null */
     const float *magnitude;  /* [heads, size]: features are multiplied by exp(4 tanh(magnitude . x / 4)); or null */
-    float scale, amplitude;  /* of the inputs; of a wave */
+    float scale, amplitude;  /* factor of the inputs; amplitude of a wave */
     int32_t scaled;          /* whether it has log-scales */
-    /* Learned log-scales of single tokens, to add to those: see linearize/attention/hybrid.py. [heads, size] and [heads],
-       [heads, units, size] and twice [heads, units]; all may be null, `learned_bias` separately. */
+    /* Learned log-scales of single tokens, which are added (see linearize/attention/hybrid.py): [heads, size], [heads],
+       [heads, units, size], and two of [heads, units]. All may be null; `learned_bias` may be null by itself. */
     int32_t units;
     const float *learned, *learned_bias, *unit, *unit_bias, *unit_out;
 } map_t;
 
-/* Replace scores y [n, wide], one column of vectors of it, by their softmax over n; with sign -1 by that of -y. */
+/* Replace one column of vectors of the scores y [n, wide] by their softmax over n, or by that of -y if sign is -1. */
 INLINE void softmax_column(float *y, long n, long wide, float sign) {
     vf top = splat(-INFINITY), sum = {0};
     for (long i = 0; i < n; i++) top = larger(top, sign * load(y + i * wide));
@@ -52,7 +52,7 @@ INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, l
         for (long i = 0; i < n; i++) {
             vf y = load(phi + i * wide + j);
             top = larger(top, larger(y, -y));
-            odd += y * 0.0f; /* the maximum drops NaN */
+            odd += y * 0.0f; /* keep NaN, which the maximum ignores */
         }
         top += odd;
         for (long i = 0; i < n; i++) {
@@ -64,7 +64,7 @@ INLINE void both_signs(const map_t *map, float *phi, float *log_scale, long n, l
     }
 }
 
-/* Whether some of these angles are beyond a limit: FAR is that of vsincos. */
+/* Whether any of these angles is beyond a limit; the limit of vsincos is FAR. */
 INLINE int far_away(const float *angle, long count, float limit) {
     vf top = {0};
     for (long i = 0; i < count; i += W) top = farther(load(angle + i), top);
@@ -85,7 +85,7 @@ INLINE void any_sincos(vf x, vf *sine, vf *cosine, int far) {
     }
 }
 
-/* `saved` [3 n, wide], if not null, gets cos a, sin a and the envelope's derivative, for the gradient. */
+/* `saved` [3 n, wide], if not null, receives cos a, sin a and the derivative of the envelope, for the gradient. */
 INLINE void wave_column(int32_t kind, float amplitude, float *phi, const float *other, long n, long wide, int far,
                         float *saved) {
     for (long i = 0; i < n; i++) {
@@ -117,21 +117,21 @@ PART void waves(int32_t kind, float amplitude, float *phi, const float *other, l
     }
 }
 
-/* exp(4 tanh(y / 4)); `slope`, if not null, gets its logarithm's derivative. NaN stays NaN. */
+/* exp(4 tanh(y / 4)); `slope`, if not null, receives the derivative of its logarithm. NaN stays NaN. */
 INLINE vf magnitude_of(vf y, float *slope) {
     vf e = vexp(-larger(splat(-80.0f), y * -0.5f)), part = 1.0f / (1.0f + e);
     if (slope) store(slope, 4.0f * (e * part) * part);
     return vexp(4.0f - 8.0f * part);
 }
 
-/* Of angles a in phi, envelopes s in other and half their factor r: r s cos^2(a + pi/4) and r s sin^2(a + pi/4), as
-   r s (1 -+ sin 2 a) / 2, which rounding keeps at 0 or above. `saved` [n, wide], if not null, gets r s cos 2 a, for the
-   gradient. */
+/* From the angles a in phi, the envelopes s in other, and r / 2: r s cos^2(a + pi/4) and r s sin^2(a + pi/4), computed as
+   r s (1 -+ sin 2 a) / 2, which rounding cannot make negative. `saved` [n, wide], if not null, receives r s cos 2 a, for
+   the gradient. */
 INLINE void positive_column(float *phi, const float *other, vf half_factor, long n, long wide, int far, float *saved) {
     for (long i = 0; i < n; i++) {
         vf sine, cosine, half = load(other + i * wide) * half_factor;
         any_sincos(load(phi + i * wide) * 2.0f, &sine, &cosine, far);
-        /* In this order, so that NaN stays NaN. */
+        /* The order of the arguments keeps NaN. */
         store(phi + i * wide, larger((vf){0}, half - half * sine));
         store(phi + (n + i) * wide, larger((vf){0}, half + half * sine));
         if (saved) store(saved + i * wide, (half + half) * cosine);
@@ -150,11 +150,11 @@ PART void positive_waves(float *phi, const float *other, const float *factor, lo
     }
 }
 
-#define GROUP 8 /* vectors of one evaluation of a scalar function */
+#define GROUP 8 /* vectors per evaluation of a scalar function */
 
 INLINE long bank_width(const map_t *map) { return 3 * map->hidden + 1; }
 
-/* One of a bank's functions, relu(c + sum_j v_j relu(s_j u + t_j)), of `count` vectors u. */
+/* One function of a bank, relu(c + sum_j v_j relu(s_j u + t_j)), for `count` vectors u. */
 INLINE void scalar_function(int count, const float *b, long hidden, const float *u, vf *y) {
     const float *s = b, *t = b + hidden, *v = b + 2 * hidden;
     for (int i = 0; i < count; i++) y[i] = splat(b[3 * hidden]);
@@ -192,8 +192,8 @@ INLINE void magnitudes(float *y, long wide, float *slope) {
     for (long j = 0; j < wide; j += W) store(y + j, magnitude_of(load(y + j), slope ? slope + j : 0));
 }
 
-/* Finish the map from its projections: the first in phi [rows, wide], the second in other [rows, wide], followed by
-   the magnitude's [wide]. Its slopes follow the waves' saved numbers. */
+/* Finish the map from its projections: the first is in phi [rows, wide], the second in other [rows, wide], followed by
+   that of the magnitude [wide]. The slopes of the magnitude are saved after those of the waves. */
 INLINE void activate(const map_t *map, long head, float *phi, float *other, float *log_scale, long wide, float *saved) {
     long n = map->rows;
     add_bias(map, head, phi, wide);
@@ -222,7 +222,7 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
     }
 }
 
-/* The weights that project inputs. A map with a magnitude has second weights too. */
+/* The weights that project inputs. A map with a magnitude also has second weights. */
 enum { FIRST = 0, SECOND = 1, MAGNITUDE = 2 };
 
 INLINE int projections(const map_t *map) { return map->magnitude ? 3 : map->second ? 2 : 1; }
@@ -235,7 +235,7 @@ INLINE const float *projection(const map_t *map, int which, long head) {
     return weights + head * projection_rows(map, which) * map->size;
 }
 
-/* One head's projections rounded to bf16, for `project`: as many numbers as there are weights. */
+/* Round the projection weights of one head to bf16 for `project`; there are as many numbers as weights. */
 PART void round_weights(const map_t *map, long head, uint16_t *to) {
     head = map->heads == 1 ? 0 : head;
     for (int which = 0; which < projections(map); which++) {
@@ -251,7 +251,7 @@ PART void round_weights(const map_t *map, long head, uint16_t *to) {
     }
 }
 
-/* Project tokens x [size, wide] with one head's weights; or pairs of bf16 numbers [size / 2, wide], not scaled yet, with
+/* Project tokens x [size, wide] with one head's weights; or project pairs of unscaled bf16 numbers [size / 2, wide] with
    the result of `round_weights`. */
 PART void project(const map_t *map, int which, const uint16_t *rounded, long head, const float *x, float *to,
                   long wide) {

@@ -1,4 +1,4 @@
-/* The one-token path of a map, for a query and a key: weights and features are read once, along their rows. */
+/* The map of single tokens, a query and a key: weights and features are read once, along their rows. */
 
 #ifndef LINEARIZE_ONE_TOKEN_H
 #define LINEARIZE_ONE_TOKEN_H
@@ -24,7 +24,7 @@ INLINE long token_buffers_size(const call_t *c, long tokens) {
     return tokens * (f.x_stride + 2 * f.stride);
 }
 
-/* One row of weights times a token: whole vectors of it, with the remaining products in `rest`. */
+/* One row of weights times a token: the whole vectors; the remaining products go to `rest`. */
 INLINE vf dot(const float *weight, const float *x, long size, int rounded, float *rest) {
     vf sum = {0};
     long d = 0;
@@ -33,7 +33,7 @@ INLINE vf dot(const float *weight, const float *x, long size, int rounded, float
     return sum;
 }
 
-/* Project tokens -> [n] each, padded with anything to whole vectors. */
+/* Project each token -> [n], padded to whole vectors with arbitrary numbers. */
 INLINE void project_tokens(const map_t *map, const float *weight, int rounded, const float *x, long x_stride,
                            long tokens, float *to, long to_stride) {
     long n = map->rows, size = map->size;
@@ -47,7 +47,7 @@ INLINE void project_tokens(const map_t *map, const float *weight, int rounded, c
         }
 }
 
-/* weight . x for the part of x from number `from` on. */
+/* weight . x for the part of x that starts at number `from`. */
 INLINE float inner(const float *weight, const void *x, int type, long from, long size) {
     vf sum = {0};
     long d = 0;
@@ -67,7 +67,7 @@ static float learned_scale(const map_t *map, long head, const void *x, int type)
     return sum;
 }
 
-/* Replace y [n], padded, by its softmax; with sign -1 by that of -y. */
+/* Replace y [n], padded, by its softmax, or by that of -y if sign is -1. */
 INLINE void softmax_row(float *y, long n, float sign) {
     float top = -INFINITY;
     vf sum = {0};
@@ -81,7 +81,7 @@ INLINE void softmax_row(float *y, long n, float sign) {
     for (long i = 0; i < n; i += W) store(y + i, load(y + i) * factor);
 }
 
-/* phi [n] -> [2 n], the second half after the padded first one, as in `both_signs`. Returns the log-scale. */
+/* phi [n] -> [2 n], with the second half after the padded first half, as in `both_signs`. Returns the log-scale. */
 INLINE float both_signs_row(const map_t *map, float *phi, long n, long wide) {
     float top = 0.0f;
     if (map->kind == SOFTMAX_BOTH) {

@@ -11,14 +11,14 @@ class AttendOptions(NamedTuple):
     """Options of `Engine.attend` and of its gradient.
 
     Attributes:
-        causal: whether queries see only keys up to their own.
+        causal: whether a query sees only keys up to its own position.
         scale: factor of q and k before the map.
         eps: smallest magnitude of a denominator.
         mask: key padding mask [B, T] or None.
-        log_scale: [B, K, T] to add to that of the keys' features, or None.
-        query_scale: [B, H, T] for the queries, or None; only a window reads it.
+        log_scale: [B, K, T], added to the log-scale of the keys' features, or None.
+        query_scale: [B, H, T], the same for the queries, or None; used only with a window.
         priority: [B, K, T], by which exact keys are chosen, or None.
-        exact: never round the weights; needed for gradients.
+        exact: whether to never round the weights; needed for gradients.
     """
 
     causal: bool
@@ -36,8 +36,8 @@ class Attended(NamedTuple):
 
     Attributes:
         out: [B, H, T, V] in the dtype of v.
-        kv: of the state after, [B, K, F, V + 1] in fp32.
-        log_scale: of the state after, [B, K].
+        kv: sums of the state after the tokens, [B, K, F, V + 1] in fp32.
+        log_scale: log-scale of that state, [B, K].
     """
 
     out: Tensor
@@ -52,8 +52,8 @@ class Gradients(NamedTuple):
         q: the gradient of q.
         k: the gradient of k.
         v: the gradient of v.
-        weights: of the `MAP_WEIGHTS` of every map, the keys' map first; None for absent weights.
-        log_scale: of the options' `log_scale` [B, K, T], or None.
+        weights: the gradients of the `MAP_WEIGHTS` of every map, the keys' map first; None for absent weights.
+        log_scale: the gradient of the options' `log_scale` [B, K, T], or None.
     """
 
     q: Tensor
@@ -64,7 +64,7 @@ class Gradients(NamedTuple):
 
 
 NEVER = 2**31 - 1
-"""In `WindowAttended.until`: the key stays exact."""
+"""Value in `WindowAttended.until` of a key that stays exact."""
 
 
 class WindowAttended(NamedTuple):
@@ -72,9 +72,9 @@ class WindowAttended(NamedTuple):
 
     Attributes:
         out: [B, H, T, V] in the dtype of v.
-        kv: of the tokens that have left the window, [B, K, F, V + 1] in fp32.
-        log_scale: the same, [B, K].
-        tops: [B, H, T] in fp32: a row's weights are relative to exp(top).
+        kv: sums over the tokens that have left the window, [B, K, F, V + 1] in fp32.
+        log_scale: log-scale of these sums, [B, K].
+        tops: [B, H, T] in fp32: the weights of a row are relative to exp(top).
         sums: [B, H, T] in fp32: the sum of a row's relative weights.
         until: [B, K, T] in int32: the query from which a key outside the window is no longer exact; `NEVER` or 0 if
             that does not depend on the query; None without exact keys.
@@ -89,7 +89,7 @@ class WindowAttended(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """Inputs of the gradient of a window, all in fp32, and its results.
+    """The inputs of the gradient of a window, all in fp32; also their gradients.
 
     Attributes:
         q: queries [B, H, T, D], times the scaling.

@@ -1,11 +1,11 @@
-/* One more token: a decoding step. */
+/* A decoding step: attention for one more token. */
 
 #ifndef LINEARIZE_STEP_H
 #define LINEARIZE_STEP_H
 
 #include "one_token.h"
 
-/* Add phi v' to a state [F, V + 1] that decays, and read it with one query: `vectors` whole vectors and a rest. */
+/* Decay a state [F, V + 1], add phi v' to it, and read it with one query: `vectors` whole vectors and a remainder. */
 INLINE void step_rows(long vectors, const call_t *c, float *kv, const float *phi_k, const float *phi_q, float decay,
                       const float *value, float *mixed) {
     long wide = c->value_size + 1, whole = vectors * W;
@@ -39,7 +39,7 @@ static void step_head(const call_t *c, long n, const token_buffers_t *f, float *
     long v = c->value_size, whole = v / W;
     float scales[2], decay = 1.0f, *kv = c->kv + n * c->features * (v + 1);
     float weight = !is_padding(c, b, 0);
-    /* If queries share the keys' weights, the first query is mapped together with the key. */
+    /* If queries and keys share weights, the first query is mapped together with the key. */
     int together = c->queries.first == c->keys.first;
     token_buffers_t key = *f, query = *f;
     query.x += f->x_stride;
@@ -68,13 +68,13 @@ static void step_head(const call_t *c, long n, const token_buffers_t *f, float *
         else if (whole == 8) step_rows(8, c, kv, key.phi, query.phi, decay, value, mixed);
         else step_rows(0, c, kv, key.phi, query.phi, decay, value, mixed);
         write_row(c, mixed, mixed[v], c->eps, b, h * group + g, 0);
-        /* The state contains the key now. */
+        /* The state now contains the key. */
         decay = 1.0f;
         memset(value, 0, (v + 1) * sizeof(float));
     }
 }
 
-/* One more token, in the state's own memory. Returns 0, or 1 if memory ran out, before any change. */
+/* Process one more token and update the state in place. Returns 0; or 1, before any change, if memory ran out. */
 int linearize_step(const call_t *c) {
     long heads = c->batch * c->key_heads, wide = padded(c->value_size + 1) + W;
     long each = padded(token_buffers_size(c, 2) + 2 * wide);

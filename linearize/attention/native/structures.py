@@ -1,4 +1,4 @@
-"""The binary interface of the compiled op: its library, the structures of its C code, and how tensors fill them."""
+"""The binary interface of the compiled op: its library, the structures of its C code, and packing tensors into them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from linearize.attention.native.options import AttendOptions
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 
 KINDS = ("given", "relu", "softmax_both", "exp_both", "waves", "wave_pairs", "damped_waves", "bank", "positive_waves")
-"""The maps of maps.h by number; compared with C's own list when the library is loaded."""
+"""The maps of maps.h by number; compared with the list in C when the library is loaded."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Numbers of the types of tensors; compared too."""
+"""Numbers of the tensor types; also compared."""
 
 DONE, NO_MEMORY, STEEP = 0, 1, 2
-"""Results of a call; compared too."""
+"""Results of a call; also compared."""
 
 NAMES = ";".join(
     "".join(f"{name} " for name in names)
     for names in (KINDS, [str(dtype).removeprefix("torch.") for dtype in TYPES], ("done", "no_memory", "steep"))
 )
-"""The names of all of them, as the library returns them."""
+"""The names of maps, types and results, as the library returns them."""
 
 _KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
@@ -59,7 +59,7 @@ class Back(ctypes.Structure):
 
 
 class WindowBuffers(ctypes.Structure):
-    """`window_t` of window_step.h; its state's tensors are null for a whole sequence."""
+    """`window_t` of window_step.h; the tensors of the state are null for a whole sequence."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("size", "sinks", "exact_keys")),
@@ -85,12 +85,12 @@ class WindowBack(ctypes.Structure):
 
 
 class Maps(NamedTuple):
-    """The maps of keys and queries, as the op reads them.
+    """The maps of keys and queries, in the form that the op reads.
 
     Attributes:
         features: number of features F.
-        data: both, with the addresses of their weights.
-        held: those weights, or copies of them; they must live as long as `data` is used.
+        data: both maps, with the addresses of their weights.
+        held: those weights, or copies of them; they must stay alive as long as `data` is used.
     """
 
     features: int
@@ -99,7 +99,7 @@ class Maps(NamedTuple):
 
 
 def given(features: int) -> Maps:
-    """Return the maps of q and k that are features already."""
+    """Return the maps for q and k that are already features."""
     empty = MAP.pack(_KIND_NUMBERS["given"], 1, *[0] * 10, 1.0, 1.0, *[0] * 7)
     return Maps(features, empty + empty, ())
 
@@ -109,9 +109,9 @@ Learned = Sequence[Tensor | None]
 
 
 def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:
-    """Describe the maps of keys and queries, or the one they share; inputs are multiplied by `scale` before them.
+    """Pack the maps of keys and queries, or the single map they share; inputs are multiplied by `scale` before them.
 
-    `learned` are the log-scales of keys and queries: a decoding step adds them to those that the maps make.
+    `learned` are the learned log-scales of keys and queries; a decoding step adds them to the log-scales of the maps.
     """
     held: list[Tensor] = []
     map = maps[0]
@@ -137,7 +137,7 @@ def _packed(map: MapSpec, scale: float, held: list[Tensor], learned: Learned) ->
 
 
 NO_STATES = (None, None, None, None)
-"""The last four of `call`'s tensors without a state."""
+"""The last four tensors of `call` if there is no state."""
 
 
 def call(
@@ -149,21 +149,21 @@ def call(
     extra: Sequence[Tensor | None],
     numbers: tuple[float, int, bool],
 ) -> bytes:
-    """Pack a call: tensors' shapes, strides and addresses. The tensors must live until the call is over.
+    """Pack a call: shapes, strides and addresses of its tensors, which must stay alive until the call is over.
 
     Args:
-        maps: of keys and queries.
+        maps: the maps of keys and queries.
         q: queries [B, H, T, D].
         k: keys [B, K, T, D].
         v: values [B, K, T, V].
         out: memory of the output, [B, H, T, V].
         extra: mask [B, T] in bool, log-scales to add to the keys' [B, K, T] and to the queries' [B, H, T], kv and
-            log-scale of the state before, kv and log-scale of the state after; each may be None; contiguous, and fp32
-            except the mask.
+            log-scale of the state before, kv and log-scale of the state after. Each may be None; all are contiguous and
+            fp32, except the mask.
         numbers: eps, threads, and whether weights are left exact.
     """
     batch, heads, tokens, _ = q.shape
-    # Plain tuples and no function for an address, because this runs at every decoding step.
+    # Use plain tuples and no helper function for addresses, because this runs at every decoding step.
     mask, key_scale, query_scale, start_kv, start_scale, kv, log_scale = extra
     mask_at = 0 if mask is None else mask.data_ptr()
     key_scale_at = 0 if key_scale is None else key_scale.data_ptr()
@@ -185,7 +185,7 @@ def call(
 
 
 def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the mask [B, T] and the log-scales of k [B, K, T, D] and q [B, H, T, D] as the op reads them."""
+    """Return the mask [B, T] and the log-scales of k [B, K, T, D] and q [B, H, T, D] in the form that the op reads."""
     mask, scales = options.mask, ((options.log_scale, k), (options.query_scale, q))
     key, query = (None if given is None else given.float().expand(x.shape[:3]).contiguous() for given, x in scales)
     return None if mask is None else mask.to(torch.bool).contiguous(), key, query
@@ -202,14 +202,14 @@ FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
     "causal_gradient": Back,
     "features_gradient": Back,
 }
-"""The functions of the library, and their second argument after a call."""
+"""The functions of the library; the value is the type of a second argument after the call, if any."""
 
 OMP_PAUSE_HARD = 2
 """A value of OpenMP's `omp_pause_resource_t`."""
 
 
 def open_library(path: Path) -> tuple[ctypes.CDLL, bool]:
-    """Load a library and declare its functions; return also whether it shares torch's threads.
+    """Load a library and declare its functions; also return whether it shares torch's threads.
 
     Raises:
         OSError: if it cannot be loaded or was built from other code.
@@ -234,7 +234,7 @@ def open_library(path: Path) -> tuple[ctypes.CDLL, bool]:
         function = getattr(library, f"linearize_{name}")
         more = [] if second is None else [ctypes.POINTER(second)]
         function.argtypes, function.restype = [ctypes.c_char_p, *more], ctypes.c_int
-    # This one gets features and no call.
+    # This function takes features instead of a call.
     function = library.linearize_window_gradient
     function.argtypes, function.restype = [ctypes.POINTER(WindowBack)], ctypes.c_int
     return library, bool(shared and library.linearize_parallel())
@@ -265,9 +265,10 @@ def _openmp_files() -> list[str]:
 
 
 def _end_threads() -> None:
-    """End the idle threads of every OpenMP library before a fork; parent and child start new ones when needed.
+    """End the idle threads of every OpenMP library before a fork; parent and child start new threads when needed.
 
-    A child inherits OpenMP's list of threads but not the threads: it would wait for them forever, in torch too.
+    A child inherits OpenMP's list of threads but not the threads themselves, so it would wait for them forever, even in
+    torch's own operations.
     """
     for file in _openmp_files():
         with contextlib.suppress(OSError, AttributeError):

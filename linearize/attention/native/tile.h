@@ -1,6 +1,6 @@
 /* Vectors of floats, their elementary functions, and products of small matrices in a core's cache.
 
-   Written with the vector extension of GCC and Clang: one source for every processor that they know. */
+   Written with the vector extensions of GCC and Clang: one source for every processor that they support. */
 
 #ifndef LINEARIZE_TILE_H
 #define LINEARIZE_TILE_H
@@ -30,7 +30,7 @@
 #endif
 /* W: floats per vector. MR: rows of a product held in registers, NV vectors each. */
 #define NV 2
-#define UNIT (W > MR ? W : MR) /* multiples for rounding extents up: whole vectors, and whole blocks of rows */
+#define UNIT (W > MR ? W : MR) /* sizes are rounded up to multiples of this: whole vectors and whole blocks of rows */
 #define PANEL (NV * W) /* columns of a product that are computed together */
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -39,10 +39,10 @@ typedef uint32_t vu __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
-/* Parts that compilers optimise better separately: in one function they run out of registers. */
+/* Functions that must not be inlined: in one large function, compilers run out of registers. */
 #define PART static __attribute__((noinline))
 
-/* The lanes of two vectors that a list f(0), f(1) ... of constants names. */
+/* Select lanes of two vectors by a list of constants f(0), f(1) ... */
 #if W == 16
 #define LANES(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #elif W == 8
@@ -63,7 +63,7 @@ INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf x) { *(vf *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 
-/* The larger of both; b if one is NaN. One instruction that the compiler may not find. */
+/* The larger of the two; b if one is NaN. A single instruction, which the compiler may not find by itself. */
 INLINE vf larger(vf a, vf b) {
 #if defined(__AVX512F__)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -75,7 +75,7 @@ INLINE vf larger(vf a, vf b) {
 #endif
 }
 
-/* The larger of |a| and b, which is not negative; b if a is NaN. */
+/* The larger of |a| and b, where b is not negative; b if a is NaN. */
 INLINE vf farther(vf a, vf b) {
 #if defined(__AVX512DQ__)
     return (vf)_mm512_range_ps((__m512)a, (__m512)b, 11);
@@ -84,7 +84,7 @@ INLINE vf farther(vf a, vf b) {
 #endif
 }
 
-/* The larger of both; NaN stays NaN. */
+/* The larger of the two; NaN if either is NaN. */
 INLINE float highest(float a, float b) { return a > b || a != a ? a : b; }
 
 #define LANE(j) (j)
@@ -106,7 +106,7 @@ INLINE float total(vf x) {
     return x[0] + x[1];
 }
 
-/* e^x to 1e-7 for x <= 88.7; below -87.3 the value at -87.3, 1e-38. */
+/* e^x with an error of 1e-7 for x <= 88.7; below -87.3 it returns the value at -87.3, 1e-38. */
 INLINE vf vexp(vf x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
     x = larger(splat(-87.3f), x);
@@ -123,9 +123,9 @@ INLINE vf vexp(vf x) {
     return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 
-#define FAR 30000.0f /* beyond this limit, the C library's slower functions */
+#define FAR 30000.0f /* beyond this limit, the slower functions of the C library are used */
 
-/* Sine of half the angle, for |x| <= FAR, and the angle reduced to [-pi, pi]; coefficients fitted there to 1e-8. */
+/* Sine of half the angle, for |x| <= FAR, and the angle reduced to [-pi, pi], where the coefficients fit to 1e-8. */
 INLINE vf half_sine(vf x, vf *angle) {
     const float magic = 12582912.0f;
     vf n = (x * 0.159154943091895336f + magic) - magic;
@@ -146,7 +146,7 @@ INLINE vf vcos(vf x) {
     return 1.0f - (s + s) * s;
 }
 
-/* Both from the half angle's sine, so there is no quadrant to determine. */
+/* Sine and cosine from the sine of half the angle, so that no quadrant has to be determined. */
 INLINE void vsincos(vf x, vf *sine, vf *cosine) {
     vf angle, s = half_sine(x, &angle), twice = s + s, square = angle * angle;
     vf c = splat(-2.5440666397e-10f);
@@ -166,7 +166,7 @@ INLINE float power(float d) {
     return u.value;
 }
 
-/* sum + left * right. With `pairs`, 32 bits of both sides hold two bf16 numbers, and both products are added. */
+/* sum + left * right. With `pairs`, each 32-bit lane holds two bf16 numbers, and both products are added. */
 INLINE vf add_products(int pairs, vf sum, vf left, vf right) {
 #if PAIRS
     if (pairs) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
@@ -181,8 +181,8 @@ INLINE vf repeated(int pairs, float bits) {
     return splat(bits);
 }
 
-/* rows x (columns * W) block of C (+)= A B factor, with A[r, k] at a[r * ar + k * ak] and B[k, j] at b[k * ldb + j];
-   with `pairs` both of them in pairs along k, of which there are `depth`. */
+/* A block of rows x (columns * W) of C (+)= A B factor, with A[r, k] at a[r * ar + k * ak] and B[k, j] at
+   b[k * ldb + j]; with `pairs`, both hold `depth` pairs along k. */
 INLINE void block(int pairs, int rows, int columns, int add, float factor, const float *a, long ar, long ak,
                   const float *b, long ldb, float *c, long ldc, long depth) {
     vf sum[MR][NV];
@@ -223,7 +223,7 @@ INLINE void product(int add, long m, long n, long depth, const float *a, long ar
     blocks(0, add, 1.0f, m, n, depth, a, ar, ak, b, ldb, c, ldc);
 }
 
-/* A list of constants with the caller's names for them: their numbers, and their names in order. */
+/* For a list of constants with the caller's names: their numbers, and their names in order. */
 #define NUMBER(constant, name) constant,
 #define NAME(constant, name) name " "
 
@@ -252,7 +252,7 @@ INLINE void write_number(void *p, int type, long i, float x) {
     ((uint16_t *)p)[i] = x != x ? 0x7fc0 : (uint16_t)(even >> 16);
 }
 
-/* The nearest bf16 numbers. */
+/* Round to the nearest bf16 numbers. */
 INLINE vf nearest(vf x) {
     vu bits = (vu)x, even = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
     vi nan = x != x;
@@ -297,7 +297,7 @@ INLINE void transpose(vf row[W]) {
 #endif
 }
 
-/* The sums of W vectors' lanes, one lane each: like `transpose` and adding up, without repeated work. */
+/* The lane sums of W vectors, one per lane: like `transpose` followed by additions, but without repeated work. */
 #define FOLD(s, up, low) \
     for (int i = 0; i < W; i += 2 * s) row[i] = SHUFFLE(row[i], row[i + s], up) + SHUFFLE(row[i], row[i + s], low);
 
@@ -320,7 +320,7 @@ INLINE void prefetch_rows(const void *x, int type, long stride, long tokens, lon
         for (long i = 0; i < size * bytes; i += 64) __builtin_prefetch((const char *)x + t * stride * bytes + i, 0, 2);
 }
 
-/* W numbers from the d-th on of a row that begins at number i, times a factor; PAIRED ones unconverted. */
+/* W numbers from place d on of a row that begins at number i, times a factor; PAIRED numbers are not converted. */
 INLINE vf row_numbers(const void *x, int type, long i, long d, float scale) {
     if (type != PAIRED) return numbers(x, type, i + d) * scale;
     vf bits;
@@ -335,8 +335,8 @@ INLINE float row_number(const void *x, int type, long i, long d, float scale) {
     return bits;
 }
 
-/* Read tokens rows of size numbers, `stride` numbers apart, and write them as [size, wide]: tokens in columns. PAIRED
-   rows have size pairs. */
+/* Read `tokens` rows of `size` numbers, `stride` numbers apart, and write them as [size, wide] with tokens in columns.
+   PAIRED rows have `size` pairs. */
 INLINE void pack_transposed(const void *x, int type, long stride, long tokens, long size, float scale, float *to,
                             long wide) {
     for (long t = 0; t < wide; t += W)

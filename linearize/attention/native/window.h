@@ -1,15 +1,16 @@
-/* Softmax near, a feature map far: tile after tile, all weights of a tile in cache, as in `linearize.ops.window`.
+/* Softmax for near keys, a feature map for far keys, as in `linearize.ops.window`: tile after tile, with all weights of a
+   tile in cache.
 
-   Padding comes after all tokens. A tile's queries have exact weights for the keys of their windows, for
-   the sinks, and for exact keys; other keys near the tile but outside a query's window get the kernel's weights one by
-   one; keys before and after those come as states. Four parts, each under its own scale, are joined row by row. */
+   Padding comes after all tokens. The queries of a tile have exact weights for the keys in their windows, for the sinks,
+   and for exact keys. Other keys near the tile but outside a query's window get individual kernel weights. Keys before
+   and after those enter as states. Four parts, each with its own scale, are joined row by row. */
 
 #ifndef LINEARIZE_WINDOW_H
 #define LINEARIZE_WINDOW_H
 
 #include "window_step.h"
 
-/* A thread's additional arrays; the usual ones are as long as a tile's near keys here. */
+/* The additional arrays of a thread; here the usual arrays have the length of a tile's near keys. */
 typedef struct {
     scratch_t s;
     float *memory, *q, *k, *scores, *products;             /* [D, TILE], [D, near], and [TILE, near] */
@@ -17,9 +18,9 @@ typedef struct {
     float *exact_levels, *linear_levels, *query_scale;     /* [TILE] */
     float *other_k, *other_v, *other_scores;               /* sinks, then slots: [D, others], [others, width], [TILE, others] */
     float *slot_phi, *slot_scale, *slot_products;          /* causally: [F, slots], [slots], [TILE, slots] */
-    /* A slot holds an exact key that is not near: the query until which it is exact (0: empty), and its token. */
+    /* A slot holds an exact key that is not near: the query at which it stops being exact (0: empty), and its token. */
     int32_t *slot_until, *slot_token;
-    long sinks, slots, others, losing;                     /* counts; losing: slots, 0 if a tile changes none */
+    long sinks, slots, others, losing;                     /* counts; losing: slots, or 0 if no tile changes them */
     const int32_t *until;                                  /* of the head's keys, from `contest`; or null */
     float *ahead, *ahead_sums, *ahead_levels;              /* [T, width], [T]; not causally */
     float *row;                                            /* [width] */
@@ -56,7 +57,7 @@ static int prepare_window(const call_t *c, const window_t *w, near_t *m) {
     return m->memory != 0;
 }
 
-/* The number of tokens. */
+/* The number of tokens without padding. */
 INLINE long real_tokens(const call_t *c, long b) {
     long real = 0;
     while (real < c->tokens && !is_padding(c, b, real)) real++;
@@ -64,7 +65,7 @@ INLINE long real_tokens(const call_t *c, long b) {
 }
 
 /* Let the keys of a head compete for its places, as in linearize/ops/window_causal.py: `until` of a key is the first
-   query outside its window for which it is not exact. Causally key j competes when query j + size comes; otherwise all
+   query outside its window for which it is not exact. Causally, key j competes at query j + size; otherwise all keys
    compete at once, and `until` is NEVER or 0. */
 static void contest(const call_t *c, const window_t *w, long n, int32_t *kept) {
     const float *priority = w->priority + n * c->tokens;
@@ -90,7 +91,8 @@ static void contest(const call_t *c, const window_t *w, long n, int32_t *kept) {
 /* Whether a key outside the window of query t is exact. */
 INLINE int is_exact(const int32_t *until, long t, long key) { return until && t < until[key]; }
 
-/* Put an exact key into a free slot; causally with column j of the features, for adding it to the state later. */
+/* Put an exact key into a free slot; if causal, with column j of the features, so that it can be added to the state
+   later. */
 static void fill_slot(const call_t *c, const window_t *w, long b, long h, long token, long j, long wide, near_t *m) {
     const void *k = token_at(c->k, c->type, c->k_stride, b, h, token);
     long slot = 0;
@@ -142,7 +144,7 @@ static void far_keys(const call_t *c, const window_t *w, long b, long h, long t,
     }
 }
 
-/* Add keys from `first` to `last` to the state for query t, whose log-scale is `top`. */
+/* Add the keys `first` to `last` to the state for query t; `top` is the log-scale of the state. */
 static void add_keys(const call_t *c, const window_t *w, long b, long h, long t, long first, long last, near_t *m,
                      float *top) {
     scratch_t *s = &m->s;
@@ -158,7 +160,7 @@ static void add_keys(const call_t *c, const window_t *w, long b, long h, long t,
     }
 }
 
-/* Tokens in columns [size, wide], times a factor; zeros for padding. */
+/* Pack tokens as columns [size, wide], times a factor; zeros for padding. */
 static void pack_tokens(const call_t *c, const void *x, const int64_t *stride, long b, long h, long first, long count,
                         float factor, float *to, long wide) {
     long size = c->keys.size;
@@ -182,7 +184,7 @@ static void load_others(const call_t *c, const window_t *w, long b, long h, near
         if (m->until[j]) fill_slot(c, w, b, h, j, 0, 0, m);
 }
 
-/* Turn a row's scores from `first` to `last` into weights exp(score - top), with zeros around them. */
+/* Turn the scores `first` to `last` of a row into weights exp(score - top); all other columns become zero. */
 INLINE void weigh_row(float *row, long wide, long first, long last, float top) {
     for (long j = first / W * W; j < last; j += W) store(row + j, vexp(load(row + j) - top));
     memset(row, 0, first * sizeof(float));
@@ -200,15 +202,15 @@ INLINE float sum_of(const float *row, long wide) {
     return total(sum);
 }
 
-/* The near keys that row r, the query `t`, sees: in its window those from `first` to `last`, outside it `near`. */
+/* The near keys that row r, which is query `t`, sees: `first` to `last` are in its window, the rest of `near` outside. */
 typedef struct {
     long r, t, from, first, last, near;
 } seen_t;
 
-/* Key j, or the first one after the window. */
+/* Key j, or the first key after the window. */
 INLINE long outside(const seen_t *n, long j) { return j == n->first ? n->last : j; }
 
-/* Write `value` to the near keys outside the window that are exact, or to those that are not. */
+/* Write `value` to the near keys outside the window that are exact, or to those that are not exact. */
 INLINE void write_outside(const int32_t *until, const seen_t *n, int exact, float value, float *row) {
     for (long j = outside(n, 0); until && j < n->near; j = outside(n, j + 1))
         if (is_exact(until, n->t, n->from + j) == exact) row[j] = value;
@@ -225,7 +227,7 @@ static void exact_row(const window_t *w, near_t *m, const seen_t *n, long wide, 
     long before = least(sinks, n->t - reach_before(w)), later = sinks, filled = m->sinks + m->slots;
     long first = m->until ? 0 : n->first, last = m->until ? n->near : n->last;
     float *row = m->scores + n->r * wide, *more = m->other_scores + n->r * m->others;
-    /* Sinks in the window are counted already: left are those before it and, not causally, those after it. */
+    /* Sinks in the window are already counted: the others are before it or, if not causal, after it. */
     if (before < 0) before = 0;
     if (!w->causal) later = least(sinks, n->t + reach_later(w) + 1);
     write_outside(m->until, n, 0, FLOOR, row);
@@ -254,7 +256,7 @@ static void linear_row(near_t *m, const seen_t *n, long wide) {
         if (!is_exact(m->until, n->t, n->from + j)) top = highest(s->scale[j], top);
     for (long j = 0; j < m->losing; j++)
         if (m->slot_until[j] && n->t >= m->slot_until[j]) top = highest(m->slot_scale[j], top);
-    /* Later keys may have larger scales: they are cleared before they are used. */
+    /* Later keys may have larger scales, so set them to zero before they are used. */
     memset(row + first, 0, (last - first) * sizeof(float));
     memset(row + seen, 0, (wide - seen) * sizeof(float));
     write_outside(m->until, n, 1, 0.0f, row);
@@ -272,7 +274,7 @@ static void linear_row(near_t *m, const seen_t *n, long wide) {
     }
 }
 
-/* Add a part, e^level times `row` and its sum, to `to`, whose own level is `top`; nothing if it counts as absent. */
+/* Add a part, e^level times `row` and its sum, to `to`, whose level is `top`; skip it if it counts as absent. */
 INLINE void add_part(const float *row, float sum, float level, float size, float top, long width, float *to,
                      float *to_sum) {
     if (size <= TINY) return;
@@ -286,7 +288,7 @@ INLINE float part_size(const float *row, float sum, long width) {
     for (long j = 0; j < width; j += W) {
         vf x = load(row + j);
         top = farther(x, top);
-        odd += x * 0.0f; /* the maximum drops NaN */
+        odd += x * 0.0f; /* keep NaN, which the maximum ignores */
     }
     float size = fabsf(sum);
     for (int i = 0; i < W; i++) size = highest(top[i], size);
@@ -316,7 +318,7 @@ static void join_row(const call_t *c, const window_t *w, near_t *m, long b, long
     w->row_sums[(b * c->heads + h) * c->tokens + t] = sum;
 }
 
-/* The states of the keys after the near ones of every tile, from the last tile to the first. */
+/* For every tile, from the last to the first: the state of the keys after its near keys. */
 static void read_ahead(const call_t *c, const window_t *w, long b, long h, long key_head, long real, near_t *m) {
     scratch_t *s = &m->s;
     float top = FLOOR;
@@ -334,7 +336,7 @@ static void read_ahead(const call_t *c, const window_t *w, long b, long h, long 
     }
 }
 
-/* One tile of queries from `t` on, after the state. */
+/* One tile of queries from `t` on, given the state. */
 static void window_tile(const call_t *c, const window_t *w, long b, long h, long key_head, long real, long t,
                         float later, near_t *m) {
     scratch_t *s = &m->s;
@@ -343,7 +345,7 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     long near = to - from, wide = padded(near), sinks = least(w->sinks, real), slots = padded(m->slots);
     m->losing = 0;
     for (long j = 0; j < m->slots; j++) {
-        /* In both directions, near keys are not read from their slots. */
+        /* If not causal, near keys are not read from their slots either. */
         if (!w->causal) m->slot_until[j] = m->slot_token[j] < 0 || (from <= m->slot_token[j] && m->slot_token[j] < to) ? 0 : NEVER;
         if (m->slot_until[j] && m->slot_until[j] < t + count) m->losing = m->slots;
     }
@@ -384,7 +386,7 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     for (long r = 0; r < count; r++) join_row(c, w, m, b, h, r, t + r, later);
 }
 
-/* One head of queries; the first of a group leaves the state after, causally. */
+/* One query head; if causal, the first head of a group also stores the final state. */
 static void window_head(const call_t *c, const window_t *w, long i, near_t *m) {
     long b = i / c->heads, h = i % c->heads, group = c->heads / c->key_heads, key_head = h / group;
     long real = real_tokens(c, b), bound = 0;
@@ -393,7 +395,7 @@ static void window_head(const call_t *c, const window_t *w, long i, near_t *m) {
     if (!w->causal) read_ahead(c, w, b, h, key_head, real, m);
     load_state(c, 0, 0, 1.0f, &m->s);
     for (long t = 0; t < c->tokens; t += TILE) {
-        /* Causally no farther than the keys that have left the window at the end: padding follows. */
+        /* If causal, stop at the keys that have left the window at the end, because padding follows. */
         long last = least(t - reach_before(w), w->causal ? real - w->size : real);
         empty_slots(c, t, m, &top);
         add_keys(c, w, b, key_head, t, bound, last, m, &top);
@@ -407,7 +409,7 @@ static void window_head(const call_t *c, const window_t *w, long i, near_t *m) {
     c->log_scale[b * c->key_heads + key_head] = top;
 }
 
-/* Softmax inside a window, for the sinks and for the exact keys, the kernel elsewhere. Returns DONE, or NO_MEMORY. */
+/* Softmax inside a window, for the sinks and for the exact keys; the kernel elsewhere. Returns DONE or NO_MEMORY. */
 int linearize_window(const call_t *c, const window_t *w) {
     int failed = DONE;
     advise_huge_pages(c);

@@ -1,9 +1,10 @@
-/* The gradient of window.h on features that are given, tile after tile; only rows' levels and sums are kept from the
-   forward. All arrays are contiguous fp32, their rows whole vectors. A row's output is
+/* The gradient of window.h for given features, tile after tile; only the levels and sums of the rows are kept from the
+   forward pass. All arrays are contiguous fp32, and their rows are whole vectors. The output of a row is
 
        out_i = sum_j w_ij v_j / sum_i,  w_ij = exp(q_i . k_j - top_i) or phi_q_i . phi_k_j,
 
-   so that from G_i, the gradient to out_i over sum_i, and slope_i = -G_i . out_i every weight gets G_i . v_j + slope_i. */
+   so with G_i, the gradient of out_i divided by sum_i, and slope_i = -G_i . out_i, the gradient of every weight is
+   G_i . v_j + slope_i. */
 
 #ifndef LINEARIZE_WINDOW_GRADIENT_H
 #define LINEARIZE_WINDOW_GRADIENT_H
@@ -17,14 +18,14 @@ typedef struct {
     const float *grad, *slope, *top;        /* [B, H, T, V] and [B, H, T] twice */
     float *dq, *dk, *dv, *dphi_q, *dphi_k;  /* zeros */
     const int64_t *real;                    /* [B], numbers of tokens; padding comes after them */
-    const int32_t *until;                   /* [B, K, T] of the forward, or null */
+    const int32_t *until;                   /* [B, K, T] from the forward pass, or null */
     int32_t causal, threads;
 } window_back_t;
 
-/* A thread's arrays. Of the near keys, sinks or window, tokens in columns: k_t [D, near], phi_t [F, near], v_t [V,
-   near]; scores, products and dweights [TILE, near]; a state [V, F], its transpose [F, V], and its sums [F]. Of
+/* The arrays of a thread. For near keys (sinks or window), with tokens in columns: k_t [D, near], phi_t [F, near], v_t
+   [V, near]; scores, products and dweights [TILE, near]; a state [V, F], its transpose [F, V], and its sums [F]. For
    exact keys that are not near a tile: copies and gradients of k [slots, D], v [slots, V] and phi [slots, F], the query
-   until which they are exact, and their tokens. Of a head: all keys that are ever exact outside their window. */
+   at which they stop being exact, and their tokens. For a head: all keys that are ever exact outside their window. */
 typedef struct {
     float *memory, *k_t, *phi_t, *v_t, *scores, *products, *dweights, *state, *turned, *sums;
     float *slot_k, *slot_v, *slot_phi, *slot_dk, *slot_dv, *slot_dphi;
@@ -32,7 +33,7 @@ typedef struct {
     long kept_count;
 } window_work_t;
 
-/* One head's arrays, and its numbers of tokens. */
+/* The arrays of one head, and its numbers of tokens. */
 typedef struct {
     const float *q, *k, *v, *phi_q, *phi_k, *grad, *slope, *top;
     float *dq, *dk, *dv, *dphi_q, *dphi_k;
@@ -61,7 +62,7 @@ INLINE void turn(const float *rows, long count, long size, float *to) {
     pack_transposed(rows, FLOAT32, size, count, size, 1.0f, to, padded(count));
 }
 
-/* state [V, F] += x' y and sums [F] += weights y, of `count` rows x [V] and y [F]; without weights, of ones. */
+/* state [V, F] += x' y and sums [F] += weights y, for `count` rows x [V] and y [F]; null weights are ones. */
 static void add_rows(const window_back_t *g, const float *x, const float *y, const float *weights, long count,
                      window_work_t *m) {
     long v = g->value_size, f = g->features;
@@ -76,7 +77,7 @@ static void clear_state(const window_back_t *g, window_work_t *m) {
     memset(m->sums, 0, g->features * sizeof(float));
 }
 
-/* Add keys from `first` to `last` to a state. */
+/* Add the keys `first` to `last` to a state. */
 static void keys_in(const window_back_t *g, const window_head_t *n, long first, long last, window_work_t *m) {
     add_rows(g, n->v + first * g->value_size, n->phi_k + first * g->features, 0, last - first, m);
 }
@@ -90,7 +91,7 @@ static void queries_back(const window_back_t *g, const window_head_t *n, long fi
             store(n->dphi_q + t * f + i, load(n->dphi_q + t * f + i) + load(m->sums + i) * n->slope[t]);
 }
 
-/* The gradients of keys from `first` to `last` through a state of queries. */
+/* The gradients of the keys `first` to `last` through a state of queries. */
 static void keys_back(const window_back_t *g, const window_head_t *n, long first, long last, window_work_t *m) {
     long v = g->value_size, f = g->features, count = last - first;
     if (count <= 0) return;
@@ -103,7 +104,7 @@ static void keys_back(const window_back_t *g, const window_head_t *n, long first
     product(1, count, v, f, n->phi_k + first * f, f, 1, m->turned, v, n->dv + first * v, v);
 }
 
-/* Turn exact scores of row t into its weights for the keys first to last of `wide`. */
+/* Turn the exact scores of row t into weights for the keys `first` to `last` of `wide`. */
 static void exact_weights(const window_head_t *n, long t, long first, long last, long wide, float *scores) {
     for (long j = first / W * W; j < last; j += W) {
         vf x = load(scores + j) - n->top[t], high = splat(0.0f);
@@ -113,12 +114,12 @@ static void exact_weights(const window_head_t *n, long t, long first, long last,
     memset(scores + last, 0, (wide - last) * sizeof(float));
 }
 
-/* Turn the gradients to a row's exact weights into those to its scores. */
+/* Turn the gradients of a row's exact weights into those of its scores. */
 INLINE void scores_back(const float *weights, long wide, float *dweights) {
     for (long j = 0; j < wide; j += W) store(dweights + j, load(dweights + j) * load(weights + j));
 }
 
-/* The exact weights' part in the gradients of keys from `from` on, `near` of them, and of the queries; adds dv too. */
+/* The contribution of exact weights to the gradients of `near` keys from `from` on and of the queries; adds dv too. */
 static void exact_products(const window_back_t *g, const window_head_t *n, long t, long count, long from, long near,
                            long wide, window_work_t *m) {
     long d = g->size, v = g->value_size;
@@ -127,7 +128,7 @@ static void exact_products(const window_back_t *g, const window_head_t *n, long 
     product(1, near, v, count, m->scores, 1, wide, n->grad + t * v, v, n->dv + from * v, v);
 }
 
-/* The gradients to the weights of a tile's rows and the keys from `from` on: G . v + slope. */
+/* The gradients of the weights between the rows of a tile and the keys from `from` on: G . v + slope. */
 static void weight_gradients(const window_back_t *g, const window_head_t *n, long t, long count, long from, long near,
                              long wide, window_work_t *m) {
     long v = g->value_size;
@@ -145,7 +146,7 @@ static void sinks_back(const window_back_t *g, const window_head_t *n, long t, l
     product(0, count, wide, d, n->q + t * d, d, 1, m->k_t, wide, m->scores, wide);
     weight_gradients(g, n, t, count, 0, near, wide, m);
     for (long r = 0; r < count; r++) {
-        /* Those in the window are counted already. */
+        /* Sinks in the window are already counted. */
         long before = least(near, t + r - n->before), later = g->causal ? near : least(near, t + r + n->later + 1);
         if (before < 0) before = 0;
         exact_weights(n, t + r, 0, near, wide, m->scores + r * wide);
@@ -163,14 +164,14 @@ INLINE seen_t seen_by(const window_back_t *g, const window_head_t *n, long t, lo
     return (seen_t){0, t, from, first, last, g->causal ? last : near};
 }
 
-/* Keep of a row only the kernel's keys: outside the window, causally before it, and not exact. */
+/* Keep only the keys of a row that have kernel weights: outside the window (before it, if causal) and not exact. */
 INLINE void leave_linear(const window_head_t *n, const seen_t *s, float *row, long wide) {
     memset(row + s->first, 0, (s->last - s->first) * sizeof(float));
     memset(row + s->near, 0, (wide - s->near) * sizeof(float));
     write_outside(n->until, s, 1, 0.0f, row);
 }
 
-/* The keys from `from` to `to`, near a tile or, with `slots`, in slots. */
+/* The gradients of the keys `from` to `to`, near a tile or, with `slots`, in slots. */
 static void near_back(const window_back_t *g, const window_head_t *n, long t, long count, long from, long to, int slots,
                       window_work_t *m) {
     long d = g->size, f = g->features, v = g->value_size, near = to - from, wide = padded(near);
@@ -185,7 +186,7 @@ static void near_back(const window_back_t *g, const window_head_t *n, long t, lo
         leave_linear(n, &s, m->products + r * wide, wide);
     }
     product(1, near, v, count, m->products, 1, wide, n->grad + t * v, v, n->dv + from * v, v);
-    /* The gradients to the kernel's weights, in place of the weights; then those to the scores. */
+    /* The gradients of the kernel's weights replace the weights; then those of the scores follow. */
     memcpy(m->products, m->dweights, count * wide * sizeof(float));
     for (long r = 0; r < count; r++) {
         seen_t s = seen_by(g, n, t + r, from, near, slots);
@@ -199,7 +200,7 @@ static void near_back(const window_back_t *g, const window_head_t *n, long t, lo
     exact_products(g, n, t, count, from, near, wide, m);
 }
 
-/* Add rows [slots, size] to those of their tokens. */
+/* Add the rows [slots, size] to the rows of their tokens. */
 static void scatter(const window_work_t *m, const float *from, long count, long size, float *to) {
     for (long i = 0; i < count; i++)
         for (long j = 0; j < size; j += W) {
@@ -208,7 +209,7 @@ static void scatter(const window_work_t *m, const float *from, long count, long 
         }
 }
 
-/* The exact keys that are not near a tile, including those that one of its queries adds to the state. */
+/* The gradients of exact keys that are not near a tile, including those that one of its queries adds to the state. */
 static void slots_back(const window_back_t *g, const window_head_t *n, long t, long count, long from, long to,
                        window_work_t *m) {
     long d = g->size, f = g->features, v = g->value_size, filled = 0;
@@ -235,7 +236,7 @@ static void slots_back(const window_back_t *g, const window_head_t *n, long t, l
 }
 
 /* Add the keys that are in the state for query t but were not for the tile before: those from `first` to `last`, and
-   earlier ones that were exact until then. */
+   earlier keys that were still exact then. */
 static void each_new(const window_back_t *g, const window_head_t *n, long t, long first, long last, window_work_t *m,
                      void (*one)(const window_back_t *, const window_head_t *, long, long, window_work_t *)) {
     for (long i = 0; i < m->kept_count && m->kept[i] < first; i++) {
@@ -248,8 +249,8 @@ static void each_new(const window_back_t *g, const window_head_t *n, long t, lon
     }
 }
 
-/* One head of queries. Four walks: the near keys and, of those before them, the queries' part; the keys' part; and, not
-   causally, both parts of the keys after them. */
+/* One query head, in up to four passes: the near keys, together with the query gradients of the keys before them; the key
+   gradients of the keys before them; and, if not causal, both gradients of the keys after them. */
 static void window_head_back(const window_back_t *g, const window_head_t *n, window_work_t *m) {
     long f = g->features, v = g->value_size, last_tile = (g->tokens - 1) / TILE * TILE, bound = 0;
     m->kept_count = 0;
@@ -289,7 +290,7 @@ static void window_head_back(const window_back_t *g, const window_head_t *n, win
     }
 }
 
-/* Returns DONE, or NO_MEMORY. */
+/* Returns DONE or NO_MEMORY. */
 int linearize_window_gradient(const window_back_t *g) {
     int failed = DONE;
     long group = g->heads / g->key_heads;

@@ -1,4 +1,4 @@
-/* One more token with a softmax window: the oldest token moves from the window to the linear state, the new one enters. */
+/* A decoding step with a softmax window: the oldest token moves to the linear state, the new one enters the window. */
 
 #ifndef LINEARIZE_WINDOW_STEP_H
 #define LINEARIZE_WINDOW_STEP_H
@@ -8,8 +8,8 @@
 #define NEVER INT32_MAX
 #define TINY 1e-30f /* a part of smaller magnitude counts as absent, as in `linearize.ops.window_parts` */
 
-/* The state in addition to the linear one, all contiguous: the last `size` tokens, the newest last, the first `sinks`
-   ones, and up to `exact_keys` others, the oldest first. */
+/* The state in addition to the linear state, all contiguous: the last `size` tokens, newest last; the first `sinks`
+   tokens; and up to `exact_keys` others, oldest first. */
 typedef struct {
     int64_t size, sinks, exact_keys;
     char *ring_k, *ring_v;        /* [B, K, size, D] and [B, K, size, V], in the types of k and v */
@@ -17,17 +17,17 @@ typedef struct {
     uint8_t *ring_mask;           /* [B, size] */
     char *sink_k, *sink_v;        /* [B, K, sinks, D] and [B, K, sinks, V], or null */
     int64_t *tokens;              /* [B], number of tokens so far, or null */
-    char *kept_k, *kept_v;        /* [B, K, exact_keys, D] and [B, K, exact_keys, V], or null; so all that follow */
+    char *kept_k, *kept_v;        /* [B, K, exact_keys, D] and [B, K, exact_keys, V]; null without exact keys */
     float *kept_phi, *kept_scale; /* [B, K, exact_keys, F] and [B, K, exact_keys] */
-    uint8_t *kept_mask;           /* [B, exact_keys], the existing ones first */
-    float scaling;                /* of softmax's scores */
+    uint8_t *kept_mask;           /* [B, exact_keys], existing keys first */
+    float scaling;                /* factor of the softmax scores */
     int32_t causal;
     float *tops, *row_sums;       /* [B, H, T]: the level and the sum of every row's weights; or null */
     const float *priority;        /* [B, K, T]: the largest become exact keys; or null */
     int32_t *until;               /* [B, K, T], from `contest`; or null */
 } window_t;
 
-/* A thread's arrays for one head: weights of exact tokens, sums of their values, the leaving key, sums of the linear
+/* The arrays of a thread for one head: weights of exact tokens, sums of their values, the leaving key, sums of the linear
    state. */
 typedef struct {
     float *query, *weights, *exact, *leaving, *value, *linear;
@@ -50,8 +50,8 @@ INLINE long window_buffers_size(const call_t *c, const window_t *w) {
     return window_buffers_at(c, w, 0).linear - (float *)0 + padded(c->value_size + 1) + W;
 }
 
-/* Scores of `count` contiguous rows of keys; rows that are not visible get FLOOR. Returns the larger of their
-   largest one and `top`. */
+/* Scores of `count` contiguous rows of keys; rows that are not visible get FLOOR. Returns the maximum of the scores and
+   `top`. */
 static float scores_of(const call_t *c, const char *keys, const uint8_t *visible, long count, const float *query,
                        float *to, float top) {
     long size = c->keys.size;
@@ -79,14 +79,15 @@ static void add_values(const call_t *c, const char *values, const uint8_t *visib
     }
 }
 
-/* The largest magnitude of `count` numbers; NaN if one is NaN. */
+/* The largest magnitude of `count` numbers; NaN if any is NaN. */
 INLINE float magnitude_within(const float *x, long count) {
     float top = 0.0f;
     for (long j = 0; j < count; j++) top = highest(fabsf(x[j]), top);
     return top;
 }
 
-/* Add two parts, each e^level times its sums [V + 1], under the larger one's magnitude: as `linearize.ops.window_parts.join`. */
+/* Add two parts, each e^level times its sums [V + 1], relative to the magnitude of the larger part, like
+   `linearize.ops.window_parts.join`. */
 INLINE void join_parts(float *near, float near_level, const float *far, float far_level, long count) {
     float sizes[2] = {magnitude_within(near, count), magnitude_within(far, count)};
     int absent[2] = {sizes[0] <= TINY, sizes[1] <= TINY};
@@ -96,7 +97,7 @@ INLINE void join_parts(float *near, float near_level, const float *far, float fa
     for (long j = 0; j < count; j++) near[j] = near[j] * factors[0] + (absent[1] ? 0.0f : far[j] * factors[1]);
 }
 
-/* Move a ring's rows of `bytes` forward by one, and put a new one after them. */
+/* Shift the rows of a ring, `bytes` each, forward by one, and append a new row. */
 INLINE void push(char *ring, long count, long bytes, const void *row) {
     memmove(ring, ring + bytes, (count - 1) * bytes);
     memcpy(ring + (count - 1) * bytes, row, bytes);
@@ -117,7 +118,7 @@ INLINE int leaves(const window_t *w, long b) {
     return w->ring_mask[b * w->size] && (!w->sinks || w->tokens[b] - w->size >= w->sinks);
 }
 
-/* The place of the exact key that loses against the oldest token of the ring, the newest of equal ones; -1 if none does. */
+/* The place of the exact key that loses against the oldest token of the ring (of equal keys the newest), or -1. */
 static long weakest_of(const window_t *w, long n) {
     const float *kept = w->kept_scale + n * w->exact_keys;
     long weakest = 0;
@@ -136,8 +137,8 @@ static void keep(const call_t *c, const window_t *w, long n, long place, long la
     push((char *)(w->kept_scale + to), count, sizeof(float), w->ring_scale + from);
 }
 
-/* Move the oldest token of the ring to the exact keys or the state. The key and value for the state are left in
-   `leaving` and `value`, times their weight there; returns the decay of the state. */
+/* Move the oldest token of the ring to the exact keys or the state. The key and value for the state are stored in
+   `leaving` and `value`, times their weight in the state; returns the decay of the state. */
 static float take_leaving(const call_t *c, const window_t *w, long n, const window_buffers_t *f) {
     long b = n / c->key_heads, v = c->value_size, held = kept_count(w, b), place = -1, full = held == w->exact_keys;
     int real = leaves(w, b);
@@ -174,7 +175,7 @@ static void take_up(const call_t *c, const window_t *w, long n, long place, cons
     memcpy(w->sink_v + (n * w->sinks + place) * v_bytes, v, v_bytes);
 }
 
-/* The tokens that a query at `place` sees with softmax's weights: those of the ring, the new one last, then the sinks
+/* The tokens that a query at `place` sees with softmax weights: those in the ring (the new one last), then the sinks
    from before the ring, and the exact keys. */
 static void look(const window_t *w, long b, long place, uint8_t *visible) {
     memcpy(visible, w->ring_mask + b * w->size + 1, w->size - 1);
@@ -214,7 +215,7 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
         if (whole == 4) step_rows(4, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
         else if (whole == 2) step_rows(2, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
         else step_rows(0, c, kv, f->leaving, tokens->phi, decay, f->value, f->linear);
-        /* The state contains the leaving key now. */
+        /* The state now contains the leaving key. */
         decay = 1.0f;
         memset(f->value, 0, (v + 1) * sizeof(float));
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, w->scaling, f->query);
@@ -230,7 +231,7 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
     }
 }
 
-/* The shared part of all heads of a batch entry: the ring's mask, and the number of tokens so far. */
+/* Update what all heads of a batch entry share: the mask of the ring, and the number of tokens so far. */
 static void count_token(const call_t *c, const window_t *w, long b) {
     if (is_padding(c, b, 0)) return;
     uint8_t there = 1;
@@ -240,8 +241,8 @@ static void count_token(const call_t *c, const window_t *w, long b) {
     if (w->tokens) w->tokens[b]++;
 }
 
-/* One more token, in the state's own memory; a token of padding changes nothing and gets zeros. Returns DONE, or
-   NO_MEMORY before any change. */
+/* Process one more token and update the state in place; a padding token changes nothing and its output is zero. Returns
+   DONE; or NO_MEMORY, before any change. */
 int linearize_window_step(const call_t *c, const window_t *w) {
     long heads = c->batch * c->key_heads, visible = padded(w->size + w->sinks + w->exact_keys);
     long each = padded(token_buffers_size(c, 1) + window_buffers_size(c, w)) + visible;
