@@ -3,7 +3,7 @@
     import linearize
     model = linearize.convert(model, kernel="hedgehog")
 
-Importing does nothing but tell transformers' Auto classes, once somebody uses them, how to load converted checkpoints.
+Importing only registers a hook: once transformers' Auto classes are used, they can load converted checkpoints.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def _register() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `TARGET` only, through the other finders, and runs `_register` after its import."""
+    """Finds only `TARGET`, through the other finders, and runs `_register` after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,12 +50,12 @@ class _Loader(importlib.abc.Loader):
         _register()
 
     def __getattr__(self, name: str) -> object:
-        # get_source and others, for inspect and debuggers.
+        # Forward get_source and others, for inspect and debuggers.
         return getattr(self.wrapped, name)
 
 
 def install() -> None:
-    """Register now if the Auto classes are loaded already, else when they are loaded."""
+    """Register now if the Auto classes are already loaded, otherwise when they are loaded."""
     if TARGET in sys.modules:
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

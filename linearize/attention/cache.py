@@ -58,7 +58,7 @@ class Recorded(NamedTuple):
 
 
 Fold = Callable[[State | None, Recorded], State]
-"""Returns the state after another state and some tokens; the other state is not changed."""
+"""Returns the state that follows a given state after some more tokens; the given state is not changed."""
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
@@ -78,7 +78,7 @@ def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
 
 
 def copied(state: State | None) -> State | None:
-    """Return a copy of a state, because decoding overwrites its input."""
+    """Return a copy of a state, for use before decoding, which overwrites its input."""
     return None if state is None else {name: tensor.clone() for name, tensor in state.items()}
 
 

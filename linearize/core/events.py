@@ -15,7 +15,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """Something slow has begun; `what` describes it in a few words."""
+    """Something slow has begun; the field describes it in a few words."""
 
     what: str
 

@@ -23,7 +23,7 @@ class Head:
     """A head of a model.
 
     Attributes:
-        name: as users write it.
+        name: the name that users write.
         auto_class: transformers class that loads it.
         suffixes: endings of the names of the classes that have it.
         modality: its input, "text" or "image".

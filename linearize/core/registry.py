@@ -47,8 +47,8 @@ class KernelInfo:
     """Facts about a kernel.
 
     Attributes:
-        name: what users write.
-        summary: one line.
+        name: the name that users write.
+        summary: a summary in a few words.
         formula: the map, exactly as it is computed.
         source: paper, section and equation.
         url: link to the paper.
@@ -66,7 +66,7 @@ class KernelInfo:
         positional: whether features depend on the token's position.
         causal: whether it works in causal models.
         bidirectional: whether it works in bidirectional models.
-        streamable: whether decoding needs constant memory only.
+        streamable: whether decoding needs only constant memory.
         maximum_positions: whether it needs the longest input length at conversion (argument `max_positions`).
         max_head_dim: largest head size; None if any will do.
         shared_parameters: (config, head_dim) -> learnable numbers that all heads of one map share.
@@ -278,7 +278,7 @@ def option(
         multiple_of: the number must be a multiple of this.
         choices: the values allowed.
         **more: for the command line only: `metavar`; `shown`, the default as the help shows it; `group`, the title of
-            its group; `name`, if it is not the field's; `parse`, which makes the value from the typed text;
+            its group; `name`, if it is not the field's; `parse`, which converts the typed text to the value;
             `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
             `second`, a second field, whose value is typed after a comma.
     """
@@ -358,11 +358,11 @@ def allowed(kinds: Iterable[type], limits: Mapping[str, Any]) -> str:
     """Describe the values that an option of these types takes, for messages."""
     if "choices" in limits:
         return f"one of {', '.join(map(str, limits['choices']))}"
-    what = " or ".join(KINDS[kind] for kind in kinds)
+    text = " or ".join(KINDS[kind] for kind in kinds)
     bounds = {name: f"{limits[name]:g}" for name in ("low", "high", "above", "below") if name in limits}
     if {"low", "high"} <= set(bounds):
-        what = f"{what} from {bounds['low']} to {bounds['high']}"
+        text = f"{text} from {bounds['low']} to {bounds['high']}"
     else:
         words = {"low": "of at least", "high": "of at most", "above": "above", "below": "below"}
-        what = " ".join([what, " and ".join(f"{words[name]} {bound}" for name, bound in bounds.items())]).strip()
-    return what if "multiple_of" not in limits else f"{what}, a multiple of {limits['multiple_of']}"
+        text = " ".join([text, " and ".join(f"{words[name]} {bound}" for name, bound in bounds.items())]).strip()
+    return text if "multiple_of" not in limits else f"{text}, a multiple of {limits['multiple_of']}"

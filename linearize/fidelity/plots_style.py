@@ -35,7 +35,7 @@ LONGEST_NAME = 24
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of a given size in inches, made without pyplot: no display is needed, no global state is left."""
+    """Return a figure of a given size in inches, without pyplot: it needs no display and leaves no global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")

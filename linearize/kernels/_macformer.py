@@ -77,13 +77,13 @@ class Macformer(FeatureMap):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         product = x.new_ones(*x.shape[:-1], sum(self.counts))
-        found = [product[..., : self.counts[0]] * self.factors[0]]
+        features = [product[..., : self.counts[0]] * self.factors[0]]
         rest = product[..., self.counts[0] :]
         for n, stage in enumerate(project(x, self.signs).split(self.stages, dim=-1), start=1):
             rest = rest * stage
-            found.append(rest[..., : self.counts[n]] * self.factors[n])
+            features.append(rest[..., : self.counts[n]] * self.factors[n])
             rest = rest[..., self.counts[n] :]
-        return Features(torch.cat(found, dim=-1))
+        return Features(torch.cat(features, dim=-1))
 
 
 def register_macformer(

@@ -33,8 +33,8 @@ class Standardise(Inputs):
         self.key_variance: Tensor
         self.batches: Tensor
         for name, count in (("query", heads), ("key", key_heads)):
-            for what in ("mean", "variance"):
-                self.register_buffer(f"{name}_{what}", torch.empty(count, head_dim, dtype=torch.float32))
+            for statistic in ("mean", "variance"):
+                self.register_buffer(f"{name}_{statistic}", torch.empty(count, head_dim, dtype=torch.float32))
         self.register_buffer("batches", torch.empty(1, dtype=torch.float32))
 
     def reset_parameters(self) -> None:

@@ -22,10 +22,10 @@ _READ: Any = vars(PreTrainedConfig)["from_dict"].__func__
 
 
 def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Read a config as transformers does, but refuse to read a converted one as the original's, as in
-    `BertForMaskedLM.from_pretrained(folder)`.
+    """Read a config as transformers does, unless a class of the original reads a converted one.
 
-    `GUARD` prevents that too, but with a less helpful error; older checkpoints do not have it.
+    An example is `BertForMaskedLM.from_pretrained(folder)`. `GUARD` also prevents that, but with a less helpful error,
+    and older checkpoints do not have it.
 
     Raises:
         CheckpointError: if a transformers class reads the config of a converted checkpoint.

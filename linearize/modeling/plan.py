@@ -241,6 +241,6 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _expect(good: object, what: str, got: object) -> None:
+def _expect(good: object, name: str, got: object) -> None:
     if not good:
-        raise ValueError(f"{what}: got {repr(got)[:200]}")
+        raise ValueError(f"{name}: got {repr(got)[:200]}")

@@ -128,17 +128,17 @@ def source_of(module: str) -> str:
 
 def _closure(roots: Iterable[str]) -> list[str]:
     """Return `roots` and all modules that they import, directly or not."""
-    found: set[str] = set()
+    reached: set[str] = set()
     pending = list(roots)
     while pending:
         module = pending.pop()
-        if module in found:
+        if module in reached:
             continue
         if module.split(".")[1:2] and module.split(".")[1] not in PACKAGES:
             raise CheckpointError(f"the runtime imports {module!r}, which is not in {', '.join(PACKAGES)}")
-        found.add(module)
+        reached.add(module)
         pending.extend(_imports(module))
-    return sorted(found)
+    return sorted(reached)
 
 
 @functools.cache

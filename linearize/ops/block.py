@@ -24,7 +24,7 @@ class Blocks:
 
     Attributes:
         size: tokens per block, w.
-        causal: whether query i sees keys up to its own position only.
+        causal: whether query i sees only keys up to its own position.
         softmax: softmax of the scores; otherwise their ReLU.
     """
 

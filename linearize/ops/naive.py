@@ -26,7 +26,7 @@ def kernel_weights(
         phi_k: key features [B, K, S, F]; with `causal`, S >= T and the queries are the last T tokens.
         key_padding_mask: [B, S], true or 1 at tokens; None if there is no padding.
         log_scale: [B, K, S] log-scales of the keys (`linearize.ops.state` defines them); None: all 0.
-        causal: whether query i sees keys up to its own position only.
+        causal: whether query i sees only keys up to its own position.
         normalize: whether the rows are divided by their sums.
         eps: smallest magnitude of a row's sum.
         floor: c of `linearize.ops.floored`; 0 for no floor.

@@ -29,8 +29,8 @@ class Window:
 
     Attributes:
         size: W tokens, as `linearize.ops.window` defines them.
-        scaling: factor of softmax's scores.
-        causal: whether query i sees keys up to its own position only.
+        scaling: scaling factor of the softmax scores.
+        causal: whether query i sees only keys up to its own position.
         eps: smallest magnitude of a row's sum, relative to its largest part.
         sinks: number of first tokens that get softmax weights.
         exact_keys: number S of keys per head outside the window that also do (`linearize.ops.window_causal`).
@@ -180,7 +180,7 @@ def pick(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
-    """Take the sinks from the state if they came before, else from these keys, whose padding comes last."""
+    """Take the sinks from the state if it has them, otherwise from these keys, whose padding comes last."""
     count = keys.mask.sum(dim=1)
     slot = torch.arange(sinks, device=keys.mask.device).expand(count.shape[0], -1)
     before = torch.zeros_like(count) if state is None or state.tokens is None else state.tokens

@@ -46,7 +46,7 @@ REFUSED = {
         f"finetune bert {TASK} --dataset rows.jsonl --report-to nobody --dry-run",
         "unknown report_to",
     ),
-    "no window": ("convert bert --kernel none --output o", "kernel 'none': got no window, and nothing else"),
+    "no window": ("convert bert --kernel none --output o", "kernel 'none': got no window, so no key"),
     "no scale": ("convert bert --kernel norm_elu --scale linear --output o", "kernel 'norm_elu' takes no scale"),
     "no features": (
         "convert bert --kernel none --window 4 --scale linear --output o",

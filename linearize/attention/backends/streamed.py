@@ -206,15 +206,15 @@ def _bidirectional_backward(
     for part in cuts:
         piece, kv = _leaves(call, part), _leaf(state.kv)
         out = _read_part(mixer, piece, State(kv, state.log_scale))
-        found = total.take([out], [grad[:, :, part]], [piece.q, kv])
-        total.put(0, part, found[0])
-        grad_kv += found[1]
+        grads = total.take([out], [grad[:, :, part]], [piece.q, kv])
+        total.put(0, part, grads[0])
+        grad_kv += grads[1]
     for part in cuts:
         piece = _leaves(call, part)
         added = _gather_part(mixer, piece, None, state.log_scale)
-        found = total.take([added.kv], [grad_kv], [piece.k, piece.v])
-        total.put(1, part, found[0])
-        total.put(2, part, found[1])
+        grads = total.take([added.kv], [grad_kv], [piece.k, piece.v])
+        total.put(1, part, grads[0])
+        total.put(2, part, grads[1])
 
 
 def _causal_backward(
@@ -233,7 +233,7 @@ def _causal_backward(
         results, grads = [out], [grad[:, :, part]]
         if grad_kv is not None:
             results, grads = [*results, after.kv], [*grads, grad_kv]
-        found = total.take(results, grads, leaves)
+        input_grads = total.take(results, grads, leaves)
         for which in range(3):
-            total.put(which, part, found[which])
-        grad_kv = found[3] if before is not None else None
+            total.put(which, part, input_grads[which])
+        grad_kv = input_grads[3] if before is not None else None

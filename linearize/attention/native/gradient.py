@@ -107,8 +107,8 @@ class _Mapped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         map = ctx.map._replace(**dict(zip(MAP_WEIGHTS, weights, strict=True)))
-        found, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
-        return None, None, found, *grads
+        grad_x, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
+        return None, None, grad_x, *grads
 
 
 def _differentiated(
@@ -119,8 +119,8 @@ def _differentiated(
     asked = [*leaves, *(w if w is not None and w.requires_grad else None for w in weights)]
     wanted = [x for x in asked if x is not None]
     with torch.enable_grad(), torch.autocast(device_type=grad.device.type, enabled=False):
-        found = iter(torch.autograd.grad(fallback(*leaves), wanted, grad, allow_unused=True))
-    return [None if x is None else next(found) for x in asked]
+        grads = iter(torch.autograd.grad(fallback(*leaves), wanted, grad, allow_unused=True))
+    return [None if x is None else next(grads) for x in asked]
 
 
 def attend_window_with_gradient(
@@ -158,9 +158,9 @@ class _Windowed(torch.autograd.Function):
         *features: Tensor | None,
     ) -> Tensor:
         ctx.form, ctx.engine = form, engine()
-        found = ctx.engine.window(maps, q, k, v, options, form)
-        ctx.save_for_backward(q, k, v, *features, options.mask, found.out, found.tops, found.sums, found.until)
-        out: Tensor = found.out
+        result = ctx.engine.window(maps, q, k, v, options, form)
+        ctx.save_for_backward(q, k, v, *features, options.mask, result.out, result.tops, result.sums, result.until)
+        out: Tensor = result.out
         return out
 
     @staticmethod
@@ -200,8 +200,8 @@ class _Windowed(torch.autograd.Function):
         inputs = Attending(exact_q, k, v, phi_q * query_factor, phi_k * key_factor)
         back = ctx.engine.window_gradient(inputs, grad, slope, tops, mask.sum(dim=1), form, until)
         scales = [
-            None if given is None else (of * made).sum(dim=-1)
-            for given, of, made in ((query_scale, back.phi_q, inputs.phi_q), (key_scale, back.phi_k, inputs.phi_k))
+            None if x is None else (grad * phi).sum(dim=-1)
+            for x, grad, phi in ((query_scale, back.phi_q, inputs.phi_q), (key_scale, back.phi_k, inputs.phi_k))
         ]
         grad_q = without_padding(back.q * form.scaling, mask)
         exact = (grad_q.to(q.dtype), back.k.to(k.dtype), back.v.to(v.dtype))
