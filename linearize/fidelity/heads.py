@@ -148,7 +148,6 @@ def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     states = last_states(model, batch)
     if states is None:
         raise ConfigError(
-            "keep-softmax-heads: the model returns no hidden states by which to judge heads; name the heads, such as "
-            "4:0,11:7"
+            "keep-softmax-heads: the model returns no hidden states to compare; name the heads, such as 4:0,11:7"
         )
     return states.float()

@@ -126,8 +126,8 @@ def measure(
         batches: model inputs; they are moved to the models' devices.
 
     Returns:
-        The figures per layer and head, and in `outputs` the difference between the last hidden states. Its `to_dict`
-        returns plain data; `linearize.fidelity.plots.fidelity_heatmaps` draws it.
+        The figures per layer and head, and in `outputs` the difference between the last hidden states. `to_dict`
+        returns them as plain data; `linearize.fidelity.plots.fidelity_heatmaps` draws them.
 
     Raises:
         ConfigError: if the original is itself converted, or a different kind of model.

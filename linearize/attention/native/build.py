@@ -90,9 +90,7 @@ def _writable_record() -> Path:
             if not folder.exists():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"native op: {path.parent} cannot be created ({error.strerror}); set XDG_CACHE_HOME"
-        ) from None
+        raise ConfigError(f"native op: {path.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from None
     if why := objection(path.parent):
         raise ConfigError(f"native op: {why}, so nothing in it would be loaded; fix that, or set XDG_CACHE_HOME")
     return path

@@ -188,7 +188,7 @@ INLINE void query_features(const call_t *c, long b, long h, long first, long cou
     features(c, &c->queries, c->q, c->q_stride, b, h, index, first, count, s, s->phi_q);
 }
 
-/* The keys of a tile: features, log-scales (FLOOR where padded) and weights (0 there). */
+/* The keys of a tile: features, log-scales (FLOOR at padding) and weights (0 at padding). */
 INLINE void key_features(const call_t *c, long b, long h, long first, long count, scratch_t *s) {
     features(c, &c->keys, c->k, c->k_stride, b, h, h, first, count, s, s->phi_k);
     for (long j = 0; j < padded(count); j++) {

@@ -156,7 +156,7 @@ static void sinks_back(const window_back_t *g, const window_head_t *n, long t, l
     exact_products(g, n, t, count, 0, near, wide, m);
 }
 
-/* Which of the near keys token t sees; with `slots`, all of them outside its window. */
+/* The near keys that token t sees; with `slots`, all of them count as outside its window. */
 INLINE seen_t seen_by(const window_back_t *g, const window_head_t *n, long t, long from, long near, int slots) {
     long first = t - n->before - from, last = least(t + n->later + 1 - from, near);
     if (first < 0) first = 0;
