@@ -7,7 +7,7 @@
 
 #define CLIMB 40.0f /* how many powers of two the maximum of a row may lie below that of its tile */
 
-/* The powers of two of a tile's rows, as in linearize/ops/causal_plan.py. Multiplying by them does not round, so no
+/* The powers of two of a tile's rows, as in linearize/ops/causal.py. Multiplying by them does not round, so no
    later token changes a single bit of an earlier row. */
 typedef struct {
     float own[TILE], top[TILE]; /* the keys' powers, and their running maximum */
