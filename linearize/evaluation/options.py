@@ -1,4 +1,4 @@
-"""Options of `bench`, of a report and of a comparison; importing this loads nothing heavy."""
+"""Options of `bench`, `report` and `compare`; importing this module loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option, parse_image_sizes, parse_lengths, section
 
-WHAT, SIZES, HOW = "what to measure", "sizes of made-up inputs", "how"
+WHAT, SIZES, HOW = "what to measure", "sizes of random inputs", "how"
 SIZE: dict[str, Any] = {"low": 1, "high": 65536}
 LENGTHS = {
     "attention": (512, 4096, 16384),
@@ -22,10 +22,10 @@ OF_ATTENTION = ("causal", "backward", "heads", "head_dim")
 
 
 def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return lengths ascending, each once.
+    """Return the lengths in ascending order without duplicates.
 
     Raises:
-        ConfigError: if there are no lengths, or one is not a positive whole number.
+        ConfigError: if there are no lengths, or one of them is not a positive integer.
     """
     bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
     if bad or not lengths:
@@ -36,7 +36,7 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and how."""
+    """What to measure, and how."""
 
     model: str | None = option(
         None, "measure a whole model: Hub name, folder, or bert-base", positional=True, metavar="MODEL"
@@ -50,11 +50,11 @@ class BenchOptions:
     exact_keys: int = kernel_options.exact_keys()
     scale: str | None = kernel_options.scale()
     lengths: tuple[int, ...] | None = option(
-        None, "tokens, or contexts to decode after; by default the suite's own", metavar="N,N", parse=parse_lengths
+        None, "input or context lengths in tokens; by default the suite's own", metavar="N,N", parse=parse_lengths
     )
     image_sizes: tuple[int, ...] | None = option(
         None,
-        "pixels of square pictures, for a MODEL that reads images",
+        "side lengths of square images in pixels, for a MODEL that reads images",
         name="image_size",
         metavar="N,N",
         parse=parse_image_sizes,
@@ -70,7 +70,7 @@ class BenchOptions:
     device: str = option("cpu", "cpu, cuda, cuda:1, mps or auto", group=HOW, metavar="D")
     repeats: int | None = option(None, "turns; by default 3 to 200, as many as take ten seconds", group=HOW, **SIZE)
     threads: int | None = option(None, "threads of torch on the CPU; by default its own choice", group=HOW, **SIZE)
-    memory: bool = option(True, "measure peak memory too; without it time only", shown="yes", group=HOW)
+    memory: bool = option(True, "also measure peak memory; otherwise time only", shown="yes", group=HOW)
 
     def __post_init__(self) -> None:
         check(self, "bench")
@@ -79,7 +79,7 @@ class BenchOptions:
         if self.decode:
             meaningless, why = (*OF_ATTENTION, "image_sizes"), "--decode measures one token of a whole model"
         elif self.model is not None:
-            meaningless, why = OF_ATTENTION, "a whole model is measured as it is"
+            meaningless, why = OF_ATTENTION, "a whole model is measured with its own attention"
         for name in meaningless:
             if getattr(self, name) != getattr(BenchOptions, name):
                 raise ConfigError(f"bench: {why}; leave --{name.replace('sizes', 'size').replace('_', '-')} out")
@@ -91,16 +91,16 @@ class BenchOptions:
 
     @property
     def suite(self) -> str:
-        """What is measured: one of `LENGTHS`."""
+        """The suite: a key of `LENGTHS`."""
         if self.model is None:
             return "attention"
         return "decode-model" if self.decode else "model"
 
     def sorted_lengths(self) -> list[int]:
-        """Return the lengths, ascending; by default those of the suite.
+        """Return the lengths in ascending order; by default those of the suite.
 
         Raises:
-            ConfigError: if one is not a positive whole number.
+            ConfigError: if one of them is not a positive integer.
         """
         return check_lengths(LENGTHS[self.suite] if self.lengths is None else self.lengths)
 
@@ -110,7 +110,7 @@ TIMED_LENGTHS = (128, 512, 2048)
 
 @dataclass(frozen=True)
 class InputOptions:
-    """Which inputs to measure on."""
+    """The inputs to measure on."""
 
     dataset: str | None = option(
         None,
@@ -119,7 +119,7 @@ class InputOptions:
         shown="the built-in data",
     )
     text_column: str | None = option(
-        None, "column of the text, or the two of a pair; found automatically where it is clear", metavar="C[,D]"
+        None, "column of the text, or both columns of a pair; found automatically if unambiguous", metavar="C[,D]"
     )
     image_column: str | None = option(None, "column of the image", metavar="C")
     inputs: int = option(8, "how many inputs to measure on", low=1)
@@ -131,7 +131,7 @@ class InputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
-    """Options of a report and of a comparison."""
+    """Options that reports and comparisons share."""
 
     original: str | None = option(
         None,
@@ -141,7 +141,7 @@ class MeasuringOptions:
     inputs: InputOptions = section(InputOptions)
     lengths: Sequence[int] = option(
         TIMED_LENGTHS,
-        "tokens to time at; none: no timing",
+        "input lengths to time at, in tokens; none: no timing",
         shown=",".join(map(str, TIMED_LENGTHS)),
         metavar="N,N",
         parse=parse_lengths,
@@ -174,7 +174,7 @@ class CompareOptions(MeasuringOptions):
 
 
 def lengths_within(limit: int | None, lengths: Sequence[int], notes: list[str]) -> list[int]:
-    """Return the lengths that a model can take, ascending; a note says which ones it cannot."""
+    """Return the lengths that a model can take, in ascending order; add a note about those that it cannot."""
     dropped = [length for length in sorted(set(lengths)) if limit is not None and length > limit]
     if dropped:
         names = ", ".join(f"{length:,}" for length in dropped)

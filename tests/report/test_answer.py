@@ -75,8 +75,8 @@ def test_the_page_opens_with_the_answer(made, tmp_path):
     numbers, page = (json.loads((tmp_path / "out/report.json").read_text()), (tmp_path / "out/index.html").read_text())
     assert found.inputs == "3 held-out examples of file rows.jsonl"
     assert numbers["answer"] == (
-        f"This model's outputs have a mean cosine of {found.outputs.cosine:.3f} to the original's; how fast it is was "
-        "not measured here; it takes up to 64 tokens, and it was taught on rows of up to 31."
+        f"This model's outputs have a mean cosine of {found.outputs.cosine:.3f} to the original's; its speed was not "
+        "measured here; it takes up to 64 tokens, and it was trained on rows of up to 31."
     )
     assert page.index("This model&#39;s outputs") < page.index("<nav")
 
@@ -87,13 +87,11 @@ def test_the_inputs_are_built_in_unless_data_is_named(made):
     assert made_by(linear).part("options").text("dataset") == "rows.jsonl"
     inputs = load_inputs(linear, InputOptions(inputs=2), made_by(linear))
     assert "built-in" in inputs.description and inputs.batches[0]["input_ids"].shape[1] <= 31
-    assert inputs.notes == [
-        "The inputs are built-in ones, not the data that the checkpoint learned from; name it: --dataset."
-    ]
+    assert inputs.notes == ["These inputs are built in, not the checkpoint's training data; name that with --dataset."]
     assert load_inputs(linear, InputOptions(inputs=2)).notes == []
 
 
-def test_lengths_are_those_it_was_taught_on():
+def test_lengths_are_those_it_was_trained_on():
     assert read({}).row_length is None and read({"longest_row": 99}).row_length == 99
     record = {"longest_row": 99, "finetuning": {"max_length": 512, "facts": {"longest_row": 300}}}
     assert read(record).row_length == 300
@@ -113,23 +111,23 @@ def test_the_sentence_says_only_what_is_known():
     outputs, fidelity = SimpleNamespace(cosine=0.98), SimpleNamespace(mean=lambda name: 0.25)
     found = SimpleNamespace(info=info, speeds=speeds, outputs=outputs, fidelity=fidelity, picture=None, noise=None)
     assert answer(found) == (
-        "By its own record this model reaches 0.900 on sst2, the original 0.950 and its outputs have a mean cosine of "
-        "0.980 to the original's; one input of 2,048 tokens is read 3.00 times as fast as with softmax, one of 512 is "
-        "not faster; it takes up to 4,096 tokens, and it was taught on rows of up to 512."
+        "According to its own record this model reaches 0.900 on sst2, the original 0.950 and its outputs have a mean "
+        "cosine of 0.980 to the original's; one input of 2,048 tokens is processed 3.00 times as fast as with softmax, "
+        "one of 512 is not faster; it takes up to 4,096 tokens, and it was trained on rows of up to 512."
     )
     found.speeds, found.outputs, info.provenance, info.max_length = speeds[:1], None, read({}), None
     assert answer(found) == (
         "This model's attention was compared with its own softmax only (total variation 0.250, 0 is equal); one input "
-        "of 128 tokens takes 2.00 times as long as with softmax; no limit of its length is known, and the checkpoint "
-        "does not say what lengths it was taught on."
+        "of 128 tokens takes 2.00 times as long as with softmax; its maximum length is not known, and the checkpoint "
+        "does not say which lengths it was trained on."
     )
     # A model and its copy: 0.60 and 0.92 of softmax's time, on a machine that had other work.
     found.speeds = [timed(128, 0.92, spread=0.3)]
     assert "one input of 128 tokens takes as long as with softmax" in answer(found)
     found.noise = SimpleNamespace(too_noisy=True)
-    assert "how fast it is cannot be said, as the machine was too noisy" in answer(found)
+    assert "its speed is unknown, as the machine was too noisy" in answer(found)
     found.picture, found.speeds = torch.zeros(3, 24, 32), []
-    assert answer(found).endswith("how fast it is was not measured here; it reads pictures of 24 x 32 pixels.")
+    assert answer(found).endswith("its speed was not measured here; it reads images of 24 x 32 pixels.")
 
 
 def test_the_two_columns_of_a_pair_are_recorded(made):

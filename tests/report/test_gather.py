@@ -82,7 +82,7 @@ def test_a_local_original_is_not_looked_for_on_the_hub(made, tmp_path, monkeypat
     (folder / "config.json").write_text(json.dumps(config))
     loaded = load_converted(str(folder))
     original, missing = find_original(None, loaded, "cpu")
-    assert original is None and "the local checkpoint 'bert-original', which is not here" in missing
+    assert original is None and "the local checkpoint 'bert-original', which was not found" in missing
     monkeypatch.chdir(made)
     assert find_original(None, loaded, "cpu")[0] is not None
 
@@ -126,7 +126,7 @@ def test_pictures_are_timed_at_their_own_size(made, monkeypatch):
     assert [row.tokens for row in found.speeds] == [10] and found.speeds[0].speedup > 0
     assert found.to_dict()["speed"][0]["linear_bytes"] is not None
     found.noise = None
-    assert answer(found).endswith("of the time that it takes with softmax; it reads pictures of 30 x 30 pixels.")
+    assert answer(found).endswith("times as long as with softmax; it reads images of 30 x 30 pixels.")
 
 
 def test_rotary_models_are_timed_beyond_their_length(made, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The whole measurement: options in, rows out. The command line calls this and prints."""
+"""The whole measurement: takes options, returns rows. The command line calls this and prints the result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KERNEL = "hedgehog"
 
 @dataclass(frozen=True)
 class Measured(Event):
-    """A length is measured."""
+    """One length has been measured."""
 
     row: Row
 
@@ -59,7 +59,7 @@ class BenchResult:
         machine: the machine.
         noise: how quiet it was.
         rows: one per kernel and length.
-        notes: what a reader must know.
+        notes: caveats for the reader.
     """
 
     machine: Machine
@@ -85,7 +85,7 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
         on_event: called with every event.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right, before anything is measured.
+        LinearizeError: a subclass of it, for everything the user can correct, before anything is measured.
     """
     options = checked(options)
     lengths = options.sorted_lengths()
@@ -93,7 +93,7 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
     notes: list[str] = []
     with threads(options.threads):
         suites: Iterable[Suite] = make_suites(options, lengths[-1])
-        # Several suites are made again when they are measured, so that only one model at a time is in memory.
+        # Several suites are made again for measuring, so that only one model at a time is in memory.
         suites = suites if several else list(suites)
         for suite in suites:
             suite.check()
@@ -106,10 +106,10 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
 
 
 def checked(options: BenchOptions) -> BenchOptions:
-    """Check sizes, device and type, and name the device.
+    """Return the options with a valid device and dtype, after checking the sizes.
 
     Raises:
-        ConfigError: for sizes that do not fit the suite, a missing device, or a type that it lacks.
+        ConfigError: for sizes that do not fit the suite, a missing device, or a dtype that the device lacks.
     """
     if options.layers is not None and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
@@ -119,17 +119,17 @@ def checked(options: BenchOptions) -> BenchOptions:
             raise ConfigError(f"image-size: got {bad[0] if bad else 'none'}, expected pixels such as 224,384,512")
         if options.suite != "model" or options.lengths is not None:
             other = "leave --lengths out" if options.suite == "model" else "measure a MODEL's forward"
-            raise ConfigError(f"image-size: only a MODEL's forward is measured by the size of pictures; {other}")
+            raise ConfigError(f"image-size: only the forward pass of an image MODEL has image sizes; {other}")
     device = check_device(options.device)
     return replace(options, device=device, dtype=check_dtype(options.dtype, device))
 
 
 def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
-    """Make the suites one by one, one for each kernel and size of pictures."""
+    """Yield the suites, one for each kernel and image size."""
     for kernel in options.kernels or (KERNEL,):
         for size in sorted(set(options.image_sizes or ())) or (None,):
             info = kernel_info(kernel)
-            # Scales by default as `convert` chooses them.
+            # The default scales are those that `convert` chooses.
             scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
             hybrid = Hybrid(options.window, options.sinks, options.exact_keys, scale)
             named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
@@ -138,14 +138,14 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
                 sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
                 yield AttentionSuite(sizes, options.causal, options.backward)
                 continue
-            # A token is decoded after its context.
+            # The decoded token comes after its context.
             whole = longest + (options.suite == "decode-model")
             model = BenchModel(
                 options.model or BERT_BASE, **named, layers=options.layers, longest=whole, image_size=size
             )
             if model.converted and (options.kernels or options.kernel_args or hybrid != PLAIN):
                 raise ConfigError(
-                    f"bench: {model.model!r} is converted and has its kernels; leave kernel and window out"
+                    f"bench: {model.model!r} is already converted and has its own kernels; leave kernel and window out"
                 )
             yield OF_MODELS[options.suite](model)
 
@@ -156,13 +156,13 @@ def run_tasks(
     on_event: Callback,
     remember: Callable[[tuple[Suite, int]], bool] | None = None,
 ) -> BenchResult:
-    """Measure suites at lengths, and the machine before, between and after.
+    """Measure suites at lengths, and the machine's noise before, between and after them.
 
     Args:
         tasks: suites and lengths.
-        options: device, type and repeats.
+        options: device, dtype and repeats.
         on_event: called with every event.
-        remember: tells which of them are measured for memory too; None: all or none, as the options say.
+        remember: whether to measure a task's memory too; None: all or none, depending on the options.
     """
     watch = NoiseWatch(options.device)
     rows = []
@@ -182,11 +182,11 @@ def measure(suite: Suite, tokens: int, *, repeats: int | None = None, memory: bo
     Args:
         suite: what to measure.
         tokens: the length.
-        repeats: turns; None: chosen from how long they take.
+        repeats: turns; None: chosen from how long a turn takes.
         memory: whether peak memory is measured too.
 
     Raises:
-        LinearizeError: if a variant fails for another reason than memory that runs out, which is a result.
+        LinearizeError: if a variant fails for any reason except running out of memory, which counts as a result.
     """
     tried = suite.memory_variants if memory else suite.may_run_out_of_memory
     variants = {name: memory_of(suite, name, tokens) if name in tried else Variant() for name in suite.variants}
@@ -209,7 +209,7 @@ def measure(suite: Suite, tokens: int, *, repeats: int | None = None, memory: bo
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many threads while the block runs; None: as many as before."""
+    """Set torch's number of threads inside the block; None: leave it unchanged."""
     before = torch.get_num_threads()
     try:
         if count is not None:

@@ -1,6 +1,6 @@
-"""What was measured of the kernels, with where it stands: the one table that `linearize kernels` reads.
+"""Measured quality and speed of the kernels, with their sources: the table that `linearize kernels` reads.
 
-The figures are those of docs/benchmarks and docs/results, which say with which commands; a test holds them together.
+The figures are copied from docs/benchmarks and docs/results, which give the commands; a test checks that they agree.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Experiment:
-    """What several kernels were measured in.
+    """An experiment that measured several kernels.
 
     Attributes:
         key: a letter, for tables.
-        what: what was done.
-        source: where the figures stand.
+        what: model, training and data.
+        source: file that has the figures.
     """
 
     key: str
@@ -29,11 +29,11 @@ class KernelQuality:
     """How close a kernel came to softmax.
 
     Attributes:
-        kernel: its name.
-        kl: nats per query, mean over the layers.
-        experiment: in what.
-        arguments: its arguments that are not the defaults.
-        score: of the task after the alignment, as a share of softmax's in percent; None where none was measured.
+        kernel: name of the kernel.
+        kl: KL divergence in nats per query, mean over the layers.
+        experiment: where it was measured.
+        arguments: kernel arguments that differ from the defaults.
+        score: task score after the alignment, in percent of softmax's score; None if not measured.
     """
 
     kernel: str
@@ -48,11 +48,11 @@ class KernelSpeed:
     """How many times faster than SDPA a kernel was.
 
     Attributes:
-        kernel: its name, with its default arguments.
+        kernel: name of the kernel, which has its default arguments.
         what: what was timed.
-        tokens: at which length.
+        tokens: length of the input or context.
         times: how many times faster.
-        noisy: whether the machine called itself too noisy.
+        noisy: whether the machine was reported as too noisy.
     """
 
     kernel: str
@@ -103,15 +103,15 @@ SPEED = (
 
 
 def quality_of(kernel: str) -> list[KernelQuality]:
-    """Return what was measured of a kernel."""
-    return [one for one in QUALITY if one.kernel == kernel]
+    """Return all quality figures of a kernel."""
+    return [quality for quality in QUALITY if quality.kernel == kernel]
 
 
 def default_quality(kernel: str) -> KernelQuality | None:
-    """Return the quality of a kernel with its default arguments, of the first experiment that had it."""
-    return next((one for one in QUALITY if one.kernel == kernel and not one.arguments), None)
+    """Return the quality of a kernel with default arguments, from the first experiment that has it."""
+    return next((quality for quality in quality_of(kernel) if not quality.arguments), None)
 
 
 def speed_of(kernel: str, what: str = FORWARD) -> KernelSpeed | None:
-    """Return how fast a kernel was."""
-    return next((one for one in SPEED if one.kernel == kernel and one.what == what), None)
+    """Return the measured speed of a kernel; None if it was not measured."""
+    return next((speed for speed in SPEED if speed.kernel == kernel and speed.what == what), None)

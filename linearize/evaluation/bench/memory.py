@@ -1,4 +1,4 @@
-"""Peak memory of a call: in a fresh process on the CPU, where only a process as a whole can be measured."""
+"""Peak memory of a call. On the CPU it is measured in a fresh process: only whole processes can be measured there."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from linearize.evaluation.bench.rows import Variant
 
 OUT_OF_MEMORY = "out of memory"
 SHARE = 0.8
-"""Share of the free memory that a measured process may take: it alone is to fail, and no other process."""
+"""Share of the free memory that a measured process may use, so that it fails before other processes do."""
 WARM_UP = 8
-"""Tokens of the call that a process makes before the one that is measured."""
+"""Tokens of the warm-up call before the measured call."""
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Makes glibc's figure that of the tensors: no arenas of threads, and freed memory is returned to the system at once.
-By default glibc keeps freed blocks of up to 32 MiB, and a tensor that takes one of them adds nothing to the peak."""
+"""Make glibc's peak match the tensors: no arenas per thread, and freed memory returns to the system at once.
+By default glibc keeps freed blocks of up to 32 MiB, and a tensor that reuses one of them adds nothing to the peak."""
 
 _STATUS, _RESET, _FREE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
 
 class OutOfMemoryError(LinearizeError):
-    """A measured call needs more memory than there is: a result, not a fault."""
+    """A measured call needs more memory than is available; this is a result, not a failure."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: Exception) -> Variant:
-    """Return a variant that ran out of memory, and free what it had; raises any other error again."""
+    """Return a variant that ran out of memory, and free its memory; re-raise any other error."""
     if not is_out_of_memory(error):
         raise error
     gc.collect()
@@ -60,7 +60,7 @@ def out_of_memory(error: Exception) -> Variant:
 
 
 class Prepares(Protocol):
-    """What can be measured: `linearize.evaluation.bench.suites.Suite`, or `Reading`."""
+    """Anything whose memory can be measured: `linearize.evaluation.bench.suites.Suite`, or `Reading`."""
 
     @property
     def device(self) -> str: ...
@@ -72,7 +72,7 @@ class Prepares(Protocol):
 
 
 def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
-    """Measure the peak memory of one variant: here on a GPU, in a fresh process on the CPU; nothing elsewhere."""
+    """Measure a variant's peak memory: in this process on a GPU, in a fresh one on the CPU; no figure elsewhere."""
     try:
         if suite.device == "cpu":
             return Variant(bytes=in_fresh_process(measure_memory, suite, variant, tokens, torch.get_num_threads()))
@@ -84,13 +84,13 @@ def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
 
 
 def measure_memory(suite: Prepares, variant: str, tokens: int, threads: int) -> int:
-    """Return the bytes that a call adds to this process's peak; the body of the fresh process."""
+    """Return the bytes that a call adds to this process's peak; runs in the fresh process."""
     torch.set_num_threads(threads)
     return _added(suite, variant, tokens, limit_memory)
 
 
 def _added(suite: Prepares, variant: str, tokens: int, limit: Callable[[], None] = lambda: None) -> int:
-    """Return the bytes that a call adds after a short one; `limit` is called between both."""
+    """Return the bytes that a call adds after a short warm-up call; `limit` is called between them."""
     start, highest = peak_meter(suite.device)
     suite.prepare(variant, WARM_UP)()
     limit()
@@ -104,9 +104,9 @@ def _added(suite: Prepares, variant: str, tokens: int, limit: Callable[[], None]
 
 
 def peak_meter(device: str) -> tuple[Callable[[], int], Callable[[], int]]:
-    """Return what resets a device's peak and returns its memory now, and what returns the peak; in bytes.
+    """Return two functions: one resets a device's peak and returns its current bytes, one returns the peak in bytes.
 
-    On a GPU that is the memory of torch's tensors, elsewhere that of this process.
+    On a GPU they count the memory of torch's tensors, elsewhere that of this process.
     """
     if not device.startswith("cuda"):
         return start_peak, peak
@@ -130,7 +130,7 @@ class Reading:
     Attributes:
         model: folder or Hub name, converted or not.
         auto_class: class of transformers that loads it.
-        rows: texts (or chunks) of the pass.
+        rows: texts (or chunks) in the batch.
         device: where it runs.
     """
 
@@ -144,7 +144,7 @@ class Reading:
     def loaded(self) -> PreTrainedModel:
         import transformers
 
-        import linearize  # noqa: F401 - makes the Auto classes know converted checkpoints
+        import linearize  # noqa: F401 - registers converted checkpoints with the Auto classes
         from linearize.conversion.gguf import load_weights
 
         model = load_weights(getattr(transformers, self.auto_class), self.model).eval().to(self.device)
@@ -159,16 +159,16 @@ class Reading:
 
 
 def peak_of_reading(model: str, auto_class: str, rows: int, tokens: int, device: str = "cpu") -> int | None:
-    """Return the bytes that a pass of `rows` texts of `tokens` tokens adds; None if they could not be measured."""
+    """Return the bytes that a forward pass of `rows` texts of `tokens` tokens adds; None if they cannot be measured."""
     try:
         return memory_of(Reading(model, auto_class, rows, device), "linear", tokens).bytes
     except LinearizeError:
-        # A comparison of scores does not fail because of its memory.
+        # A comparison of scores does not fail because its memory cannot be measured.
         return None
 
 
 def in_fresh_process(function: Callable[..., object], *arguments: object) -> Any:
-    """Call a module's function in a new interpreter, offline; the arguments are pickled, the result comes as JSON.
+    """Call a module-level function in a new interpreter, offline; arguments are pickled, the result is sent as JSON.
 
     Raises:
         OutOfMemoryError: if memory runs out there.
@@ -195,7 +195,7 @@ def in_fresh_process(function: Callable[..., object], *arguments: object) -> Any
 
 
 def serve() -> None:
-    """Read a function with its arguments, and write its answer; the fresh process does nothing else."""
+    """Read a function and its arguments from stdin, and write its result to stdout: the fresh process's only job."""
     function, arguments = pickle.loads(base64.b64decode(sys.stdin.read()))
     try:
         answer = function(*arguments)
@@ -218,7 +218,7 @@ def limit_memory() -> None:
 
 
 def start_peak() -> int:
-    """Reset this process's peak, which loading the weights has raised, if the system can; return the memory now."""
+    """Reset this process's peak, which loading the weights raised, if the system can; return its current memory."""
     try:
         _RESET.write_text("5")
     except OSError:
@@ -236,12 +236,12 @@ def peak() -> int:
 
 
 def resident() -> int:
-    """Return the memory that this process holds now, in bytes; its peak if the system does not report it."""
+    """Return this process's current memory in bytes; its peak if the system does not report the current one."""
     return _entry(_STATUS, "VmRSS") if _STATUS.exists() else peak()
 
 
 def free_memory() -> int | None:
-    """Return the memory that processes can still get, in bytes; None if the system does not report it."""
+    """Return the available memory in bytes; None if the system does not report it."""
     return _entry(_FREE, "MemAvailable") if _FREE.exists() else None
 
 

@@ -1,5 +1,7 @@
-"""The meter: calls timed in turns, A B A B ..., so that other work on the machine slows all of them alike; the machine,
-and how quiet it was meanwhile."""
+"""Timing: calls take turns, A B A B ..., so that other work on the machine slows all of them alike.
+
+Also describes the machine, and how noisy it was during the measurement.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ Name = TypeVar("Name")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 AIM, LEAST, MOST = 10.0, 3, 200
-"""Without a number of turns: all of them together take this many seconds, with at least and at most this many turns."""
+"""If no number of turns is given: seconds for all turns in total, and the smallest and largest number of turns."""
 PROBE, PROBES = 768, 7
-"""Rows of the square matrices whose product is timed again and again (a few milliseconds), and how often at a time."""
+"""Rows of the square matrices whose product is timed to probe for noise (a few milliseconds), and repeats per probe."""
 MOST_SPREAD, MOST_OTHERS = 0.10, 0.25
-"""A machine is too noisy if the probes' quartiles are further apart, or if others use more of its cores."""
+"""A machine is too noisy if the spread of the probes, or the cores that other processes use, exceeds these limits."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,11 @@ class Timing:
     """How long one call takes.
 
     Attributes:
-        seconds: median over the turns; a turn with more than one call counts as their mean.
-        spread: distance of the quartiles over the median.
-        repeats: turns.
-        first: median of the first calls of the turns, which find in the caches what the other side left there.
-        fastest: of the turns.
+        seconds: median over the turns; a turn with several calls counts as their mean.
+        spread: interquartile range divided by the median.
+        repeats: number of turns.
+        first: median of the first call in each turn, when the CPU caches still hold the other side's data.
+        fastest: seconds of the fastest turn.
     """
 
     seconds: float
@@ -51,14 +53,14 @@ class Timing:
 
     @classmethod
     def of(cls, times: Sequence[float], calls: int = 1) -> Timing:
-        """Summarise seconds per call, `calls` calls per turn, one turn or more."""
+        """Summarise the seconds of each call, with `calls` calls per turn and at least one turn."""
         turns = [statistics.fmean(times[i : i + calls]) for i in range(0, len(times), calls)]
         first = statistics.median(times[::calls])
         return cls(statistics.median(turns), spread(turns), len(turns), first, min(turns))
 
 
 def spread(times: Sequence[float]) -> float:
-    """Return the distance of the quartiles over the median; 0 for fewer than two numbers."""
+    """Return the interquartile range divided by the median; 0 for fewer than two numbers."""
     if len(times) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -66,7 +68,7 @@ def spread(times: Sequence[float]) -> float:
 
 
 def seconds_of(call: Call) -> float:
-    """Time one call; waits for the work of an accelerator before and after it."""
+    """Return the seconds of one call, with the accelerator synchronised before and after it."""
     wait()
     start = time.perf_counter()
     call()
@@ -88,12 +90,12 @@ def in_turns(
 
     Args:
         sides: the functions, by name.
-        repeats: turns; None: as many as take `aim` seconds, from `least` to `most`.
-        warm_up: seconds that one call of each took, if it has been made already; None: it is made first.
-        calls: of one function in a row, in each turn.
-        aim: seconds for all turns together.
-        least: turns at least.
-        most: turns at most.
+        repeats: number of turns; None: as many as fit into `aim` seconds, from `least` to `most`.
+        warm_up: total seconds of one call of each function, if the caller has warmed them up; None: warm up here.
+        calls: how often each function is called in a row in each turn.
+        aim: seconds for all turns in total.
+        least: the smallest number of turns.
+        most: the largest number of turns.
     """
     if warm_up is None:
         warm_up = sum(seconds_of(call) for call in sides.values())
@@ -108,7 +110,7 @@ def in_turns(
 
 @dataclass
 class Noise:
-    """How quiet the machine was.
+    """How noisy the machine was.
 
     Attributes:
         probes: seconds of one fixed matrix product, before, between and after the measurements.
@@ -122,7 +124,7 @@ class Noise:
 
     @property
     def spread(self) -> float:
-        """Distance of the probes' quartiles over their median."""
+        """Interquartile range of the probes divided by their median."""
         return spread(self.probes)
 
     @property
@@ -132,7 +134,7 @@ class Noise:
 
     @property
     def text(self) -> str:
-        """How quiet the machine was, in one line."""
+        """How noisy the machine was, in one line."""
         others = "" if self.others is None else f", others used {self.others:.2f} cores"
         verdict = "too noisy, measure again on a quiet machine" if self.too_noisy else "quiet"
         return f"{verdict} (a fixed matrix product varied by {self.spread:.0%}{others})"
@@ -144,7 +146,7 @@ class Noise:
 
 
 class NoiseWatch:
-    """Watches from now on how quiet the machine is."""
+    """Records how noisy the machine is, from construction until `stop`."""
 
     def __init__(self, device: str) -> None:
         self.noise = Noise(load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
@@ -158,11 +160,11 @@ class NoiseWatch:
         return self.matrix @ self.matrix
 
     def probe(self) -> None:
-        """Time the fixed product a few times."""
+        """Time the fixed matrix product a few times."""
         self.noise.probes += [seconds_of(self._multiply) for _ in range(PROBES)]
 
     def stop(self) -> Noise:
-        """Return how quiet it was."""
+        """Return how noisy the machine was."""
         self.probe()
         now = _all_seconds()
         if self.all is not None and now is not None:
@@ -172,13 +174,13 @@ class NoiseWatch:
 
 
 def _own_seconds() -> float:
-    """Processor time of this process and of its children that have ended."""
+    """CPU time of this process and of its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def _all_seconds() -> float | None:
-    """Processor time of all processes, and time that the host took from a virtual machine; None if unknown."""
+    """CPU time of all processes, plus steal time in a virtual machine; None if unknown."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
@@ -192,14 +194,14 @@ class Machine:
     """The machine that measured.
 
     Attributes:
-        device: as torch calls it.
-        name: processor or GPU.
-        threads: of torch on the CPU.
-        cores: that this process may use.
-        dtype: type of the numbers.
-        torch: its version.
+        device: torch's name of the device.
+        name: model of the processor or GPU.
+        threads: torch's threads on the CPU.
+        cores: CPU cores that this process may use.
+        dtype: dtype of the tensors.
+        torch: version of torch.
         native: whether the native op was compiled and is used.
-        fla: whether causal attention may go through flash-linear-attention's kernels.
+        fla: whether causal attention may use flash-linear-attention's kernels.
     """
 
     device: str
@@ -233,11 +235,11 @@ def device_name(device: str) -> str:
 
 
 def check_dtype(dtype: str, device: str) -> str:
-    """Return the name of a type that the device can multiply and attend with.
+    """Return the dtype's name after checking that the device can multiply and compute attention with it.
 
     Raises:
         UnknownNameError: for an unknown name.
-        ConfigError: if the device lacks it.
+        ConfigError: if the device does not support it.
     """
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)

@@ -1,6 +1,6 @@
-"""Whole models to measure: a checkpoint, a converted one, or BERT's sizes with random weights.
+"""Whole models to measure: a checkpoint, converted or not, or BERT's sizes with random weights.
 
-Their suites are a forward and decoding. A forward without any attention is the bound of the gain."""
+The suites measure a forward pass or decoding. A forward pass without attention is an upper bound on the speed-up."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ BERT_BASE = "bert-base"
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model and its linear form; both are loaded when they are first asked for, and not pickled.
+    """A model and its converted form; both are loaded on first use, and not pickled.
 
     Attributes:
         model: Hub name or folder of a checkpoint, converted or not, or `BERT_BASE`.
         kernel: kernel for a model that is not converted yet.
         kernel_args: its arguments.
-        hybrid: what its attentions have in addition to the kernel.
-        layers: layers of `BERT_BASE`; None: its own 12.
-        longest: longest input that it will get; learned positions are extended to it.
-        image_size: pixels of the pictures, height and width; None: a text model.
-        batch: sequences per input.
-        batch_tokens: if given, a batch has as many sequences as have so many tokens, at least one.
-        dtype: type of the weights.
+        hybrid: window, sinks, exact keys and scale in addition to the kernel.
+        layers: number of layers of `BERT_BASE`; None: its usual 12.
+        longest: tokens of the longest input; learned positions are extended to it.
+        image_size: height and width of the images in pixels; None: a text model.
+        batch: sequences per batch.
+        batch_tokens: tokens per batch, which then has as many sequences as fit, at least one; None: use `batch`.
+        dtype: dtype of the weights.
         device: where it runs.
     """
 
@@ -78,18 +78,18 @@ class BenchModel:
     def of(
         cls, model: PreTrainedModel, folder: str | None, *, longest: int = 512, image_size: int | None = None
     ) -> BenchModel:
-        """Make one of a converted model that is loaded already.
+        """Wrap a converted model that is already loaded.
 
         Args:
             model: the model.
             folder: where it is saved, for processes that load it again; None: no other process measures it.
-            longest: longest input that it will get.
-            image_size: pixels of the pictures that it reads; None: it reads text.
+            longest: tokens of the longest input.
+            image_size: pixels of the images that it reads; None: it reads text.
         """
         dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
         name = type(model).__name__ if folder is None else str(Path(folder).absolute())
         made = cls(name, longest=longest, image_size=image_size, dtype=dtype, device=device)
-        # What these cached properties would load.
+        # Fill the cached properties, which would load the model otherwise.
         made.__dict__.update(converted=True, linear=model)
         return made
 
@@ -100,7 +100,7 @@ class BenchModel:
 
     @property
     def label(self) -> str:
-        """The model and its kernel, for people."""
+        """The model and its kernel, in readable form."""
         if self.converted:
             return self.model
         sizes = f"{self.model} sizes, {self.layers or 12} layers" if self.model == BERT_BASE else self.model
@@ -108,10 +108,10 @@ class BenchModel:
 
     @cached_property
     def original(self) -> PreTrainedModel:
-        """The softmax model, extended to the longest input; not for converted checkpoints.
+        """The softmax model, extended to the longest input; only for models that are not converted yet.
 
         Raises:
-            UnsupportedModelError: if it reads other inputs, or its positions cannot be extended.
+            UnsupportedModelError: if the model reads another modality, or its positions cannot be extended.
             CheckpointError: if it cannot be loaded.
         """
         if self.model == BERT_BASE:
@@ -141,40 +141,40 @@ class BenchModel:
 
     @cached_property
     def softmax(self) -> PreTrainedModel:
-        """The softmax model; of a converted checkpoint the original's class with the checkpoint's weights."""
+        """The softmax model; for a converted checkpoint, the original's class with the checkpoint's weights."""
         return softmax_model(self.linear) if self.converted else self.original
 
     @property
     def note(self) -> str | None:
-        """What a reader must know of inputs that the model was not made for; None if there are no such inputs."""
+        """A caveat about inputs longer than the model was trained for; None if there are no such inputs."""
         length = None if self.image_size is not None else current_length(self.linear)
         if length is None or length >= self.longest:
             return None
         return (
-            f"{self.model} was made for {length:,} tokens: its rotary positions continue beyond them, but were never "
-            "trained there. Its cost is the same."
+            f"{self.model} was made for {length:,} tokens: its rotary positions continue beyond that, but were never "
+            "trained there. The cost is the same."
         )
 
     @property
     def tokens(self) -> int:
-        """Tokens of a picture.
+        """Number of tokens per image.
 
         Raises:
-            UnsupportedModelError: if they are not known.
+            UnsupportedModelError: if it is not known.
         """
         length = current_length(self.linear)
         if length is None:
             raise UnsupportedModelError(
-                f"bench: the tokens of a picture of {self.model!r} are not known; choose another"
+                f"bench: the number of tokens per image of {self.model!r} is not known; choose another model"
             )
         return length
 
     @cached_property
     def linear(self) -> PreTrainedModel:
-        """The model with kernels in its attentions.
+        """The model with kernels in its attention layers.
 
         Raises:
-            ConfigError: if a converted checkpoint takes shorter inputs only, or the kernel does not fit.
+            ConfigError: if a converted checkpoint takes only shorter inputs, or the kernel does not fit.
         """
         if not self.converted:
             hybrid = {name: getattr(self.hybrid, name) for name in ("window", "sinks", "exact_keys", "scale")}
@@ -185,7 +185,7 @@ class BenchModel:
         if self.image_size is not None:
             if size is not None and size != (self.image_size, self.image_size):
                 raise ConfigError(
-                    f"image-size: got {self.image_size}, but {self.model!r} takes pictures of {size[0]} x {size[1]} "
+                    f"image-size: got {self.image_size}, but {self.model!r} takes images of {size[0]} x {size[1]} "
                     "pixels; leave it out, or convert with --image-size"
                 )
         elif length is not None and length < self.longest and not runs_beyond_limit(loaded.model):
@@ -196,7 +196,7 @@ class BenchModel:
         return move(loaded.model, dtype=DTYPES[self.dtype])
 
     def inputs(self, tokens: int) -> dict[str, Tensor]:
-        """Make an input of so many tokens, or a picture."""
+        """Return a batch of texts with this many tokens each, or of images."""
         if self.image_size is not None:
             channels = getattr(self.linear.config, "num_channels", None) or 3
             shape = (self.batch, channels, self.image_size, self.image_size)
@@ -205,12 +205,12 @@ class BenchModel:
         return {"input_ids": torch.full((rows, tokens), 5, device=self.device)}
 
     def forward(self, tokens: int, *, model: PreTrainedModel | None = None, observer: Observer | None = None) -> Call:
-        """Return a forward without the head.
+        """Return a call that runs a forward pass without the head.
 
         Args:
-            tokens: of the input.
+            tokens: length of the input.
             model: the model that runs; None: the linear one.
-            observer: what its converted layers compute instead of their kernels, if given.
+            observer: replaces the kernels of the converted layers; None: the kernels run.
         """
         model, inputs = model or self.linear, self.inputs(tokens)
         observed = [] if observer is None else list(linear_attentions(model).values())
@@ -229,7 +229,7 @@ class BenchModel:
 
 
 def values_only(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Observe by computing no attention at all: each token gets its own value, [B, K, T, V] -> [B, H, T, V]."""
+    """Observer that computes no attention: each token gets its own value, [B, K, T, V] -> [B, H, T, V]."""
     return v.repeat_interleave(q.shape[1] // k.shape[1], dim=1) if q.shape[1] != k.shape[1] else v
 
 
@@ -253,7 +253,7 @@ def softmax_model(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class OfModel(Suite):
-    """A suite of a whole model.
+    """A suite that measures a whole model.
 
     Attributes:
         model: the model and its kernel.
@@ -274,16 +274,16 @@ class OfModel(Suite):
         return self.model.note
 
     def lengths(self, asked: Sequence[int]) -> Sequence[int]:
-        """Return the lengths at which it is measured: a picture has one, which follows from its size."""
+        """Return the lengths to measure at; an image has exactly one, which follows from its size."""
         return asked if self.model.image_size is None else (self.model.tokens,)
 
     def check(self) -> None:
-        """Load the model, convert it, and extend it to the longest input."""
+        """Load the model, extend it to the longest input, and convert it."""
         _ = self.model.linear
 
 
 class ModelSuite(OfModel):
-    """One forward of a model."""
+    """One forward pass of a model."""
 
     name: ClassVar[str] = "model"
     variants: ClassVar[tuple[str, ...]] = ("softmax", "linear", "no attention")
@@ -297,13 +297,13 @@ class ModelSuite(OfModel):
         return self.model.forward(tokens, model=model, observer=observer)
 
     def figures(self, row: Row) -> dict[str, float | None]:
-        """Return how much faster the model could become at most."""
+        """Return the upper bound on the model's speed-up."""
         figures = {"bound_speedup": row.times("softmax", over="no attention")}
         return figures if self.model.image_size is None else figures | {"image_size": float(self.model.image_size)}
 
 
 def side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
-    """Return the model that computes a variant, and the observer under which it does."""
+    """Return the model and the observer that compute a variant."""
     if variant == "no attention":
         return model.linear, values_only
     if variant == "linear":
@@ -313,7 +313,7 @@ def side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
 
 
 class PairSuite(ModelSuite):
-    """One forward of a converted model and of its own softmax, without the bound."""
+    """One forward pass of a converted model, compared with its own softmax; without the bound."""
 
     variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
 
@@ -322,13 +322,13 @@ class PairSuite(ModelSuite):
 class DecodeModelSuite(OfModel):
     """One new token after a context, through a whole causal model.
 
-    The cost of a step does not depend on the context's tokens, so only its first ones are read; the keys and values of
-    the others are copies of theirs, and a state has the same size after any context. As in generation by transformers,
-    softmax's step copies the cache into a longer one. Memory is not that of a process but the exact size of what is
-    kept between two tokens.
+    The cost of a step does not depend on which tokens the context has, so only the first ones are read: their keys and
+    values are repeated to fill the cache, and a state has the same size after any context. As in generation by
+    transformers, softmax's step copies the cache into a longer one. Memory here is not that of a process, but the exact
+    size of the cache or state kept between two tokens.
 
     Attributes:
-        kept: bytes that each variant keeps, by variant and context.
+        kept: bytes kept between two tokens, by variant and context.
     """
 
     name: ClassVar[str] = "decode-model"
@@ -352,8 +352,8 @@ class DecodeModelSuite(OfModel):
         layers = list(linear_attentions(model).values())
         if model.config.is_encoder_decoder or not all(layer.shape.causal for layer in layers):
             raise UnsupportedModelError(
-                f"bench --decode: {self.model.model!r} is a {type(model).__name__}, which is no causal decoder; name "
-                "one such as gpt2, or leave --decode out"
+                f"bench --decode: {self.model.model!r} is a {type(model).__name__}, not a causal decoder; name one "
+                "such as gpt2, or leave --decode out"
             )
         fixed = next((layer.kernel for layer in layers if not layer.mixer.info.streamable), None)
         if fixed is not None:
@@ -380,16 +380,16 @@ class DecodeModelSuite(OfModel):
         return step
 
     def figures(self, row: Row) -> Mapping[str, float | None]:
-        """Return what each variant keeps, in MiB, and how much faster the first token of a turn is."""
+        """Return the cache or state of each variant in MiB, and the speed-up of the first token in a turn."""
         kept = {name: self.kept.get((name, row.tokens)) for name in self.variants}
         figures = {f"{name}_kept_mib": None if count is None else count / 2**20 for name, count in kept.items()}
         return {**figures, "first_speedup": row.first_speedup()}
 
 
 def set_context(cache: Any, context: int) -> None:
-    """Turn a cache that has read some tokens into one that has read `context`, in place.
+    """Turn a cache that has read some tokens into one that has read `context` tokens, in place.
 
-    Keys and values are repeated, or cut, to as many as their layer keeps of so many tokens.
+    Keys and values are repeated or cut to the number that their layer keeps after `context` tokens.
     """
     for layer in cache.layers:
         if hasattr(layer, "store"):
@@ -410,5 +410,5 @@ def set_context(cache: Any, context: int) -> None:
 
 
 def _as_many(x: Tensor, count: int) -> Tensor:
-    """Cut or repeat [..., T, D] to `count` tokens; a cut copies nothing, which a timed step would pay for."""
+    """Cut or repeat [..., T, D] to `count` tokens; a cut makes no copy, which would cost time in a timed step."""
     return x[..., torch.arange(count, device=x.device) % x.shape[-2], :] if count > x.shape[-2] else x[..., :count, :]

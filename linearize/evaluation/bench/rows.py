@@ -1,4 +1,4 @@
-"""Measurements: a row per length with a variant per way to compute it, as data and as a picture."""
+"""Measurements as data and as a plot: one row per length, with one variant per way to compute the result."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS = ((LINEAR, "s", "--"), ("#56b4e9", "^", "-."), ("#009e73", "D", ":"), ("#cc79a7", "v", (0, (5, 1))))
-"""Colour, marker and dashes of kernels; they repeat after four."""
+"""Colour, marker and line style of each kernel; they repeat after four."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute it.
+    """The measurement of one way to compute the result, such as softmax.
 
     Attributes:
-        timing: None if it did not run.
-        bytes: peak memory above what was there before, or None if it was not measured.
+        timing: its times; None if it did not run.
+        bytes: peak memory above the level before the call; None if it was not measured.
         problem: why it did not run, such as "out of memory".
     """
 
@@ -43,15 +43,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """One length.
+    """The measurements at one length.
 
     Attributes:
-        suite: what kind of measurement.
-        what: the same with kernel, direction and type, for people.
-        tokens: length of the input; of the context, if one token is decoded.
+        suite: kind of measurement.
+        what: readable description with kernel, direction and dtype.
+        tokens: length of the input, or of the context if one token is decoded.
         pair: names of the two variants that are compared: the reference, and ours.
-        variants: all that were measured, by name.
-        figures: what follows from them, by name.
+        variants: all measured variants, by name.
+        figures: figures derived from them, by name.
     """
 
     suite: str
@@ -63,15 +63,15 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """The reference's time over ours; None if one of them did not run."""
+        """The reference's time divided by ours; None if either did not run."""
         return self.times(self.pair[0])
 
     def times(self, variant: str, over: str | None = None) -> float | None:
-        """Return a variant's time over another's (ours, unless named)."""
+        """Return a variant's time divided by another's (by default ours)."""
         return ratio(self.seconds(variant), self.seconds(over or self.pair[1]))
 
     def timing(self, variant: str) -> Timing | None:
-        """Return how long a variant took, or None."""
+        """Return a variant's times, or None."""
         return self.variants.get(variant, Variant()).timing
 
     def seconds(self, variant: str) -> float | None:
@@ -84,7 +84,7 @@ class Row:
         return self.variants.get(variant, Variant()).bytes
 
     def first_speedup(self) -> float | None:
-        """Return the reference's median time over ours of a turn's first call; None if one of them did not run."""
+        """Return the speed-up of each turn's first call (median times); None if either variant did not run."""
         return ratio(*(getattr(self.timing(name), "first", None) for name in self.pair))
 
     def side_by_side(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Row:
 
 
 def mebibytes(count: int | None) -> str:
-    """Write a peak of memory in MiB; "-" if it was not measured."""
+    """Return peak memory in MiB as text; "-" if it was not measured."""
     return "-" if count is None else f"{count / 2**20:.0f}"
 
 
@@ -125,10 +125,10 @@ def ratio(one: float | None, other: float | None) -> float | None:
 
 
 def faster_from(rows: Sequence[Row]) -> int | None:
-    """Return the smallest length from which on ours is faster at all measured lengths; None if there is no such length.
+    """Return the smallest measured length from which ours is always faster; None if there is no such length.
 
     Args:
-        rows: of one kind of measurement.
+        rows: rows of the same kind of measurement.
     """
     speedups = {row.tokens: row.speedup for row in rows if row.speedup is not None}
     slower = max((tokens for tokens, speedup in speedups.items() if speedup < 1), default=0)
@@ -136,15 +136,15 @@ def faster_from(rows: Sequence[Row]) -> int | None:
 
 
 def write_plot(rows: Sequence[Row], path: str) -> None:
-    """Draw rows and write the PNG."""
+    """Plot the rows and write a PNG file."""
     write_file(path, "--plot", to_png(time_and_memory(rows))[0])
 
 
 def time_and_memory(rows: Sequence[Row]) -> Figure:
-    """Draw seconds and peak memory against length: the reference once, and ours of every kind.
+    """Plot seconds and peak memory against length: the reference once, and one line per kernel.
 
     Args:
-        rows: of one suite; a variant that did not run has no point.
+        rows: rows of one suite; a variant that did not run has no point.
     """
     figure = new_figure(8.0, 3.4)
     panels = figure.subplots(1, 2)
@@ -168,7 +168,7 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
 
 
 def plain_decades(axes: Axes) -> None:
-    """Make the y axis logarithmic with plain numbers, at 1, 2 and 5 if there are only few decades."""
+    """Make the y axis logarithmic with plain numbers, with ticks at 1, 2 and 5 if it spans only a few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Suites: something that can be computed in several ways, at any length; here attentions on made-up inputs."""
+"""Suites: a computation that can be done in several ways, at any length; here attention on random inputs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from linearize.evaluation.bench.meter import DTYPES, Call
 from linearize.evaluation.bench.rows import Row
 
 PREFILL = 16
-"""Tokens that make the state: its size does not depend on how many there were."""
+"""Tokens that are read to fill the state, whose size does not depend on their number."""
 
 
 class Suite(abc.ABC):
-    """Something that can be computed in several ways, at any length. Suites are frozen dataclasses that can be pickled.
+    """A computation that can be done in several ways, at any length. Suites are frozen dataclasses that can be pickled.
 
     Attributes:
-        name: of the kind.
-        variants: the ways.
-        pair: the two of them that are compared: the reference, and ours.
-        memory_variants: the ways whose memory is measured.
-        may_run_out_of_memory: the ways that are tried in a separate process first, even if memory is not measured.
-        calls: of one variant in a row, in each turn.
-        counts_prepared: whether memory counts what `prepare` makes (caches, states), and not only what a call needs.
-        note: what a reader of its figures must know, or None; available after `check`.
+        name: name of the suite.
+        variants: the ways to compute it.
+        pair: the two variants that are compared: the reference, and ours.
+        memory_variants: the variants whose memory is measured.
+        may_run_out_of_memory: the variants that are tried in a separate process first, even if memory is not measured.
+        calls: how often each variant is called in a row in each turn.
+        counts_prepared: whether memory includes the results of `prepare` (caches, states), not only the call.
+        note: a caveat for readers of the figures, or None; available after `check`.
     """
 
     name: ClassVar[str]
@@ -53,54 +53,54 @@ class Suite(abc.ABC):
     @property
     @abc.abstractmethod
     def what(self) -> str:
-        """What is measured, in full: no two suites have the same text."""
+        """Full description of the measurement, unique to this suite."""
 
     @property
     @abc.abstractmethod
     def device(self) -> str:
-        """Where it runs."""
+        """Device that it runs on."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> str:
-        """Type of the numbers."""
+        """Dtype of the tensors."""
 
     @abc.abstractmethod
     def prepare(self, variant: str, tokens: int) -> Call:
-        """Make the inputs of a length, or of a context, and return the call."""
+        """Make inputs of this length, or this context, and return the call."""
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Refuse what cannot be measured, before anything is.
+        """Check that everything can be measured, before measuring starts.
 
         Raises:
-            LinearizeError: one of its children.
+            LinearizeError: a subclass of it, if something cannot be measured.
         """
 
     def lengths(self, asked: Sequence[int]) -> Sequence[int]:
-        """Return the lengths at which it is measured."""
+        """Return the lengths to measure at."""
         return asked
 
     def figures(self, row: Row) -> Mapping[str, float | None]:
-        """Derive further figures of a row."""
+        """Return further figures derived from a row."""
         return {}
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes and kernel of a made-up attention.
+    """Sizes and kernel of an attention layer with random inputs.
 
     Attributes:
         kernel: name of the kernel.
         kernel_args: its arguments.
-        hybrid: what the attention has in addition to the kernel.
-        heads: heads H of the queries, and by default of keys and values.
-        head_dim: size D of a head.
-        batch: sequences B.
-        dtype: type of the inputs.
-        device: where it runs.
-        key_heads: heads K of keys and values; None: as many as of queries.
-        value_dim: size V of a value; None: that of a head.
+        hybrid: window, sinks, exact keys and scale in addition to the kernel.
+        heads: number of query heads H, by default also of key and value heads.
+        head_dim: head_dim D.
+        batch: batch size B.
+        dtype: dtype of the inputs.
+        device: device that it runs on.
+        key_heads: number of key and value heads K; None: H.
+        value_dim: head_dim of the values V; None: D.
     """
 
     kernel: str = "hedgehog"
@@ -115,7 +115,7 @@ class AttentionSizes:
     value_dim: int | None = None
 
     def mixer(self, *, causal: bool) -> Mixer:
-        """Build the kernel's mixer with its starting values.
+        """Build the kernel's mixer with its initial weights.
 
         Raises:
             ConfigError: if the kernel does not fit these sizes.
@@ -125,19 +125,19 @@ class AttentionSizes:
         return mixer.eval().to(self.device)
 
     def empty_mixer(self, *, causal: bool) -> Mixer:
-        """Build the kernel's mixer without values."""
+        """Build the kernel's mixer with uninitialised weights."""
         key_heads, value_dim = self.key_heads or self.heads, self.value_dim or self.head_dim
         shape = HeadShape(self.heads, key_heads, self.head_dim, value_dim, causal)
         return build_mixer(self.kernel, self.kernel_args, shape, self.hybrid)
 
     def draw(self, tokens: int, size: int | None = None, *, seed: int = 0, heads: int | None = None) -> Tensor:
-        """Draw normal numbers [B, H, T, D], with another size than D or other heads if they are given."""
+        """Draw normal numbers [B, H, T, D]; `size` replaces D and `heads` replaces H."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.batch, heads or self.heads, tokens, size or self.head_dim)
         return torch.randn(shape, generator=generator).to(self.device, DTYPES[self.dtype])
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], laid out as models do: a token's heads side by side."""
+        """Draw q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], with each token's heads contiguous, as in models."""
         kinds = ((None, None), (None, self.key_heads), (self.value_dim, self.key_heads))
         q, k, v = (
             self.draw(tokens, size, seed=seed, heads=heads).transpose(1, 2).contiguous().transpose(1, 2)
@@ -148,10 +148,10 @@ class AttentionSizes:
 
 @dataclass(frozen=True)
 class SizedSuite(Suite):
-    """A suite of made-up attentions.
+    """A suite that measures attention on random inputs.
 
     Attributes:
-        sizes: of the attention, and the kernel.
+        sizes: sizes and kernel.
     """
 
     sizes: AttentionSizes = field(default_factory=AttentionSizes)
@@ -167,11 +167,11 @@ class SizedSuite(Suite):
 
 @dataclass(frozen=True)
 class AttentionSuite(SizedSuite):
-    """One attention.
+    """One attention layer.
 
     Attributes:
         causal: whether a query sees only keys up to its own position.
-        backward: whether the gradients of inputs and kernel parameters are computed too.
+        backward: whether the gradients of the inputs and kernel parameters are computed too.
     """
 
     name: ClassVar[str] = "attention"
@@ -181,7 +181,7 @@ class AttentionSuite(SizedSuite):
 
     @property
     def how(self) -> str:
-        """Direction, passes and type, for people."""
+        """Direction, passes and dtype, in readable form."""
         direction = "causal" if self.causal else "bidirectional"
         return f"{direction}, {'forward and backward' if self.backward else 'forward'}, {self.sizes.dtype}"
 
@@ -207,7 +207,7 @@ class AttentionSuite(SizedSuite):
     def call(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], parameters: list[nn.Parameter]
     ) -> Call:
-        """Return the forward, or forward and backward, of `attend` on three inputs."""
+        """Return a call that runs the forward pass of `attend` on q, k and v, or forward and backward."""
         if not self.backward:
             return torch.no_grad()(lambda: attend(*inputs))
         wanted = [x.requires_grad_() for x in [*inputs, *parameters]]

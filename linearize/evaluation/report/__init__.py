@@ -1,1 +1,1 @@
-"""Reports: what a converted checkpoint is and how close and how fast it is, as data and as one page to look at."""
+"""Reports about a converted checkpoint, how close to softmax and how fast it is: as data and as one HTML page."""

@@ -1,4 +1,4 @@
-"""Several conversions on the same inputs: which kernel, how close, how fast; as data, one table and one picture."""
+"""Compare several conversions on the same inputs: kernels, closeness and speed; as data, a table and a picture."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ PICTURE, NUMBERS = "comparison.png", "comparison.json"
 
 @dataclass(frozen=True)
 class Conversion:
-    """One conversion; figures are means over its layers.
+    """One conversion; the fidelity figures are means over its layers.
 
     Attributes:
-        name: of the folder.
-        kernels: which, and in how many layers.
-        parameters_added: learnable numbers of the kernels.
-        kl: nats per query; None if no kernel has normalised weights.
-        total_variation: the same.
-        negative_share: the same.
-        output_error: of the heads.
-        cosine: of whole outputs to the original's; None without the original.
+        name: name of the folder.
+        kernels: names of the kernels, with the number of layers of each.
+        parameters_added: number of learnable parameters in the kernels.
+        kl: KL divergence in nats per query; None if no kernel has normalised weights.
+        total_variation: None if no kernel has normalised weights.
+        negative_share: share of negative weights; None if no kernel has normalised weights.
+        output_error: relative error of the heads' output.
+        cosine: cosine of the whole model's output to the original's; None without the original.
         layers: module, kernel and the first four figures of every layer.
         per_input: figures on each input alone, by name.
-        seconds: of a forward at `tokens`; None if it was not timed.
-        speedup: softmax's time over it.
+        seconds: time of a forward pass at `tokens`; None if it was not timed.
+        speedup: softmax's time divided by `seconds`.
         tokens: the longest length that was timed.
-        seconds_spread: distance of the quartiles of the turns over `seconds`.
+        seconds_spread: interquartile range of the turns divided by `seconds`.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Compared:
 
     Attributes:
         inputs: the inputs, in one line.
-        conversions: one entry each.
-        notes: what the reader should know.
+        conversions: the conversions.
+        notes: caveats for the reader.
         noisy: whether the machine was too noisy for the times to be compared.
-        verdicts: by each figure which conversion is the best, one sentence each.
-        differences: of the best conversion by each figure from every other one.
+        verdicts: one sentence per figure, naming the best conversion.
+        differences: differences between the best conversion and every other, for each figure.
     """
 
     inputs: str
@@ -95,7 +95,7 @@ class Compared:
 
     @property
     def timed_at(self) -> str:
-        """Lengths at which the conversions were timed, which differ if some take shorter inputs; empty if not timed."""
+        """Lengths of the timings, several if some conversions take only shorter inputs; empty if not timed."""
         lengths = sorted({conversion.tokens for conversion in self.conversions if conversion.tokens})
         return " and ".join(f"{tokens:,}" for tokens in lengths) + " tokens" if lengths else ""
 
@@ -104,8 +104,8 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
     """Measure several conversions on the same inputs, one after the other, and time all of them in turns.
 
     Raises:
-        ConfigError: if there are fewer than two, or one reads text and another one images.
-        LinearizeError: another of its children, for everything the user can correct.
+        ConfigError: if there are fewer than two, or some read text and others images.
+        LinearizeError: another subclass of it, for everything the user can correct.
     """
     if len(options.checkpoints) < 2:
         raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
@@ -135,10 +135,10 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
         notes += [f"{name}: {warning}" for warning in warnings]
     noisy = False
     if timed:
-        on_event(Started("timing all of them in turns"))
+        on_event(Started("timing all checkpoints in turns"))
         calls: dict[tuple[str, str], Call] = {}
         for name, model in timed.items():
-            # An observer that returns None leaves a layer to its softmax.
+            # An observer that returns None makes a layer compute its softmax.
             calls[name, "softmax"] = model.forward(model.longest, observer=lambda *_: None)
             calls[name, "linear"] = model.forward(model.longest)
         watch = NoiseWatch(device)
@@ -163,7 +163,7 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
 
 def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conversion, str, list[str]]:
     """Return a conversion without its time, the description of its inputs, and notes about it."""
-    # With the default seed, not each checkpoint's: the inputs are the same for all.
+    # Without each checkpoint's provenance, hence with the default seed: the inputs are the same for all.
     measured = measure_checkpoint(loaded, options.inputs, options.original)
     notes = list(measured.notes)
     if measured.original is None:
@@ -186,26 +186,26 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
 
 
 def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[str], list[SideDifference]]:
-    """Say by each figure which conversion is the best, and by how far."""
+    """Return, for each figure, a sentence that names the best conversion, and its differences from the others."""
     verdicts, differences = [], []
     for figure in (*PER_INPUT, "cosine"):
-        values = {one.name: one.per_input[figure] for one in conversions if figure in one.per_input}
+        values = {each.name: each.per_input[figure] for each in conversions if figure in each.per_input}
         if len(values) == len(conversions):
-            verdict, found = best_by(FIGURES[figure], values, larger_is_better=figure == "cosine")
+            verdict, by_figure = best_by(FIGURES[figure], values, larger_is_better=figure == "cosine")
             verdicts.append(verdict)
-            differences += found
+            differences += by_figure
     times = {
-        one.name: (one.seconds, one.seconds_spread)
-        for one in conversions
-        if one.seconds is not None and one.seconds_spread is not None
+        each.name: (each.seconds, each.seconds_spread)
+        for each in conversions
+        if each.seconds is not None and each.seconds_spread is not None
     }
-    if not noisy and len(times) == len(conversions) and len({one.tokens for one in conversions}) == 1:
+    if not noisy and len(times) == len(conversions) and len({each.tokens for each in conversions}) == 1:
         verdicts.append(fastest(times))
     return verdicts, differences
 
 
 def write_comparison(compared: Compared, target: str, *, overwrite: bool = False) -> None:
-    """Write the picture and the numbers to a folder, all or nothing.
+    """Write the picture and the numbers to a folder; on an error nothing is written.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.

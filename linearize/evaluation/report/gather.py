@@ -1,6 +1,6 @@
-"""All data of a report: loaded, run and measured; nothing is drawn or written here.
+"""Gather all data of a report: load, run and measure; nothing is drawn or written here.
 
-The sentence that opens a report says how close, how fast and up to what length, as measured or by the record.
+A report opens with a sentence that says how close to softmax the model is, how fast, and up to which length.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from linearize.fidelity.maps import LayerMaps, attention_maps
 from linearize.fidelity.measure import Fidelity, OutputDifference
 
 MAP_TOKENS = 32
-"""Tokens of a text whose maps are shown: as many as can be read on an axis."""
+"""Tokens of a text in an attention map: as many labels as are readable on an axis."""
 TURNS = 7
-"""Forwards per length with softmax and with kernels."""
+"""Forward passes per length with softmax, and with kernels."""
 SAME = 0.05
-"""Two forwards are equally fast if their times differ by at most this share."""
+"""Two forward passes are equally fast if their times differ by at most this share."""
 OTHER_SOFTMAX = (
-    "This checkpoint's weights were trained after stage one (alignment or stage two). The softmax shown here is that "
-    "of the trained weights, which are no longer the original's: how far its kernels are from it says little. What "
-    "counts is the whole model's output against the original's."
+    "This checkpoint's weights were trained after stage one (alignment or stage two). The softmax shown here uses the "
+    "trained weights, not the original's, so the distance of the kernels from it says little. Compare the whole "
+    "model's output with the original's instead."
 )
 
 
@@ -47,16 +47,16 @@ class Gathered:
     Attributes:
         info: facts about the checkpoint.
         inputs: the inputs in one line.
-        fidelity: each layer against its own softmax.
+        fidelity: each layer compared with its own softmax.
         maps: attention maps of the first input.
-        tokens: labels of the first input's tokens; empty for a picture.
-        picture: the first picture as the model gets it, [C, height, width], or None.
-        outputs: whole outputs against the original's, or None.
+        tokens: labels of the first input's tokens; empty for an image.
+        picture: the first image as the model gets it, [C, height, width], or None.
+        outputs: the model's outputs compared with the original's, or None.
         speeds: one row per length.
-        noise: how quiet the machine was; None if nothing was timed.
+        noise: how noisy the machine was; None if nothing was timed.
         log: lines of the checkpoint's log.
-        notes: what the reader should know.
-        left_out: what the report does not have, and why.
+        notes: caveats for the reader.
+        left_out: missing parts of the report, with the reasons.
     """
 
     info: CheckpointInfo
@@ -91,14 +91,14 @@ class Gathered:
 
 
 def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
-    """Load a converted checkpoint and measure all that a report shows.
+    """Load a converted checkpoint and measure everything that a report shows.
 
     Args:
         options: the checkpoint, and what to measure.
-        on_event: called with what happens.
+        on_event: called with every event.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can correct.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     device = check_device(options.device)
     on_event(Started("reading the checkpoint"))
@@ -113,11 +113,11 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         notes.append(f"Control: {merit.text}.")
     if measured.original is None:
         left_out.append(
-            f"Whole outputs against the original's: {measured.missing}; give it with --original. The softmax shown "
-            "everywhere else is the checkpoint's own: its layers computing softmax with the same weights."
+            f"Whole outputs compared with the original's: {measured.missing}; give it with --original. Elsewhere in "
+            "this report, softmax means that the checkpoint's own layers compute softmax with the same weights."
         )
     elif measured.outputs is None:
-        left_out.append("Whole outputs against the original's: the two models' outputs are of different kinds.")
+        left_out.append("Whole outputs compared with the original's: the two models' outputs differ in kind.")
     speeds, noise = _speeds(options, loaded, notes, left_out, on_event)
     first = inputs.first(MAP_TOKENS)
     maps: list[LayerMaps] = []
@@ -129,7 +129,7 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     log = read_log(options.checkpoint)
     for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
         if not any(line["stage"] == stage for line in log):
-            left_out.append(f"{name}'s curves: the checkpoint has no {LOG} with lines of it.")
+            left_out.append(f"{name}'s curves: the checkpoint has no {LOG} with lines of this stage.")
     return Gathered(
         info=info,
         inputs=inputs.description,
@@ -157,13 +157,13 @@ def _speeds(
         if beyond and limit is not None and lengths and lengths[-1] > limit:
             notes.append(
                 f"Time was measured beyond the {limit:,} tokens that this checkpoint was made for: its rotary "
-                "positions continue, but were never trained there."
+                "positions continue beyond that, but were never trained there."
             )
         what = f"{', '.join(f'{length:,}' for length in lengths)} tokens"
     else:
         height, width = current_image_size(loaded.model) or (0, 1)
         if height != width or limit is None:
-            left_out.append("Time and memory: pictures are not square here, or their tokens are not known.")
+            left_out.append("Time and memory: the images are not square, or their number of tokens is not known.")
             return [], None
         size, lengths, what = height, [limit] if options.lengths else [], f"{height} x {width} pixels"
     if not lengths:
@@ -173,7 +173,7 @@ def _speeds(
     on_cpu = next(loaded.model.parameters()).device.type == "cpu"
     folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
     if folder is None:
-        left_out.append("Memory against length: measured for checkpoints in a folder, on the CPU, only.")
+        left_out.append("Memory against length: measured only on the CPU, for checkpoints in a folder.")
     suite = PairSuite(BenchModel.of(loaded.model, folder, longest=lengths[-1], image_size=size))
     watch, rows, memory = NoiseWatch(suite.device), [], folder is not None
     for tokens in lengths:
@@ -182,7 +182,7 @@ def _speeds(
         except LinearizeError as error:
             if not memory:
                 raise
-            # A report does not fail because of its memory, which is measured before the time.
+            # A report does not fail because memory, which is measured before time, cannot be measured.
             left_out.append(f"Memory against length: {error}.")
             memory = False
             row = measure(suite, tokens, repeats=TURNS, memory=memory)
@@ -192,20 +192,20 @@ def _speeds(
 
 
 def answer(found: Gathered) -> str:
-    """Return the sentence."""
+    """Return the sentence that opens the report."""
     text = f"{_close(found)}; {_fast(found)}; {_length(found)}."
     return text[0].upper() + text[1:]
 
 
 def _close(found: Gathered) -> str:
-    # What stage two and the original reached, by the checkpoint's record.
+    # The scores of stage two and of the original, from the checkpoint's record.
     tuned = found.info.provenance.part("finetuning")
     score, theirs, chance = tuned.number("score"), tuned.part("original").number("score"), tuned.number("chance")
     parts = []
     if score is not None:
         more = "" if theirs is None else f", the original {theirs:.3f}"
         more += "" if chance is None else f", chance {chance:.3f}"
-        parts.append(f"by its own record this model reaches {score:.3f} on {tuned.text('task')}{more}")
+        parts.append(f"according to its own record this model reaches {score:.3f} on {tuned.text('task')}{more}")
     if found.outputs is not None:
         whose = "its" if parts else "this model's"
         parts.append(f"{whose} outputs have a mean cosine of {found.outputs.cosine:.3f} to the original's")
@@ -223,23 +223,23 @@ def _close(found: Gathered) -> str:
 def _fast(found: Gathered) -> str:
     timed = [(row, row.speedup) for row in found.speeds if row.speedup is not None]
     if not timed:
-        return "how fast it is was not measured here"
+        return "its speed was not measured here"
     if found.noise is not None and found.noise.too_noisy:
-        return "how fast it is cannot be said, as the machine was too noisy"
+        return "its speed is unknown, as the machine was too noisy"
     row, speedup = timed[-1]
     if found.picture is not None:
-        return f"one picture, {row.tokens:,} tokens, takes {1 / speedup:.2f} of the time that it takes with softmax"
+        return f"one image, {row.tokens:,} tokens, takes {1 / speedup:.2f} times as long as with softmax"
     if _same(row, speedup):
         return f"one input of {row.tokens:,} tokens takes as long as with softmax"
     if speedup < 1:
         return f"one input of {row.tokens:,} tokens takes {1 / speedup:.2f} times as long as with softmax"
     slower = [other.tokens for other, times in timed if times <= 1 or _same(other, times)]
     short = f", one of {slower[-1]:,} is not faster" if slower else ""
-    return f"one input of {row.tokens:,} tokens is read {speedup:.2f} times as fast as with softmax{short}"
+    return f"one input of {row.tokens:,} tokens is processed {speedup:.2f} times as fast as with softmax{short}"
 
 
 def _same(row: Row, speedup: float) -> bool:
-    """Tell whether both variants take equally long, within `SAME` or the spread of their turns."""
+    """Tell whether both variants take equally long, within `SAME` or the spread of the turns."""
     spreads = [variant.timing.spread / 2 for variant in row.variants.values() if variant.timing is not None]
     return abs(math.log(speedup)) <= max(math.log1p(SAME), sum(spreads))
 
@@ -247,10 +247,10 @@ def _same(row: Row, speedup: float) -> bool:
 def _length(found: Gathered) -> str:
     if found.picture is not None:
         height, width = found.picture.shape[-2:]
-        return f"it reads pictures of {height} x {width} pixels"
+        return f"it reads images of {height} x {width} pixels"
     takes = found.info.max_length
-    reads = f"it takes up to {takes:,} tokens" if takes is not None else "no limit of its length is known"
-    taught = found.info.provenance.row_length
-    if taught is None:
-        return f"{reads}, and the checkpoint does not say what lengths it was taught on"
-    return f"{reads}, and it was taught on rows of up to {taught:,}"
+    reads = f"it takes up to {takes:,} tokens" if takes is not None else "its maximum length is not known"
+    trained = found.info.provenance.row_length
+    if trained is None:
+        return f"{reads}, and the checkpoint does not say which lengths it was trained on"
+    return f"{reads}, and it was trained on rows of up to {trained:,}"

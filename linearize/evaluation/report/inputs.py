@@ -1,6 +1,6 @@
-"""A converted checkpoint on inputs: its layers against its own softmax, the whole model against its original.
+"""Measure a converted checkpoint: its layers against their own softmax, the whole model against the original.
 
-The inputs of a large data set are from the part that was held out.
+If the data set is large enough, the inputs are held-out rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from linearize.fidelity.measure import (
 
 BATCH = 8
 LENGTH, LONGEST = 128, 512
-"""Tokens per input if the checkpoint records no length, and the most unless the user asks for more."""
+"""Tokens per input if the checkpoint records no length, and the maximum unless the user asks for more."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Inputs:
     Attributes:
         description: the data, in one line.
         batches: model inputs.
-        notes: what a reader should know, such as a length that was lowered.
+        notes: caveats for the reader, such as a reduced length.
     """
 
     description: str
@@ -50,7 +50,7 @@ class Inputs:
     notes: list[str] = field(default_factory=list)
 
     def first(self, tokens: int) -> dict[str, Tensor]:
-        """Return the first input alone, without padding and labels; of a text its first `tokens` tokens."""
+        """Return the first input alone, without padding and labels; a text is cut to `tokens` tokens."""
         row = {name: value[:1] for name, value in self.batches[0].items() if name != "labels"}
         if "input_ids" not in row:
             return row
@@ -66,7 +66,7 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
 
     Args:
         loaded: the model with its tokenizer or image processor.
-        options: which inputs.
+        options: the inputs to use.
         provenance: the checkpoint's record, for its length and its held-out rows; None: 128 tokens, seed 0.
 
     Raises:
@@ -88,30 +88,30 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
         max_length=length,
         batch_size=min(BATCH, options.inputs),
         seed=max(0, made.whole("seed") or 0),
-        # The conversion's own number, so that these are the examples that it held out, unless more are asked for.
+        # The conversion's own number of held-out rows, so that these are the same ones, unless more are requested.
         holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
     examples, description = _examples(loaded, options, config)
     if options.dataset is None and made.part("options").values.get("dataset"):
-        notes.append("The inputs are built-in ones, not the data that the checkpoint learned from; name it: --dataset.")
+        notes.append("These inputs are built in, not the checkpoint's training data; name that with --dataset.")
     modality: Any = loaded.modality
     encoder = make_encoder(loaded.processor, modality, length, False)
     batches = [encoder(examples[begin : begin + BATCH], slice(None)) for begin in range(0, len(examples), BATCH)]
     return Inputs(description, batches, notes)
 
 
-def _input_length(loaded: Loaded, options: InputOptions, taught: int | None, notes: list[str]) -> int:
-    """Return the tokens per input: as asked for, else as in training; never more than the model takes."""
+def _input_length(loaded: Loaded, options: InputOptions, trained: int | None, notes: list[str]) -> int:
+    """Return the tokens per input: as requested, or else as in training; never more than the model takes."""
     limit = current_length(loaded.model) if loaded.modality == "text" else None
     length = options.max_length
     if length is None:
-        taught = taught or LENGTH
-        if taught > LONGEST and loaded.modality == "text":
+        trained = trained or LENGTH
+        if trained > LONGEST and loaded.modality == "text":
             notes.append(
-                f"Inputs were cut to {LONGEST:,} tokens, though the model was taught on rows of up to {taught:,}, as "
-                "the time that this takes is quadratic in the length; --max-length N asks for more."
+                f"Inputs were cut to {LONGEST:,} tokens, though the model was trained on rows of up to {trained:,}, "
+                "because measuring takes time quadratic in the length; --max-length N raises this."
             )
-        return min(taught, LONGEST, limit or LONGEST)
+        return min(trained, LONGEST, limit or LONGEST)
     if limit is not None and length > limit:
         notes.append(f"Inputs were cut to {limit:,} tokens, the most that this checkpoint takes (asked: {length:,}).")
         return limit
@@ -119,10 +119,10 @@ def _input_length(loaded: Loaded, options: InputOptions, taught: int | None, not
 
 
 def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tuple[Sequence[Example], str]:
-    """Take examples of the held-out part, or the first ones of data that is too small to have had one.
+    """Return held-out examples, or the first examples of data that is too small to hold any out.
 
     Returns:
-        The examples, and in words the data that they are of.
+        The examples, and a description of their data.
     """
     modality: Any = loaded.modality
     processor: Any = loaded.processor
@@ -139,12 +139,12 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tupl
 
 
 def _without_folder(text: str, path: str | None) -> str:
-    """Shorten a path to its name: a report is shared, and the layout of somebody's disk is private."""
+    """Shorten a path to its name: reports are shared, and the layout of a user's disk is private."""
     return text.replace(path, Path(path).name or path) if path else text
 
 
 def token_labels(processor: Any, ids: Tensor) -> list[str]:
-    """Return a label per token for an axis: its text, without the tokenizer's marks for spaces."""
+    """Return an axis label for each token: its text, without the tokenizer's marks for spaces."""
     tokenizer = processor if hasattr(processor, "convert_ids_to_tokens") else processor.tokenizer
     labels = []
     for number, token in zip(ids.tolist(), tokenizer.convert_ids_to_tokens(ids.tolist()), strict=True):
@@ -159,15 +159,15 @@ FIGURES = ("kl", "total_variation", "output_error")
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """The measurements of a converted checkpoint.
 
     Attributes:
         inputs: the inputs.
-        fidelity: each layer against its own softmax.
+        fidelity: each layer compared with its own softmax.
         original: the model that was converted, or None.
         missing: why there is no original.
-        outputs: whole outputs against the original's; None without an original, or if the outputs are not comparable.
-        notes: what a reader should know.
+        outputs: whole outputs compared with the original's; None without an original, or if they are not comparable.
+        notes: caveats for the reader.
     """
 
     inputs: Inputs
@@ -189,13 +189,13 @@ def measure_checkpoint(
 
     Args:
         loaded: the checkpoint.
-        options: which inputs.
-        original: name of the original; None: what the checkpoint records.
-        provenance: as in `linearize.evaluation.report.inputs.load_inputs`.
-        on_event: called with what happens.
+        options: the inputs to use.
+        original: name of the original; None: the one that the checkpoint records.
+        provenance: passed to `load_inputs`.
+        on_event: called with every event.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can correct.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     inputs = load_inputs(loaded, options, provenance)
     first, missing = find_original(original, loaded, str(loaded.model.device))
@@ -206,7 +206,7 @@ def measure_checkpoint(
 
 
 def measure_each_input(loaded: Loaded, measured: Measured) -> dict[str, list[float]]:
-    """Return `FIGURES` and the cosine on each input alone, by name; without figures that an input does not have."""
+    """Return `FIGURES` and the cosine on each input alone, by name; figures that some input lacks are left out."""
     figures: dict[str, list[float | None]] = {name: [] for name in (*FIGURES, "cosine")}
     for batch in measured.inputs.batches:
         for row in range(len(next(iter(batch.values())))):
@@ -222,33 +222,33 @@ def measure_each_input(loaded: Loaded, measured: Measured) -> dict[str, list[flo
 
 
 def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loaded | None, str | None]:
-    """Load the original model: the one that was asked for, else the one that the checkpoint records.
+    """Load the original model: the one requested, or else the one that the checkpoint records.
 
     Returns:
         The model, or None and the reason.
 
     Raises:
-        CheckpointError: if one was asked for and cannot be loaded.
-        ConfigError: if one was asked for and is another kind of model.
+        CheckpointError: if the requested model cannot be loaded.
+        ConfigError: if the requested model is of another kind.
     """
     made = Provenance(loaded.model.config.linearize.get("provenance"))
     base = made.text("base_model")
     if asked is None and not base:
         return None, "the checkpoint does not say what it was made from, and no --original was given"
     if asked is None and made.is_true("base_is_local") and not Path(str(base)).exists():
-        return None, f"the original was the local checkpoint {base!r}, which is not here"
+        return None, f"the original was the local checkpoint {base!r}, which was not found"
     try:
         original = load_model(str(asked or base), device=device)
         check_original(original.model, loaded.model, original.name)
     except LinearizeError as error:
         if asked is not None:
             raise
-        return None, f"the original was not reached ({error})"
+        return None, f"the original could not be loaded ({error})"
     return original, None
 
 
 def cut_notes(original: Loaded | None, batches: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """Return a note if whole outputs are compared on shorter texts, because the original takes no longer ones."""
+    """Return a note if whole outputs are compared on shorter texts because the original takes no longer ones."""
     if original is None or original.modality != "text":
         return []
     limit, length = current_length(original.model), max(batch["input_ids"].shape[1] for batch in batches)

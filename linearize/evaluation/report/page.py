@@ -1,6 +1,6 @@
-"""Write the folder of a report: `index.html`, its pictures as PNG files, and the numbers as `report.json`.
+"""Write a report's folder: `index.html`, its pictures as PNG files, and the numbers as `report.json`.
 
-The page has sections of words, pictures and tables, made of the data that was gathered.
+The page has sections of text, pictures and tables, made from the gathered data.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 PAGE, TEMPLATE = "index.html", "page.html"
 SCALES = {
-    "weight": "Maps of attention share the weight scale on the whole page: logarithmic, from 0.001 or less to 1.",
-    "distance": "Maps of distances share the distance scale on the whole page: 0 (equal, dark) to 1 or more (bright).",
+    "weight": "All attention maps on this page share one weight scale: logarithmic, from 0.001 or less to 1.",
+    "distance": "All maps of distances on this page share one scale: 0 (equal, dark) to 1 or more (bright).",
 }
 LARGE = 2
-"""How many of the best heads, and of the worst, are shown large."""
+"""Number of the best heads, and of the worst heads, that are drawn large."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One drawn picture: file name without its ending, description, caption, and the PNG with its size."""
+    """One drawn picture: file name without the suffix, alternative text, caption, and the PNG with its size."""
 
     name: str
     alt: str
@@ -56,7 +56,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first column names the row. `kind` says what the cells hold: facts or numbers."""
+    """A table of text; the first column names the row. `kind` is the kind of the cells: facts or numbers."""
 
     caption: str
     columns: list[str]
@@ -65,7 +65,7 @@ class Table:
 
     @property
     def wide(self) -> bool:
-        """Whether it is wider than a narrow screen, where facts wrap."""
+        """Whether it is too wide for a narrow screen; facts wrap instead."""
         return self.kind != "facts"
 
 
@@ -81,7 +81,7 @@ class Section:
 
 
 def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
-    """Draw a figure."""
+    """Render a figure to a picture."""
     png, width, height = to_png(figure)
     return Picture(name, alt, caption or alt, png, width, height)
 
@@ -89,19 +89,19 @@ def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
 def write_report(
     options: ReportOptions, target: str, *, overwrite: bool = False, on_event: Callback = ignore
 ) -> Gathered:
-    """Gather, draw and write a report, all or nothing.
+    """Gather, draw and write a report; on an error nothing is written.
 
     Args:
         options: the checkpoint, and what to measure.
-        target: folder to make.
-        overwrite: whether a folder that linearize wrote, and that holds nothing else, may be replaced.
-        on_event: called with what happens.
+        target: folder to create.
+        overwrite: whether an existing folder may be replaced, if linearize wrote it and it holds nothing else.
+        on_event: called with every event.
 
     Returns:
         All data of the report.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can correct; nothing is written then.
+        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
     from linearize import __version__
 
@@ -133,13 +133,13 @@ def write_report(
 
 @functools.cache
 def template() -> Template:
-    """Return the page's template; everything that is put into it is escaped."""
+    """Return the page's template; every value inserted into it is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-        # Characters that would steer a terminal or turn a text's direction; jinja2 escapes markup after this.
+        # Removes control characters and those that change the text direction; jinja2 escapes markup after this.
         finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
@@ -149,10 +149,10 @@ def template() -> Template:
 def _checkpoint(found: Gathered) -> Iterator[Section]:
     in_training = dict(found.info.provenance.training_rows())
     rows = [[label, value] for label, value in found.info.rows() if label not in in_training]
-    # A report is shared, and the layout of somebody's disk is private.
+    # Reports are shared, and the layout of a user's disk is private.
     rows[0] = [rows[0][0], Path(found.info.name).name or found.info.name]
     rows.append(["inputs of this report", found.inputs])
-    text = "Facts about the checkpoint, by its own record."
+    text = "Facts about the checkpoint, from its own record."
     yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows, "facts"),))
 
 
@@ -180,17 +180,17 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
     )
     text = (
         "Every layer gets the hidden states of the frozen softmax model. KL divergence and total variation compare the "
-        "weights (0: equal), the output error is the norm of the difference over the norm of softmax's output."
+        "weights (0: equal); the output error is the norm of the difference divided by the norm of softmax's output."
     )
     if controls:
         text += (
-            " Far mass is softmax's weight outside the window. The window alone is the control: a kernel is worth the "
-            "difference between that error and its own."
+            " Far mass is softmax's weight outside the window. The window alone is the control: the benefit of a "
+            "kernel is the difference between that error and its own."
         )
     if found.outputs is not None:
         text += (
-            f" Whole models, last hidden states of {found.outputs.tokens:,} tokens against the original's: mean cosine "
-            f"{found.outputs.cosine:.3f}, relative error {found.outputs.relative_error:.3f}."
+            f" Whole models, last hidden states of {found.outputs.tokens:,} tokens compared with the original's: mean "
+            f"cosine {found.outputs.cosine:.3f}, relative error {found.outputs.relative_error:.3f}."
         )
     alt = "Heat maps of KL divergence, total variation, negative share and output error per layer and head."
     picture = draw("fidelity", plots.fidelity_heatmaps(found.fidelity), alt, f"{alt} {SCALES['distance']}")
@@ -221,7 +221,7 @@ def _maps(found: Gathered) -> Iterator[Section]:
 
 def _heads(found: Gathered) -> Iterator[Section]:
     all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
-    # A picture's maps are laid over it instead, without tokens to name.
+    # The maps of an image are laid over it instead, as its tokens have no names.
     if not all_heads or found.picture is not None:
         return
     # By the total variation of their maps, the closest first.
@@ -236,7 +236,7 @@ def _heads(found: Gathered) -> Iterator[Section]:
         alt = f"One of the {which} heads, {title}; softmax left, {layer.kernel} right."
         name = f"head-{which}-{number % count + 1}"
         pictures.append(draw(name, plots_maps.head_map(layer, head, found.tokens, title), alt))
-    text = "The heads whose maps are closest to softmax's, and those that are furthest away, on the same input."
+    text = "The heads whose maps are closest to softmax's and furthest from it, on the same input."
     yield Section("heads", "Best and worst heads", text, tuple(pictures))
 
 
@@ -256,7 +256,7 @@ def _training(found: Gathered) -> Iterator[Section]:
             found.left_out.append(f"{str(error).partition(';')[0]}.".capitalize())
     rows = [[label, value] for label, value in made.training_rows()]
     if pictures or rows:
-        tables = (Table("What the checkpoint says about its training", ["", "value"], rows, "facts"),) if rows else ()
+        tables = (Table("Training, from the checkpoint's record", ["", "value"], rows, "facts"),) if rows else ()
         yield Section("training", "Training", "From the log in the checkpoint's folder.", tuple(pictures), tables)
 
 
@@ -276,9 +276,9 @@ def _speed(found: Gathered) -> Iterator[Section]:
     ]
     columns = ["tokens", "softmax, s", "linear, s", "times faster", "softmax, MiB", "linear, MiB"]
     text = (
-        "One forward of one input without the head, medians over the turns that both sides take; the softmax side is "
-        "the same checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in a separate "
-        "process per side. Short inputs do not gain: the crossing point depends on the model and the machine."
+        "One forward pass of one input without the head, medians over turns in which the two sides alternate; the "
+        "softmax side is the same checkpoint computing softmax (SDPA). Memory is the peak above the loaded model, in a "
+        "separate process per side. Short inputs do not gain: the crossover depends on the model and the machine."
     )
     if found.noise is not None:
         text += f" The machine was {found.noise.text}."

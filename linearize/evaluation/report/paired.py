@@ -1,8 +1,8 @@
-"""Differences of two models measured on the same rows, each with a paired 95 % interval.
+"""Differences between two models measured on the same rows, each with a paired 95 % interval.
 
 A task's score has a bootstrap interval over rows (`stage_two.metrics`). A mean over a few inputs has the
 interval of Hartigan 1969 ("Using subsample values as typical values", theorem 1), whose ends are means over subsets of
-the inputs: 0 lies outside exactly where Fisher's paired randomisation test rejects at 5 %.
+the inputs: it excludes 0 exactly when Fisher's paired randomisation test rejects at 5 %.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from linearize.training.stage_two.tasks import Task
 
 LEVEL = 0.05
-"""A difference that chance alone makes more often than this is noise."""
+"""A difference that chance alone produces more often than this is noise."""
 EXACT = 12
-"""Up to this many inputs all subsets are taken; of more inputs `DRAWN` subsets are drawn."""
+"""Up to this many inputs, all subsets are used; for more inputs, `DRAWN` subsets are drawn."""
 DRAWN = 4096
 FEWEST = 6
-"""With fewer inputs no difference can be told from noise: 2 of 2^5 signs are more than 5 %."""
+"""With fewer inputs no difference can be distinguished from noise: 2 of 2^5 sign patterns are more than 5 %."""
 
 
 @dataclass(frozen=True)
 class SideDifference:
-    """How far one side is above another on the same rows, as plain data.
+    """The difference between two sides on the same rows, as plain data.
 
     Attributes:
-        side: name of the one.
-        minus: name of the other.
+        side: name of the first side.
+        minus: name of the side it is compared with.
         by: the figure that is compared.
-        value: the one's figure minus the other's.
-        interval: its 95 % paired interval.
-        within_noise: whether 0 lies in the interval.
-        sentence: the same for people.
+        value: figure of `side` minus figure of `minus`.
+        interval: 95 % paired interval of `value`.
+        within_noise: whether the interval contains 0.
+        sentence: the difference as a readable sentence.
     """
 
     side: str
@@ -53,21 +53,21 @@ class SideDifference:
 def score_difference(
     task: Task, by: str, side: str, minus: str, ours: Score | None, theirs: Score | None
 ) -> SideDifference | None:
-    """Compare a task's score that two models have on the same rows; None if their rows are not the same.
+    """Return the difference of two models' task scores; None if they were not measured on the same rows.
 
     Args:
         task: the task.
         by: name of the score.
-        side: name of the one model.
-        minus: name of the other model.
-        ours: the one's score.
-        theirs: the other's score.
+        side: name of the first model.
+        minus: name of the model it is compared with.
+        ours: score of `side`.
+        theirs: score of `minus`.
     """
     from linearize.training.stage_two.metrics import BALANCED, percentiles
 
     if ours is None or theirs is None or ours.units != theirs.units:
         return None
-    # Both were drawn on the same units.
+    # Both were resampled over the same units.
     value, (low, high) = ours.score - theirs.score, percentiles(ours.resampled - theirs.resampled)
     noise = low <= 0 <= high
     scale, digits = (100, 2) if task.percent else (1, 3)
@@ -83,14 +83,14 @@ def score_difference(
 def mean_difference(
     by: str, side: str, ours: Sequence[float], minus: str, theirs: Sequence[float]
 ) -> SideDifference | None:
-    """Compare a figure that two models have on each of the same inputs; None for fewer than `FEWEST` inputs.
+    """Return the mean difference of two models' figures on the same inputs; None for fewer than `FEWEST` inputs.
 
     Args:
         by: name of the figure.
-        side: name of the one model.
-        ours: its figure on each input.
-        minus: name of the other model.
-        theirs: the other's figure on each input.
+        side: name of the first model.
+        ours: figure of `side` on each input.
+        minus: name of the model it is compared with.
+        theirs: figure of `minus` on each input.
     """
     if len(ours) < FEWEST:
         return None
@@ -100,7 +100,7 @@ def mean_difference(
     else:
         subsets = np.random.default_rng(0).integers(2, size=(DRAWN, len(values))).astype(np.float64)
     means = np.sort(subsets @ values / np.maximum(1, subsets.sum(axis=1)))
-    # The same numbers added in another order are equal within rounding.
+    # Sums of the same numbers in a different order are equal up to rounding.
     means[np.abs(means) <= 1e-9 * np.abs(values).max()] = 0.0
     rank = int(LEVEL / 2 * (len(means) + 1))
     low, high = float(means[rank - 1]), float(means[-rank])
@@ -110,32 +110,35 @@ def mean_difference(
 def best_by(
     by: str, per_input: Mapping[str, Sequence[float]], *, larger_is_better: bool = False
 ) -> tuple[str, list[SideDifference]]:
-    """Say which model is the best by a figure, and which others differ from it by noise alone.
+    """Return a sentence that names the best model by a figure, and the models within noise of it.
 
     Args:
         by: name of the figure.
         per_input: the figure on each input, by model; the same inputs for all.
-        larger_is_better: for cosines.
+        larger_is_better: whether larger figures are better, as for cosines.
 
     Returns:
-        A sentence, and the best model's difference from every other.
+        The sentence, and the differences between the best model and every other.
     """
     means = {name: float(np.mean(values)) for name, values in per_input.items()}
     best = (max if larger_is_better else min)(means, key=lambda name: means[name])
     others = [name for name in per_input if name != best]
-    found = [mean_difference(by, best, per_input[best], name, per_input[name]) for name in others]
-    differences = [difference for difference in found if difference is not None]
+    pairs = [mean_difference(by, best, per_input[best], name, per_input[name]) for name in others]
+    differences = [difference for difference in pairs if difference is not None]
     if len(differences) < len(others):
         count = len(per_input[best])
-        return f"{by}: {count} inputs are too few to tell a difference from noise; --inputs {FEWEST} or more", []
-    return _verdict(by, best, {one.minus: one.within_noise for one in differences}), differences
+        return (
+            f"{by}: {count} inputs are too few to tell a difference from noise; use --inputs {FEWEST} or more",
+            [],
+        )
+    return _verdict(by, best, {each.minus: each.within_noise for each in differences}), differences
 
 
 def fastest(timings: Mapping[str, tuple[float, float]]) -> str:
-    """Say which model is the fastest; timings whose quartiles overlap are the same.
+    """Return a sentence that names the fastest model; timings with overlapping quartiles count as equal.
 
     Args:
-        timings: median seconds and the distance of the quartiles over it, by model.
+        timings: median seconds, and the interquartile range divided by it, by model.
     """
     best = min(timings, key=lambda name: timings[name][0])
     most = timings[best][0] * (1 + timings[best][1] / 2)
