@@ -59,7 +59,7 @@ def measure_suites(suites: Sequence[Suite], lengths: Sequence[int], options: Ben
         The exit code.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     out = console(to_stderr=as_json)
     with threads(options.threads):

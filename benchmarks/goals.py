@@ -157,7 +157,7 @@ def run_goals(
         goals: the goals; None: those of `table_of_goals`.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     options = checked(options)
     check_dtype("bfloat16", options.device)

@@ -38,7 +38,7 @@ def explain_suites(out: Screen, options: BenchOptions) -> None:
     """Print the backends of all attentions that are measured, for inputs of the longest length.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     options = checked(options)
     longest = options.sorted_lengths()[-1]

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None: those of the process.
 
     Returns:
-        Exit code: 0 for success, 2 for what the user can put right, 130 when interrupted.
+        Exit code: 0 for success, 2 for what the user can correct, 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Checkpoints record the line that made them (`linearize.jobs.advice`).

@@ -1,6 +1,6 @@
-"""What a finished stage found, and which command comes next; everything follows from figures that it measured.
+"""The findings of a finished stage and the suggested next command; both follow from the stage's measured figures.
 
-Also the lines of the shell: the one that is running, and those that are proposed.
+Also command lines: the running one, and the suggested ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from linearize.training.stage_two.prepared import TaskData
 
 SWITCHES = ("--resume", "--overwrite", "--json")
-"""Options without a value that concern one run, not the job."""
+"""Options without a value that concern a single run, not the job."""
 PLACES = ("--output", "--device", "--report-to")
-"""Options with a value that say where a job runs."""
+"""Options with a value that determine where a job runs and writes."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a stage found.
+    """The findings of a stage.
 
     Attributes:
         worst: the worst layer; None if layers were not measured, or if there is only one.
-        lengths: None if the model reads no text or has no limit.
+        lengths: longest measured row and longest input; None if the model reads no text or has no limit.
         load: Python code that loads the checkpoint.
-        command: the next command.
-        why: its reason in a few words.
-        merit: what the kernels add to their windows; None without windows.
+        command: the suggested next command.
+        why: its purpose in a few words.
+        merit: the benefit of the kernels over their windows alone; None without windows.
     """
 
     worst: WorstLayer | None
@@ -84,38 +84,38 @@ class Findings:
     merit: KernelMerit | None = None
 
     def lines(self) -> list[str]:
-        """Return sentences for people."""
+        """Return the findings as sentences."""
         lines = [f"Control, after stage one: {self.merit.text}."] if self.merit else []
         if self.worst:
             name, index = self.worst.module, self.worst.index
-            keep = "" if index is None else f"; --keep-softmax {index} leaves it softmax"
+            keep = "" if index is None else f"; --keep-softmax {index} keeps it softmax"
             name = name if index is None else f"{index} ({name})"
             figures = f"{self.worst.figure} {self.worst.value:.3f}, {self.worst.mean:.3f} on average"
             lines.append(f"Worst layer: {name}, {figures}{keep}.")
         if self.lengths:
             seen, promised = self.lengths.seen, self.lengths.promised
             lines.append(
-                f"Lengths: measured at the whole length that the model takes, {promised:,} tokens."
+                f"Lengths: measured up to the longest input that the model takes, {promised:,} tokens."
                 if seen >= promised
                 else f"Lengths: measured on rows of up to {seen:,} tokens; longer inputs, up to the {promised:,} that "
-                "the model takes, have not been measured."
+                "the model takes, were not measured."
             )
         return [*lines, f"Load it: {self.load}", f"Next, {self.why}: {self.command}"]
 
 
 def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstLayer | None:
-    """Return the module with the largest figure; None if there are fewer than two.
+    """Return the module with the largest figure; None if there are fewer than two modules.
 
     Args:
-        figures: by attention, or by block.
-        figure: their name.
+        figures: the figure of each attention layer, or of each block, by module name.
+        figure: name of the figure.
         plan: the plan of the conversion.
     """
     if len(figures) < 2:
         return None
     module = max(figures, key=lambda name: figures[name])
     value, mean = figures[module], sum(figures.values()) / len(figures)
-    # The plan names attentions from the base model on, and the figures name modules from the whole model on.
+    # The plan's module names start at the base model, those of the figures at the whole model.
     parts = module.split(".")
     inner = tuple(f"{'.'.join(parts[start:])}." for start in range(len(parts)))
     index = next((layer.index for layer in plan.converted if f"{layer.module}.".startswith(inner)), None)
@@ -123,7 +123,7 @@ def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstL
 
 
 def growth(errors: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much the error of the hidden states grows in each block; each block passes errors on."""
+    """Return how much the hidden states' error grows in each block, as errors accumulate from block to block."""
     blocks = {name: error for name, error in errors.items() if name != "output"}
     return {
         name: error - before for (name, error), before in zip(blocks.items(), [0.0, *blocks.values()], strict=False)
@@ -157,7 +157,7 @@ def load_lines(model: PreTrainedModel, folder: object, *, embedder: bool = False
 
 
 def after_training(context: Context, plan: Plan) -> Findings:
-    """Say what a conversion, a further stage one or an alignment found, and which command comes next."""
+    """Return the findings of a conversion, a continued stage one or an alignment."""
     done, aligned, model = context.distillation, context.alignment, context.loaded.model
     worst = None
     if done is not None:
@@ -174,14 +174,14 @@ def after_training(context: Context, plan: Plan) -> Findings:
 
 
 def next_command(context: Context) -> tuple[str, str]:
-    """Return why a command comes next, and the command."""
+    """Return the purpose of the suggested next command, and the command."""
     job, target = context.job, context.target
     data = data_options(job)
     if context.alignment is None and not weights_were_trained(context.provenance):
-        # Stage one imitates the checkpoint's own softmax, which still is the original's.
+        # Stage one imitates the checkpoint's own softmax, which is still the original's.
         if context.distillation is None and isinstance(job, StageOneJob):
-            return "to teach the kernels", line("distill", target, data | {"distill_length": job.distill_length})
-        return "to bring the whole model close", line("align", target, data)
+            return "to train the kernels", line("distill", target, data | {"distill_length": job.distill_length})
+        return "to bring the whole model closer", line("align", target, data)
     original = job.model if isinstance(job, ConvertJob) else getattr(job, "teacher", None)
     options: dict[str, object] = {"original": original or context.provenance.get("base_model") or "ORIGINAL"}
     options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
@@ -191,7 +191,7 @@ def next_command(context: Context) -> tuple[str, str]:
 
 
 def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findings:
-    """Say what stage two was measured on, and which command comes next."""
+    """Return the findings of stage two."""
     from linearize.training.stage_two.tasks import TASKS
 
     target, task, seen = str(job.target()), job.task, None
@@ -220,7 +220,7 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
 
 
 def typed() -> list[str]:
-    """Return the words of the running command line, without the program's name; none for callers from Python."""
+    """Return the words of the running command line after the program's name; empty if called from Python."""
     return sys.argv[1:] if Path(sys.argv[0]).stem == "linearize" else []
 
 
@@ -239,21 +239,21 @@ def without(words: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the commands that made a checkpoint, including the one that is running.
+    """Return the commands that made a checkpoint, including the running one.
 
-    Others read it: folders are left out of the names of local files, and so are the options in `PLACES`.
+    Checkpoints are shared, so local files are recorded without their folders, and the options in `PLACES` are left out.
     """
     earlier = provenance.get("commands")
     commands = list(earlier) if isinstance(earlier, list) else []
     words = without(typed(), (*SWITCHES, *PLACES))
     named = [name_of(x) if on_disk(x) else "".join(map(name_of, re.split("([,=])", x))) for x in words]
     command = shlex.join(["linearize", *named])
-    # The stages of one `longdoc` have the same line.
+    # All stages of one `longdoc` have the same command line.
     return {"commands": commands if not words or commands[-1:] == [command] else [*commands, command]}
 
 
 def line(verb: str, model: str, options: Mapping[str, object]) -> str:
-    """Return a command line; values of None and False are left out, and parts (name, weight) become name=weight."""
+    """Return a command line; options of None or False are left out, and pairs (name, weight) become name=weight."""
     words = []
     for name, value in options.items():
         if value is not None and value is not False:

@@ -1,6 +1,6 @@
 """The options of the jobs that train kernels, and of `init`, `export` and `demo`.
 
-The command line makes its help from them, so importing this loads nothing heavy.
+The command line builds its help from them, so importing this module loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, R
 
 @dataclass(frozen=True)
 class Preset:
-    """Options of a conversion, and the models they are for.
+    """Options of a conversion, and the kind of model they are for.
 
     Args:
-        options: by name; options given explicitly take precedence.
-        causal: whether they are for causal attention, or for attention that sees both sides.
+        options: the options by name; options given explicitly take precedence.
+        causal: whether they are for causal or for bidirectional attention.
     """
 
     options: Mapping[str, object]
@@ -42,12 +42,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "encoder": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=False),
     }
 )
-"""By name. All have learned log-scales, the default with a window.
+"""Presets by name. All have learned log-scales, the default with a window.
 
-`causal` and `recall` are for language models; docs/benchmarks/hybrid.md says what their parts bring. Under `causal`
-memory is constant and the model can be exported. `recall` adds exact keys, and softmax heads that look up and copy;
-their cache grows with the text, and ONNX export refuses both. `encoder` is for models that see both sides: the window
-keeps texts of up to 65 tokens exact, and in longer texts the kernel covers what lies beyond it.
+`causal` and `recall` are for language models; docs/benchmarks/hybrid.md gives the benefit of each part. With `causal`,
+memory is constant and the model can be exported. `recall` adds exact keys, and softmax heads that look up and copy
+text; their cache grows with the text, and ONNX export refuses both. `encoder` is for bidirectional models: the window
+keeps texts of up to 65 tokens exact, and in longer texts the kernel covers the tokens outside it.
 """
 
 
@@ -74,30 +74,30 @@ def check_preset(name: str | None, model: str, causal: list[bool]) -> None:
         causal: for each self-attention to convert, whether it is causal.
 
     Raises:
-        ConfigError: if the preset suits no attention of the model.
+        ConfigError: if the preset suits none of the model's attention layers.
     """
     if name is None or PRESETS[name].causal in causal:
         return
     other = next(other for other, preset in PRESETS.items() if preset.causal != PRESETS[name].causal)
-    sees = "is causal" if PRESETS[other].causal else "sees both sides"
+    sees = "is causal" if PRESETS[other].causal else "is bidirectional"
     raise ConfigError(f"preset: got {name!r}, but attention of {model!r} {sees}; use --preset {other}, or leave it out")
 
 
 KERNEL = "hedgehog"
 """Default kernel of a conversion."""
 AUTO = "auto"
-"""In place of a kernel's name: a search chooses one for every layer."""
+"""Used in place of a kernel's name: a search chooses a kernel for every layer."""
 ALIGN_SHARE = 0.4
 """Default steps of the alignment, as a share of stage one's."""
 STEP_ROWS = 32
-"""Default rows of an optimizer step."""
+"""Default rows per optimizer step."""
 STAGE_ONE_TOKENS = 8192
-"""Default tokens of a step of stage one or of the alignment, at most."""
+"""Default upper limit on the tokens per step of stage one or of the alignment."""
 OF_DATA = (
     *("dataset", "text_column", "image_column", "holdout", "packing", "streaming"),
     *("batch_size", "seed"),
 )
-"""Options of `DataConfig` that stage one and the alignment have; they read no labels."""
+"""The options of `DataConfig` for stage one and the alignment, which read no labels."""
 SAME = ("gradient_accumulation", "precision", "save_every", "keep", "resume", "seed")
 """Options that the stages inside `convert` share."""
 
@@ -105,7 +105,7 @@ STAGE_ONE, ALIGNMENT, OUTPUT, DATA = "stage one", "alignment, after stage one", 
 SEARCH = f"the search, with --kernel {AUTO}"
 DEVICES = "cpu, cuda, cuda:1, mps or auto"
 POSITIONS = "how learned positions are extended: tile or interpolate"
-OVERWRITE = "replace the folder, if linearize wrote it and it holds nothing else"
+OVERWRITE = "replace an existing folder, if linearize wrote it and it holds nothing else"
 TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
 PRESET = (
     "kernel, window and sinks that were measured to work well together; options given explicitly take precedence: "
@@ -113,19 +113,20 @@ PRESET = (
 )
 KEPT = "layers that keep softmax, such as 0,11; or 1/4 for the last of every four"
 KEPT_HEADS = (
-    "query heads that keep softmax, and so a cache of their keys: a number or a share such as 5%, for those with the "
-    "largest share in the error (copying included), or layer:head pairs such as 4:0,11:7"
+    "query heads that keep softmax, with a cache of their keys: a number or a share such as 5%, which selects those "
+    "that contribute most to the error (copying included), or layer:head pairs such as 4:0,11:7"
 )
 WINDOW = 64
-"""Window of the reference of `--window auto`."""
+"""Window of the reference model for `--window auto`."""
 WINDOWS = (
-    f"softmax inside a window of W tokens, the kernel outside it; or {AUTO}:W, which chooses window, exact keys and "
-    f"kernel or none for every layer, with as much state in all as W in every layer ({AUTO} is {AUTO}:{WINDOW})"
+    f"softmax inside a window of W tokens, the kernel outside it; or {AUTO}:W, which chooses window, exact keys, and "
+    f"kernel or no kernel for every layer, with at most the total state of W in every layer ({AUTO} means "
+    f"{AUTO}:{WINDOW})"
 )
-LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or what the model takes"
+LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or fewer if the model takes fewer"
 EXAMPLE_INPUTS = (
-    "inputs for the trial run, if none can be made up: a .safetensors or .npz file with tensors named as the arguments "
-    "of the model's forward"
+    "inputs for the trial run, if they cannot be generated: a .safetensors or .npz file with tensors named like the "
+    "arguments of the model's forward"
 )
 LOCAL_AS_FULL = (
     "also convert layers with a sliding window or chunks (Mistral, Gemma), without their window: they then see all "
@@ -136,7 +137,7 @@ PLAN_OUT = "write the plan to a YAML file, to edit and pass to `convert --plan`"
 
 
 class Job:
-    """A job's options; `of` takes each by its own name, as the command line and files of options do."""
+    """Base class of a job's options; `of` takes them by name, like the command line and config files."""
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -149,7 +150,7 @@ class Job:
 
 
 def parse_layers(text: str) -> tuple[int, ...] | str:
-    """Read layer numbers such as 0-2,5; a share such as 1/4 stays a text until the number of layers is known."""
+    """Parse layer numbers such as 0-2,5; a share such as 1/4 stays a string until the number of layers is known."""
     from linearize.conversion.layers import parse_indices, parse_share
 
     if parse_share(text) is not None:
@@ -158,7 +159,7 @@ def parse_layers(text: str) -> tuple[int, ...] | str:
 
 
 def parse_window(text: str) -> int | str:
-    """Read 64, auto or auto:64."""
+    """Parse a window such as 64, auto or auto:64."""
     auto, colon, count = text.partition(":")
     if text.isdecimal():
         return int(text)
@@ -168,16 +169,16 @@ def parse_window(text: str) -> int | str:
 
 
 def rows_of(length: object, tokens: int) -> int:
-    """Return how many rows of a length have so many tokens: `STEP_ROWS`, or a half, a quarter ... of it; at least 1."""
+    """Return how many rows of a length fit into `tokens`: `STEP_ROWS`, or a half, a quarter ... of it; at least 1."""
     rows = STEP_ROWS
-    # The checks refuse a length of another type.
+    # A length of another type is refused by the checks of the options.
     while isinstance(length, int) and rows > 1 and rows * length > tokens:
         rows //= 2
     return rows
 
 
 def _folder(values: Mapping[str, Any], ending: str) -> str:
-    """Return the output folder: as asked, or `<model-name>-<ending>`."""
+    """Return the output folder: the one given, or `<model-name>-<ending>`."""
     return values.get("output") or f"{Path(values['model']).name.removesuffix('.gguf')}-{ending}"
 
 
@@ -186,7 +187,11 @@ def _layers() -> Any:
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:
-    """Refuse the first option that was given."""
+    """Raise an error that names the first option that is set.
+
+    Raises:
+        ConfigError: with the reason `why`, if any option is set.
+    """
     for name, value in given.items():
         if value:
             raise ConfigError(f"{name}: {why}; leave {name} out")
@@ -197,9 +202,9 @@ class TrainingJob(Job):
     """Options of the jobs that train kernels and keep states on disk.
 
     Attributes:
-        ending: ending of the default output folder.
-        endings: endings of the folders of states, by section; the first one is the job's stage.
-        row_length: the option with the tokens per row.
+        ending: suffix of the default output folder.
+        endings: suffixes of the state folders, by section; the first one is the job's stage.
+        row_length: name of the option with the tokens per row.
     """
 
     ending: ClassVar[str]
@@ -223,7 +228,7 @@ class TrainingJob(Job):
 
     @property
     def stage(self) -> RunConfig:
-        """The section of the stage, which says how states are kept."""
+        """The options of the job's stage, including how states are kept."""
         stage: RunConfig = getattr(self, next(iter(self.endings)))
         return stage
 
@@ -233,25 +238,25 @@ class TrainingJob(Job):
         return self.stage.save_every is not None or self.stage.resume
 
     def target(self) -> str:
-        """Return the output folder: as asked, or `<model-name>-<ending>`."""
+        """Return the output folder: the one given, or `<model-name>-<ending>`."""
         return self.folder(vars(self))
 
     def state_folders(self) -> list[str]:
-        """Return the folders of states."""
+        """Return the state folders."""
         return [f"{self.target().rstrip('/')}{ending}" for ending in self.endings.values()]
 
     def sources(self) -> list[str | None]:
-        """Return what is read, which the output must not replace."""
+        """Return the inputs, which the output must not replace."""
         return [self.model, *(name for name, _ in self.data.sources)]
 
     @classmethod
     def folder(cls, values: Mapping[str, Any]) -> str:
-        """Return the output folder that follows from options."""
+        """Return the output folder for these options."""
         return _folder(values, cls.ending)
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the defaults that follow from other options: the folders of states, and the rows per batch."""
+        """Return the defaults that depend on other options: the state folders, and the rows per batch."""
         base = cls.folder(values).rstrip("/")
         keeps = values.get("save_every") is not None or values.get("resume")
         derived = {part: {"folder": f"{base}{ending}" if keeps else None} for part, ending in cls.endings.items()}
@@ -261,7 +266,7 @@ class TrainingJob(Job):
 
 @dataclass(frozen=True, kw_only=True)
 class StageOneJob(TrainingJob):
-    """Options of the jobs with a stage one."""
+    """Options of the jobs that run stage one."""
 
     distill_length: int | None = option(None, LENGTH, group=STAGE_ONE, low=1)
     distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
@@ -281,7 +286,7 @@ class ConvertJob(StageOneJob):
     layers: str | None = _layers()
     keep_softmax: tuple[int, ...] | str = option((), KEPT, metavar="LAYERS", parse=parse_layers)
     plan: str | None = option(
-        None, "a plan for every layer: a file written by --plan-out, perhaps edited", metavar="FILE.yaml"
+        None, "a plan for every layer: a file written by --plan-out, which may be edited", metavar="FILE.yaml"
     )
     example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
     local_as_full: bool = option(False, LOCAL_AS_FULL)
@@ -317,21 +322,21 @@ class ConvertJob(StageOneJob):
 
     @property
     def chooses_windows(self) -> bool:
-        """Whether each layer gets a separate window."""
+        """Whether a window is chosen for each layer."""
         return isinstance(self.window, str)
 
     @property
     def usual_window(self) -> int | None:
-        """The window of every layer, or of the reference that windows are chosen by."""
+        """The window of every layer, or of the reference when windows are chosen."""
         return int(self.window.partition(":")[2] or WINDOW) if isinstance(self.window, str) else self.window
 
     @property
     def chooses_heads(self) -> bool:
-        """Whether the heads that keep softmax are counted, and not listed."""
+        """Whether the heads that keep softmax are given as a number or share, so that they must be chosen."""
         return (self.keep_softmax_heads or "").removesuffix("%").isdecimal()
 
     def softmax_heads(self, heads: int) -> int:
-        """Return how many of so many heads keep softmax, if they are counted."""
+        """Return how many of `heads` heads keep softmax, if a number or share is given."""
         given = self.keep_softmax_heads or ""
         return max(1, round(heads * int(given[:-1]) / 100)) if given.endswith("%") else int(given)
 
@@ -339,7 +344,7 @@ class ConvertJob(StageOneJob):
         super().__post_init__()
         if self.image_size is not None and self.max_length is not None:
             raise ConfigError(
-                f"image-size: got {self.image_size} and max-length {self.max_length}, which says the same in tokens; "
+                f"image-size: got {self.image_size} and max-length {self.max_length}, which is the size in tokens; "
                 "drop one of them"
             )
         if self.preset is not None and (self.plan is not None or self.kernel == AUTO):
@@ -352,9 +357,9 @@ class ConvertJob(StageOneJob):
         chosen["--kernel-arg"] = self.kernel_args
         if self.plan is not None:
             chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}
-            _refuse(chosen, "--plan FILE says what becomes of every layer")
+            _refuse(chosen, "--plan FILE already determines every layer")
         elif self.kernel == AUTO:
-            advice = "name arguments with the candidates, as in --candidates hedgehog,luna:window=32"
+            advice = "give arguments with the candidates, as in --candidates hedgehog,luna:window=32"
             _refuse(chosen, f"--kernel {AUTO} chooses kernel and arguments of every layer; {advice}")
         if self.kernel != AUTO:
             usual = SearchConfig()
@@ -368,17 +373,17 @@ class ConvertJob(StageOneJob):
 
     @classmethod
     def folder(cls, values: Mapping[str, Any]) -> str:
-        """Return the output folder: as asked, or `<model-name>-<kernel>`; "mixed" stands for several kernels."""
+        """Return the output folder: the one given, or `<model-name>-<kernel>`, with "mixed" for several kernels."""
         ending = "mixed" if values.get("plan") is not None else values.get("kernel") or "mixed"
         return _folder(values, ending)
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the defaults that follow from other options: also those of a preset, and the alignment's steps."""
+        """Return the defaults that depend on other options, including a preset's and the alignment's steps."""
         preset = preset_options(values)
         derived = super().derive({"kernel": KERNEL, **preset, **values})
         steps = values.get("distill_steps", DistillConfig.steps)
-        # Stage one's own checks refuse steps of another type.
+        # Steps of another type are refused by stage one's own checks.
         derived["align"]["steps"] = round(ALIGN_SHARE * steps) if isinstance(steps, int) else 0
         return {**derived, "": dict(preset)}
 
@@ -404,7 +409,7 @@ class AlignJob(TrainingJob):
 
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
     teacher: str | None = option(
-        None, "the softmax model that it was made from, or tuned; by default its own weights", metavar="ORIGINAL"
+        None, "the softmax model it was made from, tuned or not; by default its own weights", metavar="ORIGINAL"
     )
     length: int | None = option(None, LENGTH, group=DATA, low=1)
     align: AlignConfig = section(AlignConfig, "alignment", leave_out=("folder",))
@@ -412,13 +417,13 @@ class AlignJob(TrainingJob):
     output: str | None = option(None, "folder to make (<folder>-aligned)", group=OUTPUT, metavar="DIR")
 
     def sources(self) -> list[str | None]:
-        """Return what is read, which the output must not replace."""
+        """Return the inputs, which the output must not replace."""
         return [self.teacher, *super().sources()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJob(TrainingJob):
-    """Options of `search`; its states, and the plan of an interrupted one, are named as those of `convert` would be."""
+    """Options of `search`; its states, and the plan of an interrupted search, are named as those of `convert`."""
 
     ending: ClassVar[str] = AUTO
     endings: ClassVar[Mapping[str, str]] = {"search": ".search"}
@@ -438,7 +443,7 @@ class SearchJob(TrainingJob):
     distill_length: int | None = option(None, LENGTH, group=DATA, low=1)
     plan_out: str | None = option(None, PLAN_OUT, group=OUTPUT, metavar="FILE.yaml")
     plot: str | None = option(
-        None, "draw error against time of the plan and of others", group=OUTPUT, metavar="FILE.png"
+        None, "plot error against time for the chosen plan and for others", group=OUTPUT, metavar="FILE.png"
     )
     overwrite: bool = option(
         False, "replace the plan file, the picture and the states of an interrupted search", group=OUTPUT
@@ -450,17 +455,17 @@ class InitJob(Job):
     """Options of `init`."""
 
     config: str | Mapping[str, object] = option(
-        help="config of transformers, as a file or folder", positional=True, metavar="CONFIG"
+        help="a transformers config: file or folder", positional=True, metavar="CONFIG"
     )
     output: str = option(help="folder to make", metavar="DIR")
-    task: str = option("causal-lm", "which head: a task, as in `linearize finetune`", metavar="T")
+    task: str = option("causal-lm", "task that determines the head, as in `linearize finetune`", metavar="T")
     kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     layers: str | None = _layers()
     tokenizer: str | None = option(
         None, "tokenizer or image processor to save with the model; folder or Hub name", metavar="DIR"
     )
-    num_labels: int | None = option(None, "outputs of a classifier's head", low=1)
+    num_labels: int | None = option(None, "number of classes of a classifier's head", low=1)
     overwrite: bool = option(False, OVERWRITE)
     seed: int = option(0, "seed of all weights", metavar="S")
 
@@ -471,7 +476,7 @@ class ExportJob(Job):
 
     model: str = option(help="converted checkpoint", positional=True, metavar="DIR")
     output: str = option(help="folder to make", metavar="X")
-    format: str = option("onnx", "what to write", choices=("onnx",), metavar="F")
+    format: str = option("onnx", "output format", choices=("onnx",), metavar="F")
     last_logits: bool = option(False, "for causal models: only the logits of a prompt's last token")
     overwrite: bool = option(False, OVERWRITE)
 

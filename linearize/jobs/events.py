@@ -1,4 +1,4 @@
-"""Events of a job, which its callback gets one by one; those of `linearize.core.events` too."""
+"""Events that a job passes to its callback, in addition to those of `linearize.core.events`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """The model is loaded and planned."""
+    """The model is loaded, and its conversion is planned."""
 
     plan: Plan
 

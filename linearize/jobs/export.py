@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from linearize.export.onnx import Checked
 
 RECORD = "export.json"
-"""File of the output that describes inputs and outputs of its graphs."""
+"""Output file that describes the inputs and outputs of the graphs."""
 CHECKED_TOKENS = 150
-"""Tokens of the rows that an export is checked on, at most: more than one chunk of the causal op."""
+"""The maximum number of tokens in the rows for checking an export: more than one chunk of the causal op."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         output: the folder.
-        graphs: inputs and outputs of each graph by its file; dynamic sizes have names.
-        checked: how far each graph is from PyTorch.
+        graphs: inputs and outputs of each graph, by file name; dynamic sizes have names.
+        checked: difference of each graph from PyTorch.
     """
 
     output: str
@@ -45,19 +45,19 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
     weights of both in fp32, the tokenizer or image processor, and `export.json`, which describes the graphs.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
-    # Not above: an error about a missing package names the extra that brings it.
+    # Imported here, so that the error about a missing package names the extra to install.
     from linearize.export import onnx
     from linearize.export.graphs import graphs_of
 
     with claim(job.output, overwrite=job.overwrite, sources=[job.model]):
         loaded = load_converted(job.model)
         model = loaded.model.float().eval()
-        # None if the inputs are no tokens, or not limited.
+        # None if the inputs are not tokens, or their length is not limited.
         longest = current_length(model) if model.main_input_name == "input_ids" else None
         for name in ("exact_keys", "softmax_heads"):
-            # A graph cannot choose keys by size, nor keep a cache.
+            # A graph can neither choose keys by size nor keep a cache.
             if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
                 raise UnsupportedModelError(
                     f"export: got a model with {name.replace('_', ' ')}, expected a window, sinks and scales at most; "

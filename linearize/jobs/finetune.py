@@ -43,18 +43,18 @@ from linearize.training.stage_two.trainer import (
 from linearize.training.trackers import check_report_to
 
 ADAPTER = "adapter"
-"""The checkpoint's folder for low-rank updates; next to the weights, transformers would apply them a second time."""
+"""Subfolder for low-rank updates; if they were next to the weights, transformers would apply them a second time."""
 
 
 def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
     """Tune a checkpoint on a task and save the result, all or nothing.
 
-    The trainer's own checkpoints are in `<output>.training` until the result is saved; with `resume` an interrupted run
-    continues from there. The output may be the checkpoint itself, if linearize wrote it. Several processes (torchrun,
-    accelerate launch) train together, and one of them writes.
+    The trainer's own checkpoints stay in `<output>.training` until the result is saved; with `resume` an interrupted
+    run continues from there. The output may be the checkpoint itself, if linearize wrote it. Several processes
+    (torchrun, accelerate launch) train together, and one of them writes.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     target = job.target()
     check_output(job)
@@ -65,7 +65,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
         if is_main():
             check_room(target, size_of(model))
             if not job.resume:
-                # Last, when all else was checked.
+                # Last, after all checks.
                 remove_work(opened.work)
         result = finetune(
             model,
@@ -94,7 +94,7 @@ def check_output(job: TuneJob) -> None:
 
 
 def sources_of(job: TuneJob) -> list[str | None]:
-    """Return what is read, which the output must not replace; it may replace the checkpoint itself."""
+    """Return the inputs, which the output must not replace, except that it may replace the checkpoint itself."""
     return [None if _in_place(job) else job.model, job.dataset, job.teacher]
 
 
@@ -105,14 +105,14 @@ def _in_place(job: TuneJob) -> bool:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a tuning starts from.
+    """Everything that fine-tuning starts from.
 
     Attributes:
         work: the folder of the trainer's checkpoints.
         earlier: the checkpoint's log.
-        model: with the task's head, on its device.
+        model: the model with the task's head, on its device.
         processor: tokenizer or image processor.
-        data: the task's rows, some of the training rows held out.
+        data: the task's rows, with some of the training rows held out.
         teacher: the tuned softmax model, or None.
     """
 
@@ -125,7 +125,7 @@ class Opened:
 
 
 def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedModel], object] | None = None) -> Opened:
-    """Do everything before the first step: validate all, write nothing.
+    """Do everything before the first step: validate everything, write nothing.
 
     Args:
         job: the options.
@@ -165,7 +165,7 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
 
 
 def _adapter_of(job: TuneJob) -> str | None:
-    """Return the name of the model that kept low-rank updates belong to; None if none are kept.
+    """Return the name of the model that the saved low-rank updates belong to; None if they are not saved.
 
     Raises:
         ConfigError: if the result would replace that model.
@@ -175,7 +175,7 @@ def _adapter_of(job: TuneJob) -> str | None:
     if _in_place(job):
         raise ConfigError(
             f"keep_adapter: got the model itself as the output, {str(job.target())!r}, but the adapter belongs to the "
-            "model as it is; choose another output"
+            "unchanged model; choose another output"
         )
     return name_of(job.model)
 
@@ -184,7 +184,7 @@ def _save(job: TuneJob, opened: Opened, result: TuneResult) -> None:
     """Write the result, and remove the trainer's checkpoints.
 
     Raises:
-        NotSavedError: if it cannot be written; the trainer's checkpoints then stay.
+        NotSavedError: if it cannot be written; the trainer's checkpoints are then kept.
     """
     record = tuning_record(opened.data, job.tune, result, job.teacher)
     files: dict[str, str | bytes] = {**tuning_files(record, result, opened.earlier)}

@@ -29,7 +29,7 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
         The plan of the conversion, or None for softmax.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     with claim(job.output, overwrite=job.overwrite, sources=[job.config if isinstance(job.config, str) else None]):
         chosen = task(job.task)
@@ -49,7 +49,7 @@ def read_config(name: str) -> dict[str, object]:
     """Read a config from a file or folder.
 
     Raises:
-        ConfigError: if it is missing or not a mapping.
+        ConfigError: if it is missing, cannot be read, or is not a mapping.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -63,7 +63,7 @@ def read_config(name: str) -> dict[str, object]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"config: {name!r} cannot be read ({error}); correct the file") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"config: {name!r} holds no mapping, expected one with model_type")
+        raise ConfigError(f"config: {name!r} is not a mapping, expected one with model_type")
     for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
         values.pop(name, None)
     return values

@@ -1,7 +1,7 @@
 """Long documents from end to end: is a linear model that reads whole documents better than the original, which cannot?
 
-The original is tuned at its own length, and its conversion, with more positions, on whole documents with the same
-options. Both are measured on the same rows; the original also in chunks, as is common today.
+The original is tuned at its own length; its conversion gets more positions and is tuned on whole documents with the
+same options. Both are measured on the same rows; the original also in chunks, as is common today.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from linearize.training.stage_two.prepared import TaskData
 from linearize.training.stage_two.save import STARTED, check_started, remove_work, without_folders, write_started
 
 RESULTS, TIMES = "results.json", "times.json"
-"""Files of the output: what was measured, which a seed determines; and what depends on the machine."""
+"""Output files: the scores, which a seed determines; and the times, which depend on the machine."""
 STEPS = 5
 ORIGINAL, CONVERTED, ALIGNED, LINEAR = "original", "converted", "aligned", "linear"
-"""Folders of the steps in the work folder: the tuned original; the model converted, aligned, and tuned."""
+"""The steps' folders in the work folder: the tuned original; the converted, the aligned and the tuned model."""
 _STEP = f"({ORIGINAL}|{CONVERTED}|{ALIGNED}|{LINEAR})"
 PARTS = rf"\.?started\.json|{_STEP}(\.training|\.stage1|\.align)?|\.(new|old|lock)-{_STEP}.*"
 FREE = ("save_every", "memory")
@@ -58,22 +58,22 @@ FREE = ("save_every", "memory")
 
 @dataclass(frozen=True)
 class LongdocResult:
-    """What `linearize longdoc` found.
+    """Result of `linearize longdoc`.
 
     Attributes:
-        output: the folder: the tuned original, the tuned linear model, and these results.
+        output: the folder, with the tuned original, the tuned linear model, and these results.
         task: name of the task.
         data: one line about the data.
-        rows: how many rows were measured.
-        longest_row: tokens of the longest one.
-        sides: original cut, original in chunks (if rows are longer and the task reads one text), linear with the same
-            cut, linear at full length.
-        differences: the linear model at full length minus each of the others, on the same rows.
+        rows: number of measured rows.
+        longest_row: tokens of the longest row.
+        sides: the original with truncated rows, the original in chunks (if rows are longer and the task reads one
+            text), the linear model with the same truncated rows, and the linear model at full length.
+        differences: the linear model at full length minus each other side, on the same rows.
         chance: the score of the best answer that ignores the input.
-        notes: what a reader must know.
-        verdict: one or two sentences.
-        times: what reading costs each side.
-        seconds: duration of everything, or of the last part after a resume.
+        notes: caveats for the reader.
+        verdict: the conclusion in one or two sentences.
+        times: time and memory of each side.
+        seconds: total duration; after a resume, the duration since then.
     """
 
     output: str
@@ -91,17 +91,17 @@ class LongdocResult:
 
 
 def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
-    """Tune a model, convert it for long documents, tune that with the same options, and compare both; all or nothing.
+    """Tune a model, convert it for long documents, tune the conversion with the same options, and compare both.
 
-    Finished steps are kept in `<output>.work` until the result is saved. With `resume`, an interrupted run continues
-    there, at its last state.
+    The output is written as a whole or not at all. Finished steps are kept in `<output>.work` until then. With
+    `resume`, an interrupted run continues there, from its last state.
 
     Args:
-        job: what to do.
-        on_event: called with what happens.
+        job: the options.
+        on_event: called with every event.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right.
+        LinearizeError: a subclass of it, for everything the user can correct.
     """
     start = time.perf_counter()
     check_alone("longdoc")
@@ -132,7 +132,7 @@ def open_longdoc(job: LongdocJob, on_event: Callback) -> tuple[LongdocJob, TaskD
 
 
 def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:
-    """Return the jobs before the comparison in order, each with its folder and title."""
+    """Return the jobs that precede the comparison, in order, each with its folder and title."""
     short, long = lengths.original, lengths.linear
     conversion = conversion_job(job, work, lengths, job.distill_length or short)
     aligned_at = min(job.align_length or long, long)
@@ -160,7 +160,7 @@ RUN: dict[type, Callable[[Any, Callback], object]] = {
 
 
 def conversion_job(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> ConvertJob:
-    """Return the conversion with stage one on rows of so many tokens."""
+    """Return the conversion job, with stage one on rows of `length` tokens."""
     length = min(length, lengths.linear)
     return ConvertJob.of(
         model=job.model,
@@ -176,7 +176,7 @@ def conversion_job(job: LongdocJob, work: Path, lengths: Lengths, length: int) -
 
 
 def tuning_job(job: LongdocJob, model: str, target: Path, length: int) -> TuneJob:
-    """Return the tuning of a model on rows of so many tokens, with the options that both models share."""
+    """Return the fine-tuning job of a model on rows of `length` tokens, with the options that both models share."""
     return TuneJob(
         model,
         job.task,
@@ -200,7 +200,7 @@ def in_batches(tune: TuneConfig, length: int, batch_tokens: int, seed: int) -> T
 
 
 def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, object]:
-    """Return the options that stage one and the alignment share: the training texts, and states to resume from."""
+    """Return the options that stage one and the alignment share: the training texts, batches, and states."""
     file, columns, texts = write_texts(job, work)
     rows = rows_of_tokens(job.batch_tokens, min(length, lengths.longest))
     return {
@@ -248,7 +248,7 @@ def compare(
         differences,
         chance,
         tuple(notes),
-        ("A taste only: " if job.quick else "") + verdict(job, results, differences, lengths, rows, chance),
+        ("Only a quick look: " if job.quick else "") + verdict(job, results, differences, lengths, rows, chance),
         sides.times(),
     )
 
@@ -261,7 +261,7 @@ def verdict(
     rows: int,
     chance: float | None,
 ) -> str:
-    """Say in one or two sentences whether the linear model at full length is worth it.
+    """Return one or two sentences on whether the linear model at full length is worth it.
 
     If nothing was learned, that is the verdict: guesses cannot be ranked.
     """
@@ -269,7 +269,7 @@ def verdict(
     if failed and not (sides[0].learned or sides[-1].learned):
         whom = "no side is" if len(failed) == len(sides) else f"{', '.join(failed)}: not"
         level = "" if chance is None else f" ({job.task.written(chance)})"
-        # Sides that all give one answer never differ, so count what two independent guesses would vary.
+        # Sides that always give the same answer never differ, so the spread of two independent guesses counts too.
         guesses = [(2**0.5 * low, 2**0.5 * high) for low, high in (side.interval for side in sides if side.interval)]
         more = f"Give more steps or rows; {_finest(job, [one.interval for one in differences] + guesses, rows)}"
         return f"Nothing was learned: {whom} above chance{level}. {more}"
@@ -289,7 +289,7 @@ def verdict(
         text += f", and worse than its chunks{by_chunks}" if chunks == -1 else ""
         text += f"; {_finest(job, [one.interval for one in differences], rows)}" if cut == 0 else "."
     elif chunks is None:
-        text = f"Reading on pays: {full[0].lower()}{full[1:]} is better than {whole}{by_cut}."
+        text = f"Longer inputs help: {full[0].lower()}{full[1:]} is better than {whole}{by_cut}."
     else:
         compared = {1: "better than", 0: "within the noise of", -1: "worse than"}[chunks]
         text = f"{full} is better than {whole}{by_cut}, and {compared} its averaged chunks{by_chunks}."
@@ -297,7 +297,7 @@ def verdict(
 
 
 def _finest(job: LongdocJob, intervals: list[tuple[float, float]], rows: int) -> str:
-    """Say which differences so many rows cannot show: half the widest of their intervals."""
+    """Return a sentence on the smallest difference that the rows can show: half the widest interval."""
     widest = max(((high - low) / 2 for low, high in intervals), default=0.0)
     size = f"{100 * widest:.0f} points" if job.task.percent else f"{widest:.2f}"
     return f"{rows:,} rows cannot show differences below about {size}."
@@ -306,15 +306,15 @@ def _finest(job: LongdocJob, intervals: list[tuple[float, float]], rows: int) ->
 def _gain(job: LongdocJob, differences: tuple[SideDifference, ...], minus: str) -> tuple[int, str]:
     """Return 1 for a gain, -1 for a loss, 0 for noise; and by which metric, if accuracy and macro-F1 differ."""
     by_metric: dict[str, int] = {}
-    for one in differences:
-        if one.minus == minus:
-            gains = (one.value < 0) == job.task.lower_is_better
-            by_metric[one.by] = 0 if one.within_noise else 1 if gains else -1
+    for difference in differences:
+        if difference.minus == minus:
+            gains = (difference.value < 0) == job.task.lower_is_better
+            by_metric[difference.by] = 0 if difference.within_noise else 1 if gains else -1
     signs = set(by_metric.values())
     if len(signs) <= 1:
         return sum(signs), ""
     words = {1: "better", 0: "within the noise", -1: "worse"}
-    # If one is within the noise, the other decides; if they contradict each other, nothing is shown.
+    # If one metric is within the noise, the other decides; if they contradict each other, the result is noise.
     return sum(signs), f" (by {' and '.join(f'{name}: {words[sign]}' for name, sign in by_metric.items())})"
 
 
@@ -333,13 +333,13 @@ def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens are read.
+    """Lengths of the inputs in tokens.
 
     Attributes:
-        original: by the original, at most.
-        linear: by the linear model, at most.
+        original: the most tokens the original can read.
+        linear: the most tokens the linear model can read.
         longest: length of the longest row to measure on.
-        notes: what a reader must know.
+        notes: caveats for the reader.
     """
 
     original: int
@@ -349,17 +349,17 @@ class Lengths:
 
 
 def check_options(job: LongdocJob) -> None:
-    """Refuse what a later step would refuse: a converted model, an unknown kernel, positions that cannot be extended.
+    """Check early for the errors of later steps: a converted model, an unknown kernel, positions that do not extend.
 
     Raises:
-        LinearizeError: one of its children.
+        LinearizeError: a subclass of it, if a later step would fail.
     """
     if model_type(job.model) == "linearize":
-        raise ConfigError(f"model: {job.model!r} is converted already; give the original that it was made from")
+        raise ConfigError(f"model: {job.model!r} is already converted; give the original that it was made from")
     limit, longer = length_limit(job.model), job.max_length
     if longer is not None and limit is not None and longer < limit:
         raise ConfigError(
-            f"max_length: got {longer}, but {job.model!r} takes {limit:,} tokens already; choose a larger one, or "
+            f"max_length: got {longer}, but {job.model!r} already takes {limit:,} tokens; choose a larger value, or "
             "leave it out"
         )
     convert = ConvertJob.of(
@@ -372,7 +372,7 @@ def check_options(job: LongdocJob) -> None:
 
 
 def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
-    """Open the data with whole rows, and measure how long they are.
+    """Open the data with whole rows, and determine the lengths of rows and models.
 
     Raises:
         ConfigError: if rows are longer than the model takes and `max_length` is not given, the original has no limit,
@@ -382,7 +382,7 @@ def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
     limit = length_limit(job.model)
     if limit is None:
         raise ConfigError(
-            f"model: {job.model!r} has no limit to its input, expected one whose inputs are cut; compare at other "
+            f"model: {job.model!r} has no input limit, expected a model that truncates its inputs; compare at other "
             "lengths: linearize evaluate MODEL --compare ORIGINAL --max-length N"
         )
     options = replace(job.rows, max_length=job.max_length or NO_LIMIT, seed=job.seed)
@@ -393,18 +393,19 @@ def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
         power = 1 << (longest - 1).bit_length()
         raise ConfigError(
             f"max_length: got none, but rows have up to {longest:,} tokens and {job.model!r} takes {limit:,}; say how "
-            f"long inputs shall be, such as --max-length {power}"
+            f"long inputs should be, such as --max-length {power}"
         )
     notes = []
     if job.quick:
         notes.append(
-            f"A taste, not a measurement: {data.facts['rows']:,} rows to measure on, {len(data.train):,} to train on, "
-            f"{job.distill_steps} and {job.align_steps} steps of stage one and alignment. Leave --quick out to decide."
+            f"A quick look, not a measurement: {data.facts['rows']:,} rows to measure on, {len(data.train):,} to train "
+            f"on, {job.distill_steps} steps of stage one and {job.align_steps} of alignment. Leave --quick out for a "
+            "real result."
         )
     if longest <= limit:
         notes.append(
-            f"The longest row has {longest:,} tokens, which the original reads whole ({limit:,}): a greater length "
-            "cannot decide here."
+            f"The longest row has {longest:,} tokens, which the original reads whole ({limit:,}): a longer input "
+            "makes no difference here."
         )
     if job.max_length is not None and longest > job.max_length:
         notes.append(
@@ -418,7 +419,7 @@ def write_texts(job: LongdocJob, work: Path) -> tuple[Path, str, int]:
     """Write the texts of the training rows, which exclude all texts to measure on.
 
     Returns:
-        The file, its columns as `DataConfig.text_column` takes them, and how many texts there are.
+        The file, its columns in the format of `DataConfig.text_column`, and the number of texts.
     """
     train = open_splits(job.task, located(job.task, job.dataset), limit=job.rows.limit, seed=job.seed).train
     examples = train.fetch(range(len(train)))
@@ -439,7 +440,7 @@ def work_folder(target: Path) -> Path:
 
 
 def begin(job: LongdocJob, data: TaskData) -> Path:
-    """Make the work folder, or resume the run in it.
+    """Create the work folder, or resume the run in it.
 
     Raises:
         ConfigError: if it exists and neither `resume` nor `overwrite` is set, or the run was started with other options
@@ -461,7 +462,7 @@ def begin(job: LongdocJob, data: TaskData) -> Path:
 
 
 def remove(job: LongdocJob, work: Path) -> None:
-    """Remove the work folder of a run that is saved, or starts again.
+    """Remove the work folder of a run that is saved or starts again.
 
     Raises:
         CheckpointError: if it holds something else; nothing is removed then.

@@ -30,8 +30,8 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
         on_event: called with every event.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right; nothing is written then.
-        KeyboardInterrupt: says which file holds the best plan so far.
+        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
+        KeyboardInterrupt: on Ctrl-C; the message names the file with the best plan so far.
     """
     check_search(job)
     if job.plot is not None:
@@ -61,10 +61,10 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
 
 
 def check_search(job: SearchJob | ConvertJob) -> None:
-    """Check what can be checked before the model is loaded.
+    """Check everything that can be checked before the model is loaded.
 
     Raises:
-        ConfigError: for a wrong candidate, a single candidate, a file that cannot be written, or under FSDP.
+        ConfigError: for a wrong candidate, a single candidate, a file that cannot be written, or FSDP.
     """
     if under_fsdp():
         raise ConfigError(NO_FSDP)
@@ -103,7 +103,7 @@ def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: 
             names = itertools.chain([f"{target}.plan.yaml"], (f"{target}.plan-{n}.yaml" for n in itertools.count(2)))
             file = next(name for name in names if not os.path.lexists(name))
         write_plan(file, interrupt.plan, interrupt.why)
-        text = f"the best plan so far is in {file}: linearize convert {job.model} --plan {file}"
+        text = f"the best plan so far is in {file}; use it with: linearize convert {job.model} --plan {file}"
         for states in states_of(job):
             if steps := states.steps():
                 text += f"; the state of step {steps[-1]} is in {states.folder}; resume with the same line and --resume"

@@ -1,4 +1,4 @@
-"""What the jobs that train kernels share: their output, data and states, stage one, the alignment, and saving."""
+"""Steps shared by the jobs that train kernels: output, data and states, stage one, the alignment, and saving."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from linearize.kernel_search.result import SearchResult
 
 SKIP = "--distill-steps 0 --align-steps 0"
-"""Options that need no data."""
+"""Options with which a conversion needs no data."""
 AnyJob = StageOneJob | AlignJob | SearchJob
 
 
@@ -51,16 +51,16 @@ class Context:
         job: the options.
         loaded: the model with its processor.
         on_event: called with every event.
-        provenance: what the checkpoint says about how it was made.
+        provenance: the checkpoint's record of how it was made.
         earlier: the log of the checkpoint that the job started from.
-        source: the data; None if nothing learns.
+        source: the data; None if nothing is trained.
         positions: how positions were extended, or None.
-        example_inputs: inputs of trial runs, if the job names a file of them.
+        example_inputs: inputs for trial runs, if the job names a file of them.
         searched: result of the search for a plan, or None.
         distillation: result of stage one, or None.
         alignment: result of the alignment, or None.
-        merit: what the kernels add to their windows after stage one, or None.
-        failure: why the alignment stopped, if the result of stage one is saved all the same.
+        merit: the benefit of the kernels over their windows alone after stage one, or None.
+        failure: why the alignment failed, if the result of stage one is saved nevertheless.
         start: when the job began.
     """
 
@@ -86,7 +86,7 @@ class Context:
 
     @functools.cached_property
     def longest_seen(self) -> int | None:
-        """Tokens of the longest held-out row; None without text to learn from."""
+        """Tokens of the longest held-out row; None if there is no training text."""
         if self.source is None or self.loaded.modality != "text":
             return None
         return longest_row(self.source.holdout_batches())
@@ -109,7 +109,7 @@ def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
 
 
 def states_of(job: AnyJob) -> list[StateFolder]:
-    """Return the folders of states, if the job keeps some."""
+    """Return the state folders; empty if the job keeps no states."""
     return [StateFolder(folder, job.stage.keep) for folder in job.state_folders()] if job.keeps_states else []
 
 
@@ -118,14 +118,14 @@ def check_states(job: AnyJob) -> None:
 
     Raises:
         ConfigError: if there are states and the job neither resumes nor overwrites.
-        CheckpointError: if a folder of states holds something else.
+        CheckpointError: if a state folder holds something else.
     """
     for folder in states_of(job) if not job.stage.resume else []:
         folder.check_free(overwrite=job.overwrite)
 
 
 def make_room(context: Context) -> None:
-    """Check the room on the disk and remove old states: the last step before training, when all else was checked."""
+    """Check the free disk space and remove old states: the last step before training, after all other checks."""
     if is_main():
         check_room(context.target, size_of(context.loaded.model))
         clear_states(context.job)
@@ -140,29 +140,27 @@ def clear_states(job: AnyJob) -> None:
 def drop_states(job: AnyJob) -> None:
     """Remove the states of a finished run."""
     for folder in states_of(job):
-        # A folder that holds something else stays.
+        # A folder that holds something else is kept.
         with contextlib.suppress(CheckpointError):
             folder.remove()
 
 
 def first_device(job: AnyJob) -> str:
-    """Return the device to load a model on; in a run of many processes each loads it into the host's memory."""
+    """Return the device to load a model on; with several processes, each loads it into host memory."""
     return "cpu" if several() and job.device == "auto" else job.device
 
 
 def open_data(context: Context, length: int | None, skip: str) -> None:
-    """Open the data; `length` and `skip` are as in `batches_for`. Says if rows are cut to what the model takes."""
+    """Open the data, with a note if rows are cut to the model's limit; `length` and `skip` are as in `batches_for`."""
     if length is not None and (most := within(context.loaded, length)) < length:
-        text = (
-            f"Rows are cut to {most:,} tokens, as many as the model takes (got {length:,}); convert with --max-length"
-        )
+        text = f"Rows are cut to {most:,} tokens, the most the model takes (got {length:,}); convert with --max-length"
         context.on_event(Noted(text))
     context.source = batches_for(context.loaded, context.job.data, length, skip)
     context.on_event(DataOpened(context.source.description))
 
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:
-    """Teach the kernels to imitate softmax, if there are data and steps."""
+    """Train the kernels to imitate softmax, if there are data and steps."""
     if context.source is None or not config.steps:
         return
     with _reporter(context, "stage_one") as on_step:
@@ -173,7 +171,7 @@ def run_stage_one(context: Context, config: DistillConfig) -> None:
 
 
 def run_alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None = None) -> None:
-    """Bring the whole model close to a teacher; None: its own softmax."""
+    """Train the whole model to match a teacher; None: its own softmax."""
     if pools_first(context.loaded.embedder):
         config = replace(config, pooling="first")
     with _reporter(context, "alignment") as on_step:
@@ -182,14 +180,14 @@ def run_alignment(context: Context, config: AlignConfig, teacher: PreTrainedMode
 
 
 def _reporter(context: Context, tag: str) -> AbstractContextManager[Callable[[StepReport | AlignStep], None]]:
-    """Give a function that reports every step to the trackers and to the caller."""
+    """Return a context with a function that reports every step to the trackers and the caller."""
     assert isinstance(context.job, StageOneJob | AlignJob)
     names = context.job.report_to if is_main() else "none"
     return reporter(names, f"{context.target}.tensorboard", tag, lambda report: context.on_event(StepDone(report)))
 
 
 def write(context: Context, files: Mapping[str, str | bytes]) -> None:
-    """Save the checkpoint with its provenance and its log, and drop the states of the run.
+    """Save the checkpoint with its provenance and its log, and remove the states of the run.
 
     Raises:
         NotSavedError: if it cannot be written; the result is then kept as states.
@@ -198,7 +196,7 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     provenance |= add_command(provenance)
     if context.longest_seen is not None and context.source is not None:
         before = provenance.get("longest_row")
-        # Packed rows are full; those held out may be few and short.
+        # Packed rows are full, but the held-out rows may be few and short.
         full = context.source.row_length
         provenance["longest_row"] = max(context.longest_seen, full, before if isinstance(before, int) else 0)
     move(loaded.model, "cpu")
@@ -226,13 +224,13 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
 
 
 def _record(result: DistillResult | AlignResult, *names: str) -> dict[str, Any]:
-    """Return figures of a stage as plain data, and what was measured before and after it."""
+    """Return a stage's figures and its measurements before and after, as plain data."""
     record = {name: getattr(result, name) for name in ("steps", "best_step", *names, "stopped", "seconds")}
     return record | {"before": result.before.to_dict(), "after": result.after.to_dict()}
 
 
 def distillation_record(result: DistillResult) -> dict[str, Any]:
-    """Return what stage one did as plain data."""
+    """Return the result of stage one as plain data."""
     record = _record(result, "held_out")
     return {"held_out_loss" if name == "held_out" else name: value for name, value in record.items()}
 
@@ -253,7 +251,7 @@ def alignment_record(
     data: DataConfig | None = None,
     config: AlignConfig | None = None,
 ) -> dict[str, object]:
-    """Return what a checkpoint says about its alignment."""
+    """Return a checkpoint's record of its alignment."""
     record = _record(result)
     if teacher is not None:
         record["teacher"] = name_of(teacher)

@@ -1,6 +1,6 @@
 """The options of `finetune`, `evaluate` and `longdoc`; those of the other jobs are in `linearize.jobs.config`.
 
-The command line makes its help from them, so importing this loads nothing heavy.
+The command line builds its help from them, so importing this module loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
 
 STAGE_TWO_TOKENS = 4096
-"""Default tokens of a pass of stage two, at most."""
+"""Default upper limit on the tokens per forward pass of stage two."""
 
 
 @dataclass(frozen=True)
 class TaskChoice:
     """A task, and the columns of its data."""
 
-    task: str = option(help=f"{', '.join(TASKS)} (similarity and retrieval: to measure only)", metavar="T")
+    task: str = option(help=f"{', '.join(TASKS)} (similarity and retrieval: evaluation only)", metavar="T")
     columns: tuple[str, ...] = option(
-        (), "columns of the text, or of the two texts", metavar="A[,B]", parse=parse_names
+        (), "column of the text, or columns of both texts", metavar="A[,B]", parse=parse_names
     )
     label_column: str | None = option(None, "column of the label", metavar="C")
-    labels: tuple[str, ...] = option(
-        (), "class names in the order of their numbers", metavar="A,B,...", parse=parse_names
-    )
-    split: str | None = option(None, "split to measure on (validation, or else test, or else held-out rows)")
+    labels: tuple[str, ...] = option((), "class names in numeric order", metavar="A,B,...", parse=parse_names)
+    split: str | None = option(None, "split to measure on (validation, otherwise test, otherwise held-out rows)")
 
     def resolve(self) -> Task:
         """Return the task.
@@ -53,18 +51,16 @@ class TuneJob(Job):
     """Options of `finetune`; `task` is a `linearize.training.stage_two.tasks.Task`."""
 
     model: str = option(
-        help="converted checkpoint, or any of transformers; folder or Hub name", positional=True, metavar="DIR"
+        help="converted or ordinary transformers checkpoint; folder or Hub name", positional=True, metavar="DIR"
     )
     task: Task = section(TaskChoice)
     dataset: str | None = _dataset()
     output: str | None = option(None, "folder to make (<model>-<task>)", metavar="DIR")
     overwrite: bool = option(False, OVERWRITE)
     resume: bool = option(False, "continue an interrupted run of the same output")
-    new_head: bool = option(False, "replace a trained head with another number of labels")
+    new_head: bool = option(False, "replace a trained head that has a different number of labels")
     device: str = option("auto", DEVICES, metavar="D")
-    teacher: str | None = option(
-        None, "the softmax original, tuned for the same task, which guides the model", metavar="DIR"
-    )
+    teacher: str | None = option(None, "teacher: the softmax original, tuned for the same task", metavar="DIR")
     keep_adapter: bool = option(
         False, "with --lora: also save the low-rank updates separately, in OUTPUT/adapter, for peft", group="tuning"
     )
@@ -80,22 +76,22 @@ class TuneJob(Job):
         "tuning",
         leave_out=("betas",),
         shown={
-            "batch_size": f"{STEP_ROWS}; of more than {STAGE_TWO_TOKENS // STEP_ROWS} tokens as many as have "
-            f"{STAGE_TWO_TOKENS:,}",
-            "gradient_accumulation": f"1; without batch_size as many as make a step of {STEP_ROWS} rows",
+            "batch_size": f"{STEP_ROWS}; for rows of more than {STAGE_TWO_TOKENS // STEP_ROWS} tokens, as many as fit "
+            f"into {STAGE_TWO_TOKENS:,}",
+            "gradient_accumulation": f"1; without batch_size, as needed for a step of {STEP_ROWS} rows",
         },
     )
 
     def target(self) -> Path:
-        """Return the output folder: as asked, or `<model>-<task>`."""
+        """Return the output folder: the one given, or `<model>-<task>`."""
         return Path(self.output or f"{Path(self.model).name}-{self.task.name}")
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the defaults that follow from other options: the rows' length, and the passes of a step of 32 rows."""
+        """Return the defaults that depend on other options: row length, batch size and gradient accumulation."""
         from linearize.training.stage_two.load import usual_length
 
-        # What the model takes, if that is little.
+        # The model's limit, if it is small.
         length = values["max_length"] if "max_length" in values else usual_length(values["model"])
         derived: dict[str, dict[str, Any]] = {"data": {"max_length": length}}
         if "batch_size" not in values:
@@ -115,26 +111,24 @@ class EvaluateJob(Job):
     dataset: str | None = _dataset()
     compare: str | None = option(
         None,
-        "the softmax model that it was made from, tuned alike; each side reads at its own length",
+        "the softmax model it was made from, tuned the same way; each side reads at its own length",
         metavar="ORIGINAL",
     )
     data: DataOptions = section(
         DataOptions,
         only=("max_length", "limit", "validation_limit", "stride"),
-        shown={"max_length": "its length when it was tuned, else what model and data allow"},
+        shown={"max_length": "its length when it was tuned, otherwise what model and data allow"},
     )
-    batch_size: int | None = option(None, "rows per batch; by default as many as have 16,384 tokens, 32 at most", low=1)
+    batch_size: int | None = option(None, "rows per batch; by default as many as fit 16,384 tokens, at most 32", low=1)
     device: str = option("auto", DEVICES, metavar="D")
     chunks: bool = option(
-        True, "with --compare: also read the original's rows as chunks, and average its outputs", shown="yes"
+        True, "with --compare: also let the original read rows in chunks, and average its outputs", shown="yes"
     )
-    chunk_length: int | None = option(
-        None, "tokens per chunk; by default as many as the original reads of a row", low=2
-    )
+    chunk_length: int | None = option(None, "tokens per chunk; by default the original's length", low=2)
     ablate: tuple[str, ...] = option(
         (),
-        "also measure the model without a part of its attention, and say what the part brings: kernel, window, "
-        "exact-keys, attention; or more than one, as kernel,window",
+        "also measure the model without a part of its attention, to show the benefit of that part: kernel, window, "
+        "exact-keys or attention; or several, as in kernel,window",
         metavar="PART",
         parse=parse_names,
     )
@@ -150,7 +144,7 @@ class EvaluateJob(Job):
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the defaults that follow from other options: the rows' length."""
+        """Return the default that depends on other options: the row length."""
         from linearize.training.stage_two.load import whole_length
 
         # A missing model or an unknown task is refused elsewhere.
@@ -159,7 +153,7 @@ class EvaluateJob(Job):
         return {"data": {"max_length": whole_length(values["model"], TASKS[values["task"]]), "auto_length": True}}
 
 
-CONVERSION, TUNING, OUTPUT = "conversion", "tuning, of both models alike", "output"
+CONVERSION, TUNING, OUTPUT = "conversion", "tuning, the same for both models", "output"
 TUNED = (
     *("learning_rate", "batch_size", "epochs", "steps", "warmup", "kernel_learning_rate", "selection_rows"),
     *("precision", "gradient_checkpointing"),
@@ -179,8 +173,8 @@ class LongdocJob(Job):
     chunk_length: int | None = option(None, "tokens per chunk of the original; by default as many as it takes", low=2)
     quick: bool = option(
         False,
-        "a taste in about 10 minutes on two cores: lengths, rows and steps follow from the model's size; options given "
-        "explicitly take precedence",
+        "a quick look in about 10 minutes on two cores: lengths, rows and steps depend on the model's size; options "
+        "given explicitly take precedence",
     )
     memory: bool = option(True, "measure the peak memory of the longest document", shown="yes")
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
@@ -198,18 +192,18 @@ class LongdocJob(Job):
     align_steps: int = option(400, "steps of the alignment; 0 skips it", group=CONVERSION, low=0)
     align_length: int | None = option(
         None,
-        "tokens per row of the alignment, where positions after the original's end are learned; by default max_length",
+        "tokens per row of the alignment, which trains the positions beyond the original's; by default max_length",
         group=CONVERSION,
         low=2,
     )
     batch_tokens: int = option(
-        16_384, "tokens of a batch in all stages; as many rows as fit, one at least", group=CONVERSION, low=1
+        16_384, "tokens per batch in all stages; as many rows as fit, at least one", group=CONVERSION, low=1
     )
     save_every: int = option(100, "steps between states of every stage; Ctrl-C saves one too", group=CONVERSION, low=1)
     tune: TuneConfig = section(
         TuneConfig, TUNING, only=TUNED, shown={"batch_size": "32, in batches of batch_tokens", "precision": "no"}
     )
-    seed: int = option(0, "of everything", metavar="S")
+    seed: int = option(0, "seed of everything", metavar="S")
     output: str | None = option(None, "folder to make (<model-name>-long)", group=OUTPUT, metavar="DIR")
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
     resume: bool = option(False, "continue an interrupted run of the same output", group=OUTPUT)
@@ -219,22 +213,22 @@ class LongdocJob(Job):
         check(self, "options")
         if not self.task.type.row_labels:
             raise ConfigError(
-                f"task: got {self.task.name}, expected one that gives a text a class or a number, such as "
-                "text-classification; compare others with: linearize evaluate MODEL --compare ORIGINAL"
+                f"task: got {self.task.name}, expected one that predicts a class or a number for each text, such as "
+                "text-classification; for others use: linearize evaluate MODEL --compare ORIGINAL"
             )
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the options of a preset; `convert`, which gets the preset's name too, has more of them."""
+        """Return the options of a preset that exist here; `convert` also gets the preset's name, for the others."""
         return {"": {name: x for name, x in preset_options(values).items() if name in LongdocJob.__dataclass_fields__}}
 
     def attention(self) -> dict[str, Any]:
-        """Return the options that `convert` has for the attention."""
+        """Return the options of the attention, in the format of `ConvertJob.of`."""
         names = ("kernel", "preset", "window", "sinks", "exact_keys", "scale")
         return {"kernel_arg": self.kernel_args} | {name: getattr(self, name) for name in names}
 
     def target(self) -> Path:
-        """Return the output folder: as asked, or `<model-name>-long`."""
+        """Return the output folder: the one given, or `<model-name>-long`."""
         return Path(self.output or f"{Path(self.model).name}-long")
 
 
@@ -246,9 +240,9 @@ _TUNING, _STAGE_ONE, _ALIGNMENT, _MEASURING = 0.5, 0.08, 0.12, 0.3
 
 
 def quick(job: LongdocJob) -> LongdocJob:
-    """Return a job sized for `QUICK` operations, if it asks for that; options that were given stay.
+    """Return a job sized for `QUICK` operations, if `quick` is set; options given explicitly are kept.
 
-    The sizes depend on the model's parameters only, so they are the same on every machine.
+    The sizes depend only on the model's number of parameters, so they are the same on every machine.
     """
     if not job.quick:
         return job
@@ -256,9 +250,9 @@ def quick(job: LongdocJob) -> LongdocJob:
 
     cost, short = float(_parameters(job.model)), length_limit(job.model) or 1
     long = job.max_length or 2 * short
-    # Operations per parameter and token: a pass 2, a step 6, stage one 3, the alignment (with its teacher) 8.
+    # Operations per parameter and token: forward pass 2, training step 6, stage one 3, alignment (with its teacher) 8.
     rows = _TUNING * QUICK / (6 * cost * QUICK_EPOCHS * (short + long))
-    # Four sides; and both models before the first epoch, after each one, and at the end.
+    # Four sides; and both models before the first epoch, after each epoch, and at the end.
     tokens = 3 * short + long + (QUICK_EPOCHS + 2) * (short + long)
     measured = _MEASURING * QUICK / (2 * cost * tokens)
     sizes = {
@@ -274,13 +268,13 @@ def quick(job: LongdocJob) -> LongdocJob:
 
 
 def _with_defaults(config: Any, values: Mapping[str, object]) -> Any:
-    """Return a config with other defaults; values that differ from its defaults were given, and stay."""
+    """Return a config with other defaults; values that differ from its own defaults were given, and are kept."""
     usual = {field.name: field.default for field in fields(config)}
     return replace(config, **{name: value for name, value in values.items() if getattr(config, name) == usual[name]})
 
 
 def _parameters(name: str) -> int:
-    """Count the parameters that a token passes through: all but the embeddings."""
+    """Return the number of parameters that each token passes through: all except the embeddings."""
     import torch
     from transformers import AutoConfig, AutoModel
 

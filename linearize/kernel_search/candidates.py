@@ -1,4 +1,4 @@
-"""Candidates of a search: kernels with arguments under the label that was typed, and each one's plan for each layer."""
+"""Candidates of a search: kernels with arguments, labelled as the user typed them, and their plans for each layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from linearize.kernel_search.config import CANDIDATES, REFERENCE
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
 
 Candidate = tuple[str, Mapping[str, object]]
-"""A kernel's name and its arguments, a window among them."""
+"""A kernel's name and its arguments, which may include a window."""
 
 
 def parse_candidate(text: str) -> Candidate:
-    """Read "hedgehog" or "luna:channels=4:window=32".
+    """Parse a candidate such as "hedgehog" or "luna:channels=4:window=32".
 
     Raises:
         ConfigError: for an unknown kernel or argument, a wrong value, or a preset.
@@ -36,14 +36,14 @@ def parse_candidate(text: str) -> Candidate:
 
 
 def parse_candidates(texts: Sequence[str], *, softmax: bool) -> dict[str, Candidate]:
-    """Read all candidates, by label.
+    """Parse all candidates, by label.
 
     Args:
-        texts: one each; "softmax" is passed over, as the budget says whether layers may stay softmax.
-        softmax: whether they may.
+        texts: the candidates; "softmax" is ignored, as the budget determines whether layers may stay softmax.
+        softmax: whether layers may stay softmax.
 
     Raises:
-        ConfigError: for an invalid candidate, one that is named twice, or nothing to choose between.
+        ConfigError: for an invalid or duplicate candidate, or too few candidates to choose between.
     """
     candidates: dict[str, Candidate] = {}
     for label in map(str.strip, texts):
@@ -60,7 +60,7 @@ def parse_candidates(texts: Sequence[str], *, softmax: bool) -> dict[str, Candid
 
 
 def windows_alone(candidates: Mapping[str, Candidate]) -> dict[str, Candidate]:
-    """Return each window of the candidates without a kernel: a kernel that brings nothing over it only costs time."""
+    """Return the candidates' windows without a kernel, as a kernel that does not improve on them only costs time."""
     windows: dict[str, Candidate] = {}
     for _, arguments in candidates.values():
         if "window" in arguments:
@@ -71,13 +71,13 @@ def windows_alone(candidates: Mapping[str, Candidate]) -> dict[str, Candidate]:
 
 @dataclass(frozen=True)
 class Layout:
-    """What every candidate would be in every layer that is searched.
+    """The plans of every candidate for every searched layer.
 
     Attributes:
         base: the plan whose converted layers are searched.
-        layers: those layers by their number, in order.
+        layers: the searched layers by number, in order.
         labels: the candidates that can be chosen.
-        plans: each layer's plan by label and number, of every candidate and of the reference.
+        plans: layer plans of every candidate and of the reference, by label and layer number.
         reference: the label that plans are compared with.
     """
 
@@ -88,7 +88,7 @@ class Layout:
     reference: str
 
     def plan(self, choice: Sequence[str], reasons: Mapping[int, str]) -> Plan:
-        """Return the plan of a choice: one label per layer, or "softmax"; `reasons` say why layers stay softmax."""
+        """Return the plan of a choice: a label or "softmax" per layer; `reasons` say why layers stay softmax."""
         chosen: dict[int | None, LayerPlan] = {}
         for (number, layer), label in zip(self.layers.items(), choice, strict=True):
             chosen[number] = layer.bare(reason=reasons[number]) if label == SOFTMAX else self.plans[label][number]
@@ -98,17 +98,17 @@ class Layout:
 def lay_out(
     model: PreTrainedModel, base: Plan, texts: Sequence[str], *, softmax: bool, max_length: int | None = None
 ) -> Layout:
-    """Plan every candidate for every layer that is searched.
+    """Plan every candidate for every searched layer.
 
     Args:
         model: the model.
         base: a plan whose converted layers are searched.
-        texts: candidates; default ones that cannot serve the model are left out.
+        texts: candidates; default ones that do not fit the model are left out.
         softmax: whether layers may stay softmax.
         max_length: longest input of the result, for kernels that depend on it.
 
     Raises:
-        ConfigError: if a candidate that was asked for cannot serve the model, or there is nothing to choose between.
+        ConfigError: if a requested candidate does not fit the model, or there are too few to choose between.
     """
     asked = parse_candidates(texts, softmax=softmax)
     candidates = {**asked, **windows_alone(asked)}
@@ -119,10 +119,10 @@ def lay_out(
             planned = replan(model, base, dict.fromkeys(layers, candidate), max_length=max_length)
         except ConfigError as error:
             if label in asked and tuple(texts) != CANDIDATES:
-                raise ConfigError(f"candidates: {label!r} cannot serve this model: {error}") from error
+                raise ConfigError(f"candidates: {label!r} does not fit this model: {error}") from error
             continue
         plans[label] = {layer.index: layer for layer in planned.converted if layer.index is not None}
     labels = tuple(label for label in plans if label in candidates)
     if len(labels) < 1 + (not softmax):
-        raise ConfigError("candidates: fewer than two of them can serve this model; name others with --candidates")
+        raise ConfigError("candidates: fewer than two of them fit this model; name others with --candidates")
     return Layout(base, layers, labels, plans, REFERENCE if REFERENCE in plans else labels[0])

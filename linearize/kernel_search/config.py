@@ -1,4 +1,4 @@
-"""Options of the search; importing this loads nothing heavy."""
+"""Options of the search; importing this module loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ CANDIDATES = (
     *("hedgehog", "hedgehog:tied=false", "hedgehog:activation=exp", "flexformer_n", "flexformer_n:tied=false"),
     *("luna", "t2r", "polaformer"),
 )
-"""Candidates by default; those that cannot serve a model are left out."""
+"""Default candidates; those that do not fit a model are left out."""
 REFERENCE = "hedgehog"
-"""Plans are compared with this kernel, with its default arguments, in every layer."""
+"""The kernel that plans are compared with: in every layer, with default arguments."""
 COST, SOFTMAX_LAYERS, TIME = "cost", "softmax", "time"
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_budget(given: str | Iterable[str] | Mapping[str, object]) -> dict[str, float]:
-    """Read a budget: "cost=0.25,softmax=1,time=10m", a list of such texts, or a mapping.
+    """Parse a budget: "cost=0.25,softmax=1,time=10m", a list of such strings, or a mapping.
 
     Returns:
         The limits that were given: cost (a share of softmax's time, above 0), softmax (layers), time (seconds).
@@ -77,14 +77,15 @@ class SearchConfig(RunConfig):
     budget: Mapping[str, float] = option(
         {},
         "limits of the plan: cost=0.25 (share of softmax's time at --length), softmax=1 (layers that may stay "
-        "softmax), time=10m (of the search, whose result then depends on the machine); with commas, or several times",
+        "softmax), time=10m (of the search, whose result then depends on the machine); separated by commas, or "
+        "repeated",
         metavar="WHAT=N",
         repeat=True,
         parse=parse_budget,
         shown=f"the time of {REFERENCE} in every layer",
     )
-    length: int = option(4096, "tokens at which the time of a candidate is measured", low=1)
-    steps: int = option(300, "optimizer steps of the candidates that stay to the end", low=1)
+    length: int = option(4096, "input length in tokens at which candidates are timed", low=1)
+    steps: int = option(300, "optimizer steps of the candidates that remain until the end", low=1)
     query_sample: int | None = option(None, "take the loss on N random queries per row, for long rows", low=1)
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
@@ -104,7 +105,7 @@ class SearchConfig(RunConfig):
 
     @property
     def cost(self) -> float | None:
-        """Share of softmax's time that a plan may take; None: the reference's."""
+        """Share of softmax's time that a plan may take; None: as much as the reference."""
         return self.budget.get(COST)
 
     @property
@@ -118,7 +119,7 @@ class SearchConfig(RunConfig):
         return self.budget.get(TIME)
 
     def learning(self, steps: int, rung: int = 0) -> DistillConfig:
-        """Return how candidates learn in a rung: as in stage one."""
+        """Return the training options of a rung: candidates are trained as in stage one."""
         return DistillConfig(
             steps=steps,
             precision=self.precision,

@@ -1,8 +1,8 @@
-"""What a candidate costs: the time of one attention at one length, compared with softmax and remembered.
+"""The cost of a candidate: the time of one attention layer at one length, relative to softmax, and cached.
 
 Softmax and all candidates of one size are timed in turns (`bench.meter`), so that other work on the machine
-slows all of them alike; a cost is the share of softmax's time in the same turns. Costs are kept in the user's cache
-folder, by machine, versions, sizes and arguments, so that a second search uses the same ones.
+slows all of them alike; a cost is the share of softmax's time in the same turns. Costs are stored in the user's cache
+folder, by machine, versions, sizes and arguments, so that a second search reuses them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from linearize.modeling.plan import SOFTMAX, LayerPlan
 
 FILE = "attention-costs.json"
 AIM, LEAST, MOST = 5.0, 5, 50
-"""A measurement takes this many seconds for all turns together, with at least and at most this many turns."""
+"""Seconds for all turns of a measurement in total, and the smallest and largest number of turns."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one attention takes.
+    """The cost of one attention layer.
 
     Attributes:
-        share: of softmax's time in the same turns.
+        share: share of softmax's time in the same turns.
         seconds: time of the fastest turn.
-        softmax_seconds: softmax's.
-        noisy: whether the machine was too noisy to trust the figures; such costs are not remembered.
+        softmax_seconds: time of softmax's fastest turn.
+        noisy: whether the machine was too noisy to trust the figures; such costs are not cached.
     """
 
     share: float
@@ -55,21 +55,21 @@ Costs = Mapping[int, Mapping[str, Cost]]
 
 
 def costs_of_layers(layout: Layout, length: int, device: str, dtype: torch.dtype, on_event: Callback) -> Costs:
-    """Measure all candidates in all layers; layers that would have the same attentions are measured together, once.
+    """Return the costs of all candidates in all layers; layers with the same attention are measured once.
 
     Args:
         layout: the candidates of every layer.
-        length: tokens.
-        device: where the attentions run.
-        dtype: type of the inputs; others than those of `bench.meter.DTYPES` are measured in fp32.
+        length: length of the inputs in tokens.
+        device: device that the attention layers run on.
+        dtype: dtype of the inputs; dtypes not in `bench.meter.DTYPES` are measured in fp32.
         on_event: called before each measurement.
     """
     name = next((name for name, known in DTYPES.items() if known == dtype), "float32")
     groups: list[tuple[dict[str, AttentionSuite], dict[str, Cost]]] = []
     costs = {}
     for number in layout.layers:
-        suites = {label: suite_of(own[number], device, name) for label, own in layout.plans.items()}
-        group = next((found for others, found in groups if others == suites), None)
+        suites = {label: suite_of(plans[number], device, name) for label, plans in layout.plans.items()}
+        group = next((measured for others, measured in groups if others == suites), None)
         if group is None:
             group = measure_costs(suites, length, on_event)
             groups.append((suites, group))
@@ -78,7 +78,7 @@ def costs_of_layers(layout: Layout, length: int, device: str, dtype: torch.dtype
 
 
 def suite_of(plan: LayerPlan, device: str, dtype: str) -> AttentionSuite:
-    """Return the attention of a layer as a suite to measure."""
+    """Return a layer's attention as a suite to measure."""
     shape = plan.shape
     sizes = AttentionSizes(
         plan.kernel,
@@ -95,11 +95,11 @@ def suite_of(plan: LayerPlan, device: str, dtype: str) -> AttentionSuite:
 
 
 def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: Callback) -> dict[str, Cost]:
-    """Return the cost of every candidate in attentions of one size, from the cache if it is known.
+    """Return the cost of every candidate in attention layers of one size, from the cache if known.
 
     Args:
         suites: each candidate's attention, by label.
-        length: tokens.
+        length: length of the inputs in tokens.
         on_event: called before the measurement.
     """
     folder = cache_folder()
@@ -120,13 +120,13 @@ def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: C
         calls.clear()
         gc.collect()
         noisy = watch.stop().too_noisy
-        # The fastest turn: other work on the machine makes a call slower, never faster.
+        # The fastest turn counts: other work on the machine makes a call slower, never faster.
         softmax = timings[SOFTMAX].fastest
         for label in missing:
             seconds = timings[label].fastest
             known[keys[label]] = Cost(seconds / softmax, seconds, softmax, noisy)
     if missing and folder is not None:
-        # A new file is renamed; if that fails, a later search measures again.
+        # The file is replaced as a whole; if that fails, a later search measures again.
         with contextlib.suppress(OSError, ConfigError):
             folder.mkdir(parents=True, exist_ok=True)
             values = {key: asdict(cost) for key, cost in known.items() if not cost.noisy}
@@ -135,7 +135,7 @@ def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: C
 
 
 def _key(suite: AttentionSuite, length: int) -> str:
-    """Name a measurement by all that it depends on."""
+    """Return a cache key made of everything that a measurement depends on."""
     sizes = suite.sizes
     facts = {
         "version": __version__,

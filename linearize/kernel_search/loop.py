@@ -1,4 +1,4 @@
-"""The search from model and data to plan: halving on one frozen pass, then a choice by the whole model's output."""
+"""The search, from model and data to plan: successive halving in one frozen pass, then a choice on the whole model."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from linearize.training.stage_one.run import Batches, Progress, Run, RunState, c
 from linearize.training.stage_one.start import start_scales
 
 TRAINING = 0.8
-"""Share of a limited time that the rungs may take; the rest is for the whole model."""
+"""Share of a time limit that the rungs may take; the rest is for trying plans on the whole model."""
 CARRIER = "elu"
-"""The kernel of the frozen model, which never runs: it has no parameters and serves every attention."""
+"""Placeholder kernel of the frozen model, which never runs: it has no parameters and fits every attention layer."""
 NO_FSDP = (
     "search: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, or search first "
     "on one device (linearize search MODEL --plan-out FILE.yaml) and convert with --plan FILE.yaml"
@@ -52,7 +52,7 @@ NO_FSDP = (
 
 
 class SearchInterruptedError(KeyboardInterrupt):
-    """A Ctrl-C during a search that has a plan already.
+    """Ctrl-C during a search that already has a plan.
 
     Attributes:
         plan: the best plan so far.
@@ -78,26 +78,25 @@ def search(
     """Choose the kernel of every layer of a model under a budget.
 
     Args:
-        model: a softmax model, as `linearize.convert` takes it; it is moved to the accelerator's device and otherwise
+        model: a softmax model, as for `linearize.convert`; it is moved to the accelerator's device and otherwise
             unchanged. `linearize.apply(model, result.plan)` carries the plan out, `result.load_kernels(model)` then
-            loads what the search has taught its kernels, and `linearize.distill` continues from there.
+            loads the kernels trained in the search, and `linearize.distill` continues from there.
         data: source of batches, e.g. `linearize.data.load_source(...)`.
         config: options.
-        plan: a plan whose converted layers are searched; None: all that can be converted.
+        plan: a plan whose converted layers are searched; None: all layers that can be converted.
         max_length: longest input of the result, for kernels that depend on it.
         on_step: called after every step (progress bars, logs).
-        on_event: called with `Started` before other things that take long, and with a `Noted` after
-            every rung.
-        accelerator: an Accelerate object; one is made if None.
+        on_event: called with `Started` before other slow work, and with `Noted` after every rung.
+        accelerator: an Accelerate object; one is created if None.
 
     Returns:
-        The plan, why, and error against cost of all plans that were tried.
+        The plan with its reasons, and error against cost of all plans that were tried.
 
     Raises:
         UnsupportedModelError: if no attention of the model can be converted.
-        ConfigError: if a candidate cannot serve the model, no plan meets the budget, or an option differs from those of
+        ConfigError: if a candidate does not fit the model, no plan meets the budget, or an option differs from that of
             the run to be resumed.
-        KeyboardInterrupt: `SearchInterruptedError` with the best plan so far, if there is one.
+        KeyboardInterrupt: on Ctrl-C; a `SearchInterruptedError` with the best plan so far, if there is one.
 
     Example:
         >>> result = linearize.search(model, data, SearchConfig(budget="cost=0.25", length=4096))
@@ -128,14 +127,14 @@ def search(
 
 
 def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
-    """Return a model that shares the tensors of `model` and whose layers of `base` show q, k and v."""
+    """Return a model that shares the tensors of `model`, and whose layers converted in `base` expose q, k and v."""
     shared: dict[int, object] = {id(x): x for x in [*model.parameters(), *model.buffers()]}
     plain = [layer.bare(CARRIER) if layer.converted else layer for layer in base.layers]
     return apply(copy.deepcopy(model, shared), replace(base, layers=tuple(plain)))
 
 
 class _Search(Run):
-    """One search: rungs of halving one after the other, then the choice."""
+    """One search: successive rungs of halving, then the choice."""
 
     part_name, weights_name, report = "rung", "kernel", SearchStep
     config: SearchConfig
@@ -166,16 +165,16 @@ class _Search(Run):
         """Search; after a Ctrl-C the error carries the best plan so far."""
         saved = self.load(self.candidates.weights())
         if saved is not None:
-            # A resumed search keeps the costs that it began with.
+            # A resumed search keeps the costs that it started with.
             known: Mapping[str, Mapping[str, Any]] = saved.record["costs"]
-            # Earlier states also have peak memory.
+            # States of earlier versions also have the peak memory.
             names = [field.name for field in fields(Cost)]
             self.costs = {
                 int(number): {label: Cost(*(cost[name] for name in names)) for label, cost in row.items()}
                 for number, row in known.items()
             }
         else:
-            # The main process measures, and the others get its figures.
+            # The main process measures, and the others receive its figures.
             device, dtype = self.accelerator.device, next(self.carrier.parameters()).dtype
             costs: Costs = {}
             if self.accelerator.is_main_process:
@@ -217,7 +216,7 @@ class _Search(Run):
             raise
 
     def _rung(self, number: int, saved: RunState | None) -> None:
-        """Train what is left, measure it, and keep the better half of each layer."""
+        """Train the remaining candidates, measure them, and keep the better half of each layer."""
         rungs = self.table.rungs
         steps = rung_steps(self.config.steps, rungs)
         before = sum(steps[:number])
@@ -245,7 +244,7 @@ class _Search(Run):
             entry.diverged = entry.diverged or not math.isfinite(error)
         if number + 1 < rungs:
             kept = min(self.config.softmax_layers, len(self.table.rows) - 1) / len(self.table.rows)
-            # What a linear layer may take if all of them take the same share of softmax's time.
+            # The share of softmax's time that each linear layer may take if all of them take the same share.
             self.table.halve((self.limit - kept) / (1 - kept), number + 1)
         self.best = self.table.best(self.limit, self.config.softmax_layers)
         left = f"{self.table.left} candidates of {len(self.table.rows)} layers left"
@@ -254,7 +253,7 @@ class _Search(Run):
         )
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
-        """Train the candidates of a rung for one step, and end the rung if its share of a limited time is over."""
+        """Train the candidates of a rung for one step, and end the rung if its share of the time limit is used up."""
         trainer, progress, step = self.trainer, self.progress, self.progress.step + 1
         rate = trainer.step(batches, step)
         progress.step = step
@@ -277,19 +276,19 @@ class _Search(Run):
         self.finish_step(report)
 
     def _late(self, share: float = 1.0) -> bool:
-        """Tell whether a share of the search's limited time is over; the main process decides."""
+        """Tell whether a share of the search's time limit is used up; the main process decides."""
         limit = self.config.time
         return limit is not None and self._agreed(self.seconds >= share * limit)
 
     def _choose(self) -> Choice:
-        """Return the choice with the least error of the whole model.
+        """Return the choice with the smallest error of the whole model.
 
-        Errors of single layers misrank, as their effect on the output depends on all layers after them. So each layer's
-        errors are weighed by the effect of its best candidate alone, and the best choices by plain and by weighed
-        errors are tried on the whole model, together with one kernel in every layer.
+        Errors of single layers misrank choices, as their effect on the output depends on all later layers. So each
+        layer's errors are weighted by the effect of its best candidate alone, and the best choices by plain and by
+        weighted errors are tried on the whole model, along with one kernel in every layer.
 
         Raises:
-            TrainingError: if too many candidates have diverged for a plan to meet the budget.
+            TrainingError: if so many candidates diverged that no plan meets the budget.
         """
         plain = self.table.best(self.limit, self.config.softmax_layers)
         if plain is None:
@@ -307,7 +306,7 @@ class _Search(Run):
         return self.best
 
     def _weigh(self) -> None:
-        """Weigh layers: the whole model's error with only one of them replaced, over the layer's own."""
+        """Set each layer's weight: the whole model's error with only this layer replaced, over the layer's own."""
         everywhere = [SOFTMAX] * len(self.table.rows)
         labels = [self.table.best_of(number) for number in self.table.rows]
         alone = [(*everywhere[:place], label, *everywhere[place + 1 :]) for place, label in enumerate(labels)]
@@ -316,7 +315,7 @@ class _Search(Run):
             self.table.weights[number] = whole.score / own if own > 0 else 0.0
 
     def _result(self, choice: Choice) -> SearchResult:
-        """Measure the points of other plans, save a last state, and return the result."""
+        """Measure the other plans of the table, save a last state, and return the result."""
         names = named_choices(choice, self.table)
         self.on_event(Started(f"trying {len(names)} plans for the table"))
         self.whole.errors(list(names))
@@ -347,16 +346,16 @@ class _Search(Run):
         )
 
     def options(self) -> dict[str, object]:
-        """Return the options that have to be the same when a run is resumed."""
+        """Return the options that must be unchanged when a run is resumed."""
         more = {"data": getattr(self.data, "description", None), "max_length": self.max_length}
         return super().options() | more
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of all candidates, also of those that no longer learn."""
+        """Return the weights of all candidates, including those that are no longer trained."""
         return {name: tensor.detach() for name, tensor in self.candidates.weights().items()}
 
     def record(self) -> dict[str, object]:
-        """Return the plain data of a state."""
+        """Return the state as plain data."""
         return super().record() | {
             "table": self.table.to_dict(),
             "costs": {str(n): {x: vars(cost) for x, cost in row.items()} for n, row in self.costs.items()},

@@ -1,4 +1,4 @@
-"""What a search returns: the plan, why each layer has its kernel, and error against cost of all plans it tried."""
+"""The result of a search: the plan, why each layer has its kernel, and error against cost of all plans tried."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WORTH, LEAST = 0.01, 1e-6
-"""A mixed plan is worth it if its error is smaller by this share, and by this much: less is the rounding of sums."""
+"""A mixed plan is worth it if its error is smaller by this share, and by this amount: less is rounding error."""
 PLAN, EVERYWHERE = "the plan", " everywhere"
 """Parts of the names of points."""
 
@@ -33,16 +33,16 @@ class SearchStep(Report):
 
     Attributes:
         stage: "search".
-        step: steps done.
-        steps: steps planned.
-        rung: which round of halving, from 1.
-        rungs: how many there are.
-        candidates_left: how many learn, over all layers.
-        loss: mean loss over them.
-        best: the best plan so far in short; empty before the first rung is over.
-        seconds: since the start, earlier parts of a resumed run included.
-        losses: always empty: there are too many.
-        held_out: always None: errors are measured at the end of a rung.
+        step: number of steps done.
+        steps: number of steps planned.
+        rung: round of halving, from 1.
+        rungs: number of rounds.
+        candidates_left: number of candidates still in training, over all layers.
+        loss: their mean loss.
+        best: the best plan so far in short form; empty before the end of the first rung.
+        seconds: time since the start, including earlier parts of a resumed run.
+        losses: always empty, as there are too many.
+        held_out: always None, as errors are measured at the end of a rung.
     """
 
     stage: ClassVar[str] = "search"
@@ -60,23 +60,23 @@ class SearchStep(Report):
 
     @property
     def phase(self) -> str:
-        """What is being done."""
+        """The number of candidates left, as text."""
         return f"{self.candidates_left} candidates left"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One choice for all layers: how far the whole model's output is, and what its attentions cost.
+    """One choice for all layers: the error of the whole model's output, and the cost of its attention layers.
 
     Attributes:
         name: "the plan" or "luna everywhere".
-        kernels: labels and how many layers have each.
-        error: whole model compared with its original: divergence of the logits in nats, or of a model without a head
+        kernels: labels, with the number of layers of each.
+        error: whole model compared with its original: divergence of the logits in nats, or for a model without a head
             the relative error of its last hidden state.
         hidden: relative error of the last hidden state.
         cosine: mean cosine of the pooled outputs.
-        share: of the time of all attentions under softmax.
-        seconds: of all attentions, one sequence of the measured length.
+        share: time of all attention layers, as a share of their time under softmax.
+        seconds: time of all attention layers for one sequence of the measured length.
         efficient: whether no other point is both closer and cheaper.
     """
 
@@ -90,24 +90,24 @@ class Point:
     efficient: bool = False
 
     def beats(self, other: Point) -> bool:
-        """Whether this point is closer or cheaper than another, and not worse in either."""
-        mine, its = (self.error, self.share), (other.error, other.share)
-        return mine != its and mine[0] <= its[0] and mine[1] <= its[1]
+        """Whether this point is closer or cheaper than another, and worse in neither."""
+        mine, theirs = (self.error, self.share), (other.error, other.share)
+        return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What one layer gets, and why.
+    """The choice for one layer, with its reason.
 
     Attributes:
-        layer: its number.
-        module: its module.
-        label: the candidate, or "softmax".
-        error: of the layer's output under it, relative; 0 for softmax.
-        share: of the layer's time under softmax.
-        weight: how much of its squared error reaches the whole model's score.
-        why: in a sentence.
-        tried: error, share and steps of every candidate, by label.
+        layer: number of the layer.
+        module: name of its module.
+        label: the chosen candidate, or "softmax".
+        error: relative error of the layer's output with this candidate; 0 for softmax.
+        share: time with this candidate, as a share of the layer's time under softmax.
+        weight: how much of the layer's squared error reaches the whole model's score.
+        why: the reason in a sentence.
+        tried: error, share, steps and divergence of every candidate, by label.
     """
 
     layer: int
@@ -122,24 +122,24 @@ class LayerChoice:
 
 @dataclass
 class SearchResult:
-    """What a search returns.
+    """The result of a search.
 
     Attributes:
         plan: the chosen plan; `linearize.apply` carries it out.
-        layers: each layer's choice.
+        layers: the choice for each layer.
         points: error against cost of the plan and of others, the plan first.
-        figure: what a point's `error` is: "logits, nats", "logits, share of variance" or "last hidden state".
-        length: tokens at which costs were measured.
-        limit: of the cost, as a share of softmax's.
-        budget: as the user gave it.
+        figure: kind of a point's `error`: "logits, nats", "logits, share of variance" or "last hidden state".
+        length: input length in tokens at which costs were measured.
+        limit: maximum cost, as a share of softmax's.
+        budget: the budget that the user gave.
         reference: the label that plans are compared with.
-        steps: optimizer steps done.
-        tried: plans that were tried on the whole model.
+        steps: number of optimizer steps done.
+        tried: number of plans that were tried on the whole model.
         noisy: whether the machine was too noisy while costs were measured.
         seconds: duration.
         kernels: trained parameters and buffers of the chosen kernels by module, for `load_kernels`.
         history: one record per step.
-        state: what a resumed run needs to give this result at once, or None.
+        state: state from which a resumed run returns this result at once, or None.
     """
 
     plan: Plan
@@ -165,14 +165,14 @@ class SearchResult:
 
     @property
     def gain(self) -> float | None:
-        """How much smaller the error is than with the reference everywhere, as a share; None if that has no error."""
+        """Relative reduction of the error compared with the reference everywhere; None if that has no error."""
         reference = f"{self.reference}{EVERYWHERE}"
         errors = [point.error for point in self.points if point.name in (reference, f"{PLAN}, {reference}")]
         return 1 - self.points[0].error / errors[0] if errors and errors[0] > 0 else None
 
     @property
     def uniform(self) -> Point | None:
-        """The cheapest kernel that is as good as the plan in every layer: within the limit and within `WORTH`."""
+        """The cheapest single kernel for all layers that is as good as the plan: within the limit and `WORTH`."""
         plan, *others = self.points
         alike = [
             point
@@ -185,7 +185,7 @@ class SearchResult:
         return min(alike, key=lambda point: point.share, default=None)
 
     def load_kernels(self, model: PreTrainedModel) -> None:
-        """Load what the search has taught the kernels into a model that the plan was applied to."""
+        """Load the kernels trained in the search into a model that the plan was applied to."""
         from linearize.attention.interface import linear_attentions
 
         layers = linear_attentions(model.base_model)
@@ -193,7 +193,7 @@ class SearchResult:
             layers[module].load_state_dict(tensors)
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain data, for people and for the checkpoint's record."""
+        """Return plain data, for `--json` and for the checkpoint's record."""
         return {
             "kernels": dict(Counter(layer.label for layer in self.layers)),
             "layers": [asdict(layer) for layer in self.layers],
@@ -212,14 +212,14 @@ class SearchResult:
 
 
 def short(choice: Sequence[str]) -> str:
-    """Write a choice as labels and how many layers have each, the most frequent first."""
+    """Return a choice as text: the labels with their numbers of layers, the most frequent first."""
     return ", ".join(f"{count} x {label}" for label, count in Counter(choice).most_common())
 
 
 def make_points(
     errors: Mapping[Choice, WholeError], names: Mapping[Choice, str], table: Table, costs: Costs
 ) -> list[Point]:
-    """Return the points of named choices, in their order."""
+    """Return the points of the named choices, in order."""
     points = []
     for choice, name in names.items():
         whole, seconds = errors[choice], 0.0
@@ -232,7 +232,7 @@ def make_points(
 
 
 def named_choices(chosen: Choice, table: Table) -> dict[Choice, str]:
-    """Name the choices that are shown: the plan, one kernel everywhere, and softmax."""
+    """Return the choices to show, with their names: the plan, one kernel everywhere, and softmax."""
     names = {chosen: PLAN}
     for label in dict.fromkeys([table.reference, SOFTMAX, *table.everywhere()]):
         choice, name = (label,) * len(table.rows), f"{label}{EVERYWHERE}"
@@ -241,7 +241,7 @@ def named_choices(chosen: Choice, table: Table) -> dict[Choice, str]:
 
 
 def layer_choices(choice: Choice, layout: Layout, table: Table) -> tuple[LayerChoice, ...]:
-    """Return each layer's choice with its figures and its reason."""
+    """Return the choice for each layer, with its figures and its reason."""
     why = reasons(choice, table)
     choices = []
     for (number, layer), label in zip(layout.layers.items(), choice, strict=True):
@@ -255,7 +255,7 @@ def layer_choices(choice: Choice, layout: Layout, table: Table) -> tuple[LayerCh
 
 
 def reasons(choice: Choice, table: Table) -> dict[int, str]:
-    """Say why each layer has its kernel, by number."""
+    """Return the reason for each layer's kernel, by layer number."""
     uniform = len(set(choice)) == 1
     return {number: _reason(number, label, table, uniform) for number, label in zip(table.rows, choice, strict=True)}
 
@@ -264,9 +264,9 @@ def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
     row, best = table.rows[number], table.best_of(number)
     least = row[best].error or 0.0
     if label == SOFTMAX:
-        text = f"kept softmax: of {best}, the closest, the layer's output would have the error {least:.3g}"
+        text = f"kept softmax: with {best}, the closest, the layer's output would have an error of {least:.3g}"
         if number in table.weights:
-            text += f", and the whole model's squared error {table.weights[number] * least**2:.3g} by it alone"
+            text += f", which alone gives the whole model a squared error of {table.weights[number] * least**2:.3g}"
         return text
     entry = row[label]
     if label == best:
@@ -284,16 +284,16 @@ def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
 
 
 def write_plot(result: SearchResult, path: str) -> None:
-    """Draw error against time of all points and write the PNG."""
+    """Plot error against time of all points and write a PNG file."""
     write_file(path, "--plot", style.to_png(error_against_time(result))[0])
 
 
 def error_against_time(result: SearchResult) -> Figure:
-    """Draw all points by name; a line joins those that no other one beats."""
+    """Plot all points by name; a line joins those that no other point beats."""
     figure = style.new_figure(6.4, 4.0)
     axes = figure.subplots()
     front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
-    label = "no other one is both faster and closer"
+    label = "no other plan is both faster and closer"
     axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1, label=label)
     kinds: dict[str, dict[str, Any]] = {
         "the plan": {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3},
@@ -305,7 +305,7 @@ def error_against_time(result: SearchResult) -> Figure:
         for point in result.points
     ]
     for kind, look in kinds.items():
-        points = [(one.seconds, one.error) for one, its in zip(result.points, kind_of, strict=True) if its == kind]
+        points = [(x.seconds, x.error) for x, its_kind in zip(result.points, kind_of, strict=True) if its_kind == kind]
         if points:
             axes.scatter(*zip(*points, strict=True), label=kind, **look)
     for point, kind in zip(result.points, kind_of, strict=True):
@@ -316,5 +316,5 @@ def error_against_time(result: SearchResult) -> Figure:
     axes.margins(0.18)
     axes.legend(fontsize=7, frameon=False)
     title = f"Whole model compared with its original ({result.figure})"
-    style.tidy(axes, title, f"seconds of all attentions, {result.length:,} tokens", f"error, {result.figure}")
+    style.tidy(axes, title, f"seconds, all attention layers, {result.length:,} tokens", f"error, {result.figure}")
     return figure

@@ -1,4 +1,4 @@
-"""The figures of all candidates in all layers: successive halving on them, and the best choice under a budget.
+"""The figures of all candidates in all layers, with successive halving, and the best choice under a budget.
 
 Successive halving: Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943.
 """
@@ -19,9 +19,9 @@ from linearize.modeling.plan import SOFTMAX
 Choice = tuple[str, ...]
 """One label per layer, or "softmax"."""
 BINS = 2000
-"""If there are more partial choices than this, only the best in each of so many steps of cost is kept."""
+"""If there are more partial choices than this, costs are sorted into this many bins, and each bin keeps its best."""
 TOLERANCE = 1 + 1e-9
-"""Of sums of costs, which are rounded."""
+"""Tolerance for rounding in sums of costs."""
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Entry:
     """One candidate in one layer.
 
     Attributes:
-        share: of the layer's time under softmax.
-        error: norm of the difference between the layer's output and softmax's over the norm of softmax's, on held-out
-            data; None until it is measured.
-        steps: optimizer steps that it had.
-        left: whether it still learns.
+        share: its time, as a share of the layer's time under softmax.
+        error: norm of the difference between the layer's output and softmax's, divided by the norm of softmax's, on
+            held-out data; None until it is measured.
+        steps: number of optimizer steps it was trained for.
+        left: whether it is still being trained.
         diverged: whether its loss, gradient or error became NaN or infinite.
     """
 
@@ -45,19 +45,19 @@ class Entry:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sorts the closest first, and of equally close ones the cheapest."""
+        """Sort key: the closest first, and among equally close ones the cheapest."""
         return (math.inf if self.error is None or self.diverged else self.error, self.share)
 
 
 @dataclass
 class Table:
-    """All entries.
+    """The figures of all candidates in all layers.
 
     Attributes:
         rows: entries by layer number and label.
         times: each layer's share of the time of all layers under softmax.
-        reference: the label that plans are compared with; it always stays.
-        allowed: labels that may be chosen; the reference may not be among them.
+        reference: the label that plans are compared with; it is always kept.
+        allowed: labels that may be chosen, which need not include the reference.
         weights: how much of a layer's squared error reaches the whole model's score, by number; 1 until measured.
     """
 
@@ -69,7 +69,7 @@ class Table:
 
     @classmethod
     def of(cls, layout: Layout, costs: Costs) -> Table:
-        """Begin a table: nothing is measured but costs."""
+        """Return a new table, with only costs measured."""
         times = {number: next(iter(row.values())).softmax_seconds for number, row in costs.items()}
         total = sum(times.values())
         rows = {number: {label: Entry(cost.share) for label, cost in row.items()} for number, row in costs.items()}
@@ -78,7 +78,7 @@ class Table:
 
     @property
     def left(self) -> int:
-        """How many entries still learn."""
+        """Number of entries that are still being trained."""
         return sum(entry.left for row in self.rows.values() for entry in row.values())
 
     @property
@@ -88,50 +88,50 @@ class Table:
 
     @property
     def rungs(self) -> int:
-        """How many rungs of halving there are, until two candidates per layer are left."""
+        """Number of rungs of halving until two candidates per layer are left."""
         return max(1, math.ceil(math.log2(max(1, len(self.allowed)))))
 
     def halve(self, limit: float, rung: int) -> None:
         """Keep the better half of each layer, the reference, and the best candidate within an equal share of a limit.
 
         Args:
-            limit: share of a layer's time under softmax that a candidate may take if all layers take the same.
-            rung: the next rung, from 1: after it at most 1 / 2^rung of the candidates are left, two at least.
+            limit: share of a layer's time under softmax that a candidate may take if all layers take the same share.
+            rung: the next rung, from 1: after it at most 1 / 2^rung of the candidates are left, but at least two.
         """
         count = max(2, math.ceil(len(self.allowed) / 2**rung))
         for row in self.rows.values():
             alive = [label for label, entry in row.items() if entry.left and label in self.allowed]
             ranked = sorted(alive, key=lambda label: (row[label].rank, label))
-            payable = [label for label in ranked if row[label].share <= limit * TOLERANCE]
+            affordable = [label for label in ranked if row[label].share <= limit * TOLERANCE]
             cheapest = min(ranked, key=lambda label: row[label].share)
-            kept = {self.reference, *ranked[:count], *(payable[:1] or [cheapest])}
+            kept = {self.reference, *ranked[:count], *(affordable[:1] or [cheapest])}
             for label, entry in row.items():
                 entry.left = entry.left and label in kept
 
     def cost(self, choice: Sequence[str]) -> float:
-        """Return the share of all layers' time under softmax that a choice takes."""
+        """Return the time of a choice, as a share of all layers' time under softmax."""
         pairs = zip(self.rows.items(), choice, strict=True)
         return sum(self.times[n] * (1.0 if label == SOFTMAX else row[label].share) for (n, row), label in pairs)
 
     def best_of(self, number: int) -> str:
-        """Return the label of the least error in a layer."""
+        """Return the label with the smallest error in a layer."""
         row = self.rows[number]
         return min((label for label in row if label in self.allowed), key=lambda label: (row[label].rank, label))
 
     def everywhere(self) -> list[str]:
-        """Return the labels to try in every layer: the reference, and those that learned to the end in all layers."""
+        """Return the labels to try in every layer: the reference, and those trained to the end in all layers."""
         rows = self.rows.values()
         full = [x for x in self.allowed if all(row[x].left and not row[x].diverged for row in rows)]
         return list(dict.fromkeys([self.reference, *full]))
 
     def uniform(self, limit: float) -> list[Choice]:
-        """Return the choices of one candidate for all layers that learned to the end and meet a limit of cost."""
-        choices = [(label,) * len(self.rows) for label in self.everywhere() if label in self.allowed]
-        learned = [one for one in choices if not any(row[one[0]].diverged for row in self.rows.values())]
-        return [one for one in learned if self.cost(one) <= limit * TOLERANCE]
+        """Return the choices of one candidate for all layers that was trained to the end and meets the cost limit."""
+        labels = [label for label in self.everywhere() if label in self.allowed]
+        sound = [label for label in labels if not any(row[label].diverged for row in self.rows.values())]
+        return [choice for label in sound if self.cost(choice := (label,) * len(self.rows)) <= limit * TOLERANCE]
 
     def options(self, *, softmax: bool) -> list[list[Option]]:
-        """Return what every layer can become: costs as shares of all layers' time, squared errors by their weight."""
+        """Return the options of every layer: costs as shares of all layers' time, and weighted squared errors."""
         layers = []
         for number, row in self.rows.items():
             time, weight = self.times[number], self.weights.get(number, 1.0)
@@ -144,60 +144,60 @@ class Table:
         return layers
 
     def best(self, limit: float, softmax: int) -> Choice | None:
-        """Return the best choice under a limit of cost and of softmax layers, if errors of layers added up."""
+        """Return the best choice under the limits on cost and softmax layers, assuming that layers' errors add up."""
         return choose(self.options(softmax=softmax > 0), limit, softmax)
 
     def limit(self, config: SearchConfig) -> float:
-        """Return the most that a plan may take, as a share of the time of all layers under softmax.
+        """Return the maximum cost of a plan, as a share of the time of all layers under softmax.
 
-        If the budget has no cost, this is the cost of the reference in every layer; each layer that may stay softmax
-        raises it by as much as the dearest of them takes more.
+        If the budget has no cost, this is the cost of the reference in every layer, plus the additional cost of
+        softmax in the most expensive layers, as many as may stay softmax.
 
         Raises:
-            ConfigError: if no plan meets the budget; names the nearest one that is met.
+            ConfigError: if no plan meets the budget; the message names the nearest feasible budget.
         """
         reference = {n: self.times[n] * row[self.reference].share for n, row in self.rows.items()}
         total = sum(reference.values())
         if config.cost is None:
-            dearer = sorted((max(0.0, self.times[n] - own) for n, own in reference.items()), reverse=True)
-            limit, asked = total + sum(dearer[: config.softmax_layers]), f"the cost of {self.reference} in every layer"
+            extra = sorted((max(0.0, self.times[n] - cost) for n, cost in reference.items()), reverse=True)
+            limit, asked = total + sum(extra[: config.softmax_layers]), f"the cost of {self.reference} in every layer"
         else:
-            # Tables show three digits: the reference meets the cost that it is shown with.
+            # Tables show three digits: the reference must meet the rounded cost that is shown for it.
             limit = max(config.cost, total) if f"{total:.3g}" == f"{config.cost:.3g}" else config.cost
             asked = f"cost={limit:.4g}"
         cheapest = [min(self.allowed, key=lambda label: row[label].share) for row in self.rows.values()]
         nearest = self.cost(cheapest)
         if nearest > limit * TOLERANCE:
-            # Rounded up, so that the cost that is named is met.
+            # Rounded up, so that the suggested budget can be met.
             raise ConfigError(
                 f"budget: no plan meets {asked}: at {config.length:,} tokens the cheapest "
-                f"({', '.join(dict.fromkeys(cheapest))}) takes {nearest:.4g} of softmax's time; the nearest that is "
-                f"met is --budget cost={nearest * 1.0005 + 5e-5:.4f}, or give a longer --length"
+                f"({', '.join(dict.fromkeys(cheapest))}) takes {nearest:.4g} of softmax's time; the smallest "
+                f"possible is --budget cost={nearest * 1.0005 + 5e-5:.4f}, or give a longer --length"
             )
         return limit
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain data; numbers of layers become text, as JSON has them."""
+        """Return plain data; layer numbers become strings, as in JSON."""
         return {str(n): {label: asdict(entry) for label, entry in row.items()} for n, row in self.rows.items()}
 
     def load(self, data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        """Read what `to_dict` returned."""
+        """Load data in the format of `to_dict`."""
         self.rows = {int(n): {label: Entry(**values) for label, values in row.items()} for n, row in data.items()}
 
 
 def rung_steps(steps: int, rungs: int) -> list[int]:
-    """Distribute steps over rungs: each has twice as many as the one before, so that all rungs cost about the same."""
+    """Return the steps of each rung, twice as many as in the rung before, so that all rungs cost about the same."""
     ends = [round(steps * (2 ** (n + 1) - 1) / (2**rungs - 1)) for n in range(rungs)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 class Option(NamedTuple):
-    """What one layer can become.
+    """One option for a layer.
 
     Attributes:
-        label: of the candidate, or "softmax".
-        cost: share of the time of all layers under softmax.
-        error: its part of the whole error.
+        label: label of the candidate, or "softmax".
+        cost: its time, as a share of the time of all layers under softmax.
+        error: its contribution to the total error.
     """
 
     label: str
@@ -220,15 +220,15 @@ class _Partial(NamedTuple):
 
 
 def choose(layers: Sequence[Sequence[Option]], limit: float, softmax: int = 0) -> Choice | None:
-    """Choose one option per layer: least error, and of equal errors the cheapest.
+    """Choose one option per layer with the smallest total error, and among equal errors the cheapest.
 
-    This is a knapsack with one choice per layer, solved layer by layer: a partial choice is dropped if another one
+    This is a knapsack problem with one choice per layer, solved layer by layer: a partial choice is dropped if another
     is no worse in cost, error and number of softmax layers.
 
     Args:
         layers: the options of each layer.
-        limit: of the sum of costs.
-        softmax: most layers that may stay softmax.
+        limit: maximum sum of costs.
+        softmax: maximum number of layers that may stay softmax.
 
     Returns:
         The labels; None if no choice meets the limits.
@@ -248,17 +248,17 @@ def choose(layers: Sequence[Sequence[Option]], limit: float, softmax: int = 0) -
 
 def _undominated(choices: list[_Partial], limit: float) -> list[_Partial]:
     kept: list[_Partial] = []
-    # The least error so far by number of softmax layers; what comes later costs as much or more.
+    # The smallest error so far by number of softmax layers; later choices cost as much or more.
     least: dict[int, float] = {}
-    for one in sorted(choices, key=lambda p: (p.cost, p.error, p.softmax, p.labels)):
-        if all(one.error < least.get(count, math.inf) for count in range(one.softmax + 1)):
-            kept.append(one)
-            least[one.softmax] = one.error
+    for choice in sorted(choices, key=lambda p: (p.cost, p.error, p.softmax, p.labels)):
+        if all(choice.error < least.get(count, math.inf) for count in range(choice.softmax + 1)):
+            kept.append(choice)
+            least[choice.softmax] = choice.error
     if len(kept) <= BINS:
         return kept
     best: dict[tuple[int, int], _Partial] = {}
-    for one in kept:
-        place = (int(BINS * one.cost / limit), one.softmax)
-        if place not in best or one.error < best[place].error:
-            best[place] = one
+    for choice in kept:
+        place = (int(BINS * choice.cost / limit), choice.softmax)
+        if place not in best or choice.error < best[place].error:
+            best[place] = choice
     return list(best.values())

@@ -1,6 +1,6 @@
 """Train all candidates of all layers in one pass of the frozen model per batch, and measure their errors likewise.
 
-Inside a layer the candidates take turns: loss and gradient of each are taken on the spot, and no activations are kept.
+Inside a layer the candidates take turns: loss and gradient of each are computed at once, so no activations are kept.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Key = tuple[int, str]
 
 
 class Candidates:
-    """Every candidate of every layer as a module, with the layer of the frozen model that shows it q, k and v.
+    """Every candidate of every layer as a module, with the layer of the frozen model that provides its q, k and v.
 
     Attributes:
-        hosts: the layers of the frozen model that are searched, by number.
-        modules: the candidates.
+        hosts: the searched layers of the frozen model, by number.
+        modules: the candidates, by layer number and label.
     """
 
     def __init__(self, layout: Layout, model: PreTrainedModel, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Candidates:
                 self.modules[number, label] = module.to(device).eval().requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers of all candidates, not copied, by name."""
+        """Return the parameters and buffers of all candidates by name, without copying."""
         return {
             f"{_name(key)}.{name}": tensor
             for key, module in self.modules.items()
@@ -58,7 +58,7 @@ def _name(key: Key) -> str:
 
 
 class SearchTrainer(KernelTrainer):
-    """Trains some of the candidates together. One that diverges is dropped, and the others continue.
+    """Trains some of the candidates together. If one diverges, it is dropped and the others continue.
 
     Attributes:
         dropped: the candidates that diverged.
@@ -85,18 +85,18 @@ class SearchTrainer(KernelTrainer):
         super().__init__(model, losses, config, accelerator)
 
     def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
-        """Allow for rungs in which nothing is left to learn."""
+        """Return the optimizer, an empty one in rungs that have nothing left to train."""
         return super()._optimizer() if self.layers else (torch.optim.AdamW([{"params": []}]), [(0.0, 0.0)])
 
     def finish_gradient(self, loss: LayerLoss, step: int) -> None:
-        """Make a candidate's gradient that of the mean, and clip it; a candidate that diverged is dropped."""
+        """Turn a candidate's gradient into that of the mean loss, and clip it; drop a candidate that diverged."""
         try:
             super().finish_gradient(loss, step)
         except TrainingError:
             self.drop(loss)
 
     def drop(self, loss: LayerLoss) -> None:
-        """Continue without a candidate."""
+        """Remove a candidate from the training."""
         for losses in self.by_host.values():
             losses[:] = [other for other in losses if other is not loss]
         for parameter in loss.layer.parameters():
@@ -105,7 +105,7 @@ class SearchTrainer(KernelTrainer):
         self.dropped.add(self.key_of[id(loss)])
 
     def evaluate(self, held_out: Iterable[Mapping[str, Tensor]], step: int = 0) -> float:
-        """Return 0: candidates are measured by `errors`, at the end of a rung, and none is stopped early."""
+        """Return 0: candidates are measured by `errors` at the end of a rung, and never stopped early."""
         return 0.0
 
 
@@ -119,15 +119,15 @@ def errors(
     accelerator: Accelerator,
     precision: str = "no",
 ) -> dict[Key, float]:
-    """Measure how far candidates' outputs are from softmax's: the norm of the difference over softmax's own.
+    """Return the errors of candidates' outputs: the norm of the difference from softmax's, over the norm of softmax's.
 
     Args:
         model: the frozen model.
         candidates: the candidates.
-        keys: those to measure, which are left in evaluation mode.
-        held_out: batches.
-        accelerator: names the device.
-        precision: of the frozen model.
+        keys: the candidates to measure, which are left in evaluation mode.
+        held_out: held-out batches.
+        accelerator: determines the device.
+        precision: precision of the frozen model.
 
     Returns:
         The errors, infinite or NaN if an output is. All processes measure all of the data, so their errors are equal.
@@ -150,7 +150,7 @@ def errors(
             for key in of_layer[number]:
                 out = candidates.modules[key](q, k, v, mask, scaling).float()
                 error[key] += _square_sum(out - target, padding)
-        # The host's own way would make a T x T mask of a causal one with padding.
+        # The host itself would build a T x T mask from the causal mask and the padding.
         return target.to(v.dtype) if layer.shape.causal else None
 
     for batch in held_out:
@@ -161,6 +161,6 @@ def errors(
 
 
 def _square_sum(values: Tensor, padding: Tensor | None) -> Tensor:
-    """Sum squares outside the padding, which is filled and not multiplied: it may hold NaN."""
+    """Sum the squares outside the padding, which is filled, not multiplied, with 0, as it may hold NaN."""
     squares = values.square() if padding is None else values.square().masked_fill(padding, 0.0)
     return squares.sum().double().cpu()

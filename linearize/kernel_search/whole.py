@@ -1,7 +1,7 @@
-"""How far the whole model's output is from the original's under a choice of kernels, on held-out data.
+"""The error of the whole model's output compared with the original's for a choice of kernels, on held-out data.
 
-The frozen model runs with each layer's output replaced by the chosen candidate's, so that a choice costs one forward
-and nothing is put into the model.
+The frozen model runs with each layer's output replaced by the chosen candidate's, so a choice costs one forward pass,
+and the model is not changed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class WholeError:
     """A choice compared with the original, on held-out data.
 
     Attributes:
-        hidden: last hidden state: norm of the difference over that of the original's spread around its mean.
+        hidden: error of the last hidden state: norm of the difference, divided by the norm of the original's deviation
+            from its mean.
         cosine: mean cosine of the pooled outputs (means over the tokens of a row).
-        logits: mean divergence of the logits in nats, or share of their variance if they are numbers; None if the model
-            has no head.
+        logits: mean divergence of the logits in nats, or for regression the error as a share of their variance; None
+            if the model has no head.
     """
 
     hidden: float
@@ -46,18 +47,18 @@ class WholeError:
 
     @property
     def score(self) -> float:
-        """What choices are compared by: the logits' divergence, else the squared error of the hidden state."""
+        """Score for comparing choices: the logits' divergence, or else the squared error of the hidden state."""
         score = self.hidden**2 if self.logits is None else self.logits
         return score if math.isfinite(score) else math.inf
 
     @property
     def error(self) -> float:
-        """The figure for people: the logits' divergence, else the error of the hidden state."""
+        """Figure for display: the logits' divergence, or else the error of the hidden state."""
         return self.hidden if self.logits is None else self.logits
 
 
 class _Moments:
-    """Count, sum and sum of squares of vectors [N, C], added up over batches."""
+    """Count, sum and sum of squares of vectors [N, C], accumulated over batches."""
 
     def __init__(self) -> None:
         self.count, self.square = 0, 0.0
@@ -79,7 +80,7 @@ class WholeModel:
     """Tries choices on the whole model.
 
     Attributes:
-        known: errors by choice; each is measured once.
+        known: errors by choice; each choice is measured only once.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class WholeModel:
 
     @property
     def figure(self) -> str:
-        """What the errors are, for people."""
+        """Name of the error figure, for display."""
         if all(error.logits is None for error in self.known.values()):
             return "last hidden state"
         return "logits, share of variance" if self.numbers else "logits, nats"
@@ -119,13 +120,13 @@ class WholeModel:
         sums = torch.zeros(len(new), 3, dtype=torch.float64)
         for batch in self.held_out:
             batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
-            taught = self._run(batch, (SOFTMAX,) * len(self.candidates.hosts))
-            rows += len(taught.last)
-            states.add(masked_rows(flat(taught.last), taught.mask))
-            for logits in taught.logits.values():
-                predictions.add(_predictions(logits, taught.mask))
+            original = self._run(batch, (SOFTMAX,) * len(self.candidates.hosts))
+            rows += len(original.last)
+            states.add(masked_rows(flat(original.last), original.mask))
+            for logits in original.logits.values():
+                predictions.add(_predictions(logits, original.mask))
             for place, choice in enumerate(new):
-                sums[place] += self._compare(self._run(batch, choice), taught)
+                sums[place] += self._compare(self._run(batch, choice), original)
         divisor = max(predictions.spread, 1e-12) if self.numbers else predictions.count
         for choice, (squares, cosine, error) in zip(new, sums.tolist(), strict=True):
             hidden = math.sqrt(squares / states.spread) if states.spread > 0 and squares >= 0 else math.nan
@@ -134,19 +135,20 @@ class WholeModel:
             )
         return [self.known[choice] for choice in choices]
 
-    def _compare(self, learned: Outputs, taught: Outputs) -> Tensor:
-        """Return the squared error of the hidden states, the cosine, and the logits' error of a batch, as sums."""
-        mine, target = (flat(outputs.last) for outputs in (learned, taught))
-        squares = (masked_rows(mine, taught.mask) - masked_rows(target, taught.mask)).double().square().sum()
-        cosine = cosine_similarity(pooled(mine, taught.mask), pooled(target, taught.mask), dim=-1).sum()
+    def _compare(self, replaced: Outputs, original: Outputs) -> Tensor:
+        """Return a batch's sums: squared error of the hidden states, cosine, and error of the logits."""
+        mask = original.mask
+        states, targets = (flat(outputs.last) for outputs in (replaced, original))
+        squares = (masked_rows(states, mask) - masked_rows(targets, mask)).double().square().sum()
+        cosine = cosine_similarity(pooled(states, mask), pooled(targets, mask), dim=-1).sum()
         error = 0.0
-        for name, logits in taught.logits.items():
-            first, second = (_predictions(x, taught.mask) for x in (learned.logits[name], logits))
+        for name, logits in original.logits.items():
+            first, second = (_predictions(x, mask) for x in (replaced.logits[name], logits))
             error += float((first - second).double().square().sum() if self.numbers else divergence(first, second))
         return torch.tensor([float(squares), float(cosine), error], dtype=torch.float64)
 
     def _run(self, batch: Mapping[str, Tensor], choice: Choice) -> Outputs:
-        """Run the frozen model with a choice's outputs in place of its layers'."""
+        """Run the frozen model with the chosen candidates' outputs in place of its layers'."""
         labels = dict(zip(self.candidates.hosts, choice, strict=True))
 
         def observe(
@@ -155,7 +157,7 @@ class WholeModel:
             number = self.candidates.number_of[id(layer)]
             if labels[number] != SOFTMAX:
                 return self.candidates.modules[number, labels[number]](q, k, v, mask, scaling)
-            # The host's own way would make a T x T mask of a causal one with padding.
+            # The host itself would build a T x T mask from the causal mask and the padding.
             return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
 
         with observed(self.model, observe), autocast(self.accelerator, self.precision):
@@ -165,6 +167,6 @@ class WholeModel:
 def _predictions(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Return logits [N, V] of the predictions: one per row, or one per token outside the padding."""
     if mask is not None and logits.shape == mask.shape:
-        # One logit per token, from which one token is chosen (the start of an answer): never one of the padding.
+        # One logit per token, from which one token is chosen (the start of an answer), which is never padding.
         return logits.float().masked_fill(~mask.bool(), FAR_BELOW)
     return masked_rows(logits, mask)

@@ -1,15 +1,15 @@
-"""`--window auto`: the window and the exact keys of every layer, and whether it has a kernel, under a budget of state.
+"""`--window auto`: choose every layer's window and exact keys, and whether it has a kernel, under a budget of state.
 
-Layers differ: one puts half of softmax's weight outside a window of 64 tokens, another a twelfth. All layers together
-may hold as much as a reference in every layer, the numbers of one sequence: (W + sinks + S) (D + V) for the keys and
-values that are held exactly, and F (V + 1) for the kernel's sums. Nothing is trained:
+Layers differ: one puts half of softmax's weight outside a window of 64 tokens, another a twelfth. The total state of
+all layers may be as large as with a reference in every layer. State is counted in numbers per sequence and key head:
+(W + sinks + S) (D + V) for the exact keys and values, and F (V + 1) for the kernel's sums. Nothing is trained:
 
 1. Every choice of every layer computes outputs from the frozen model's q, k and v. Its log-scales are fitted in
    closed form on other rows (`linearize.training.stage_one.start`).
-2. The squared error of a layer is weighed by how much of it reaches the whole model's last hidden state if only this
+2. The squared error of a layer is weighted by how much of it reaches the whole model's last hidden state if only this
    layer is replaced.
-3. The least sum of errors under the budget is a knapsack with one choice per layer.
-4. The whole model decides between that plan, the one without weights, and one choice for all layers.
+3. Minimising the sum of errors under the budget is a knapsack problem with one choice per layer.
+4. The whole model decides between that plan, the best plan without weights, and one choice for all layers.
 """
 
 from __future__ import annotations
@@ -44,21 +44,20 @@ WINDOWS = (0.25, 0.5, 1, 2, 4)
 EXACT_KEYS = (0, 0.5)
 """Exact keys to choose from in addition to the reference's, as shares of its window."""
 HELD_OUT = 8
-"""Rows on which choices are compared, at most."""
+"""Maximum number of rows for comparing choices."""
 TOKENS = 2048
-"""Tokens of the rows on which scales are fitted, and of those on which choices are compared; one row has more if it is
-longer."""
+"""Maximum number of tokens for fitting scales, and for comparing choices; a single longer row is allowed."""
 
 
 @dataclass(frozen=True)
 class ChosenWindows:
-    """A plan with a window, exact keys and a kernel or none for every layer.
+    """A plan with a window, exact keys, and a kernel or no kernel for every layer.
 
     Attributes:
         plan: the plan.
-        why: why each layer has what it has, by number.
-        error: of the last hidden state before any training, relative to its spread.
-        reference: the same with the reference in every layer, which holds as much or more.
+        why: the reason for each layer's choice, by layer number.
+        error: error of the last hidden state before any training, relative to its spread.
+        reference: the same error with the reference in every layer, which has as much state or more.
     """
 
     plan: Plan
@@ -68,15 +67,15 @@ class ChosenWindows:
 
     @property
     def text(self) -> str:
-        """One sentence."""
+        """The errors in one sentence."""
         return (
-            f"Windows per layer: the last hidden state has the error {self.error:.3f} before training, and "
-            f"{self.reference:.3f} with the same window in every layer and as much state"
+            f"Windows per layer: the last hidden state has an error of {self.error:.3f} before training, compared with "
+            f"{self.reference:.3f} for the same window in every layer with as much state"
         )
 
 
 def state_numbers(layer: LayerPlan) -> int:
-    """Return how many numbers a layer's state holds for one sequence."""
+    """Return the size of a layer's state for one sequence, in numbers."""
     info, shape, hybrid = kernel_info(layer.kernel), layer.shape, layer.hybrid
     held = (hybrid.window or 0) + hybrid.sinks + hybrid.exact_keys
     numbers = held * (shape.head_dim + shape.value_dim)
@@ -87,7 +86,7 @@ def state_numbers(layer: LayerPlan) -> int:
 
 
 def choices_of(layer: LayerPlan) -> dict[str, LayerPlan]:
-    """Return what a layer with a window can become, by label; the layer itself comes first."""
+    """Return the choices for a layer with a window, by label; the layer itself comes first."""
     hybrid = layer.hybrid
     assert hybrid.window is not None
     choices = {_label(layer): layer}
@@ -95,12 +94,12 @@ def choices_of(layer: LayerPlan) -> dict[str, LayerPlan]:
     more = EXACT_KEYS if hybrid.scale != SCALES[0] else EXACT_KEYS[:1]
     for window, factor in itertools.product(windows, more):
         exact = hybrid.exact_keys + round(factor * hybrid.window)
-        one = replace(layer, hybrid=replace(hybrid, window=window, exact_keys=exact))
-        choices.setdefault(_label(one), one)
+        choice = replace(layer, hybrid=replace(hybrid, window=window, exact_keys=exact))
+        choices.setdefault(_label(choice), choice)
     for window in windows:
         alone = replace(hybrid, window=window, exact_keys=0, scale=SCALES[0])
-        one = replace(layer, kernel="none", arguments={}, hybrid=alone)
-        choices.setdefault(_label(one), one)
+        choice = replace(layer, kernel="none", arguments={}, hybrid=alone)
+        choices.setdefault(_label(choice), choice)
     return choices
 
 
@@ -114,9 +113,9 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
 
     Args:
         model: the model that `base` was made for.
-        data: training rows for the scales, held-out rows for the errors. Windows of more than half a row are left out,
-            because they would look exact.
-        base: a plan whose layers with a window are the reference.
+        data: training rows for fitting the scales, held-out rows for the errors. Windows of more than half a row are
+            left out, because they would look exact.
+        base: the plan whose layers with a window are the reference.
 
     Raises:
         ConfigError: if no layer has a window, or there are no held-out rows.
@@ -169,13 +168,13 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
 
         everywhere = [(label,) * len(layers) for label in labels if all((n, label) in error for n in layers)]
         cheap = [
-            one
-            for one in everywhere
-            if sum(state_numbers(own[label]) for own, label in zip(options.values(), one, strict=True)) <= limit
+            choice
+            for choice in everywhere
+            if sum(state_numbers(own[label]) for own, label in zip(options.values(), choice, strict=True)) <= limit
         ]
-        tried = [found for found in (best(weights), best({})) if found is not None] + [reference, *cheap]
-        found = whole.errors(tried)
-    chosen = min(zip(found, tried, strict=True), key=lambda pair: pair[0].score)[1]
+        tried = [choice for choice in (best(weights), best({})) if choice is not None] + [reference, *cheap]
+        results = whole.errors(tried)
+    chosen = min(zip(results, tried, strict=True), key=lambda pair: pair[0].score)[1]
     why = {
         number: f"error of the layer's output {error[number, label]:.3g}, with {usual} {error[number, usual]:.3g}"
         for number, label, usual in zip(layers, chosen, reference, strict=True)
@@ -185,15 +184,15 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
 
 
 def some_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """Return at most `rows` rows of a batch, and no more than have `TOKENS` tokens together."""
+    """Return at most `rows` rows of a batch, with at most `TOKENS` tokens in total but at least one row."""
     longest = max((value.shape[1] for value in batch.values() if value.ndim == 2), default=1)
     return {name: value[: min(rows, max(1, TOKENS // longest))] for name, value in batch.items()}
 
 
 def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Tensor]) -> int:
-    """Fit the scales of all candidates that are not too wide for the rows, and return the tokens of a row.
+    """Fit the scales of all candidates whose windows are not too wide for the rows, and return the tokens per row.
 
-    Candidates of a layer that differ in their exact keys alone share the fit of the first of them.
+    Candidates of a layer that differ only in their exact keys share the fit of the first of them.
     """
     tokens = 0
 

@@ -121,7 +121,7 @@ def test_divergence_inside_convert_keeps_what_stage_one_learned(here, tmp_path, 
     "line, words",
     [
         (["align", "aligned"], "its own softmax is no longer the original's"),
-        (["align", "plain", "--teacher", "plain"], "is converted itself"),
+        (["align", "plain", "--teacher", "plain"], "is itself converted"),
         (["align", "plain", "--teacher", "roberta"], "expected 'bert'"),
         (["align", "plain", "--teacher", "others"], "tokenizer"),
         (["align", "bert"], "is not a converted checkpoint"),

@@ -40,7 +40,7 @@ REFUSED = {
     "damaged model": ("compare damaged linear", "'damaged' is not a converted checkpoint"),
     "bad line": ("convert bert --dataset bad.jsonl --output o", "'bad.jsonl', line 5: got no JSON object"),
     "no label": (f"finetune bert {TASK} --dataset texts.jsonl --label-column no", "another with --label-column"),
-    "short": ("convert bert --max-length 8 --output o", "max_length: got 8, but 'bert' takes 64 tokens already"),
+    "short": ("convert bert --max-length 8 --output o", "max_length: got 8, but 'bert' already takes 64 tokens"),
     "tracker": ("convert bert --dataset rows.jsonl --report-to nobody --output o --dry-run", "unknown report_to"),
     "tuning's tracker": (
         f"finetune bert {TASK} --dataset rows.jsonl --report-to nobody --dry-run",

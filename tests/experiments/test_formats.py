@@ -72,7 +72,7 @@ def test_markdown(table):
     row = next(line for line in lines if line.startswith("| hedgehog"))
     assert row.startswith("| hedgehog | 51.00 ± 1.41 (90.0 %) | 51.00 ± 1.41 (90.0 %) |")
     assert all(line.replace(r"\|", "").count("|") == 5 for line in lines[2:7])
-    assert any("Not as in recipe minilm-glue: kernels, tasks, seeds, distil." in line for line in lines)
+    assert any("Different from recipe minilm-glue: kernels, tasks, seeds, distil." in line for line in lines)
 
 
 def test_csv(table):
@@ -116,7 +116,7 @@ def test_chance_has_a_row_and_no_ratio_stands_on_it(tmp_path, softmax, share):
 def test_notes(table):
     said = " ".join(notes_of(table))
     assert "Means over 2 seeds" in said and "1 cells are missing" in said
-    assert "Not as in recipe minilm-glue: kernels, tasks, seeds, distil." in said
+    assert "Different from recipe minilm-glue: kernels, tasks, seeds, distil." in said
 
 
 def test_the_verb(recipe, tmp_path, capsys):
@@ -125,7 +125,7 @@ def test_the_verb(recipe, tmp_path, capsys):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(plain(recipe)))
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(recipe)))
     code, out, _ = run(capsys, "results", folder)
-    assert code == 0 and "51.00 +- 1.41" in out and "Not as in recipe minilm-glue" in out
+    assert code == 0 and "51.00 +- 1.41" in out and "Different from recipe minilm-glue" in out
     for kind, sign in (("md", "| --- |"), ("csv", "run,row,task,mean"), ("latex", r"\toprule")):
         code, out, err = run(capsys, "results", folder, "--format", kind)
         assert code == 0 and sign in out and err == ""

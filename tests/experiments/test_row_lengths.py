@@ -78,8 +78,8 @@ def test_a_tuned_model_is_measured_in_chunks_and_a_longer_one_tuned_at_its_lengt
             r"kernels\[0\]\.rows\.max_length: got 'long'",
         ),
         ({**LINEAR, "positions": "stretch"}, "unknown positions 'stretch'"),
-        ({"name": "hedgehog", "positions": "interpolate"}, "only a converted model with rows.max_length gets more"),
-        ({**CHUNKS, "positions": "interpolate"}, "only a converted model with rows.max_length gets more"),
+        ({"name": "hedgehog", "positions": "interpolate"}, "only for a converted model with rows.max_length"),
+        ({**CHUNKS, "positions": "interpolate"}, "only for a converted model with rows.max_length"),
     ],
 )
 def test_what_a_row_cannot_read(tiny, kernel, message):

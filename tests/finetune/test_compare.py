@@ -100,8 +100,8 @@ def test_data_whose_longest_row_makes_it_pointless(place, few_draws):
     found = evaluate_checkpoint(job(place, data="short", compare=str(place / "original")))
     assert len(found.sides) == 2 and found.notes == (
         "Not above chance: this model, the original.",
-        "The longest row has 7 tokens, and the original reads 12: nothing is cut, so that chunks would be whole rows, "
-        "and a greater length cannot decide here.",
+        "The longest row has 7 tokens, and the original reads 12: nothing is cut, so chunks would be whole rows, and "
+        "a longer input makes no difference here.",
     )
 
 
@@ -121,9 +121,7 @@ def test_tasks_that_are_not_read_as_chunks(place, few_draws):
         write(place / "pairs" / f"{split}.jsonl", rows)
     asked = job(place, data="pairs", columns="first,second", compare=str(place / "original"))
     found = evaluate_checkpoint(asked)
-    assert (
-        len(found.sides) == 2 and found.sides[1].cut_share == 1.0 and "does not read one text a row" in found.notes[-1]
-    )
+    assert len(found.sides) == 2 and found.sides[1].cut_share == 1.0 and "not read one text per row" in found.notes[-1]
 
 
 def measured(scores, resampled):

@@ -438,7 +438,7 @@ def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
     assert not (target / "adapter").exists()
     with pytest.raises(ConfigError, match="give --lora"):
         finetune_checkpoint(replace(job, overwrite=True, tune=replace(config, lora=None)))
-    with pytest.raises(ConfigError, match="belongs to the model as it is; choose another output"):
+    with pytest.raises(ConfigError, match="belongs to the unchanged model; choose another output"):
         finetune_checkpoint(replace(job, model=str(target), overwrite=True))
 
 

@@ -34,7 +34,7 @@ def test_the_worst_layer():
     assert (found.index, found.figure, found.value, found.mean) == (2, "KL", 0.9, pytest.approx(0.3))
     assert worst(plan, 0.1) is None
     assert advice.Findings(found, None, "load", "next", "why").lines()[0] == (
-        "Worst layer: 2 (bert.encoder.layer.2.attention.self), KL 0.900, 0.300 on average; --keep-softmax 2 leaves it "
+        "Worst layer: 2 (bert.encoder.layer.2.attention.self), KL 0.900, 0.300 on average; --keep-softmax 2 keeps it "
         "softmax."
     )
 
@@ -121,10 +121,10 @@ def context(job, **more):
 def test_the_next_command_follows_from_what_was_done():
     job = ConvertJob.of(model="bert", distill_length=32, text_column="x,y")
     assert advice.next_command(context(job, distillation=None)) == (
-        "to teach the kernels", "linearize distill out --text-column x,y --distill-length 32",
+        "to train the kernels", "linearize distill out --text-column x,y --distill-length 32",
     )  # fmt: skip
     assert advice.next_command(context(job)) == (
-        "to bring the whole model close", "linearize align out --text-column x,y",
+        "to bring the whole model closer", "linearize align out --text-column x,y",
     )  # fmt: skip
     report = ("to look at every layer", "linearize report out --original bert --text-column x")
     assert advice.next_command(context(job, alignment=True)) == report

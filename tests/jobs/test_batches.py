@@ -81,7 +81,7 @@ def test_rows_are_as_long_as_asked_where_positions_are_extended(place, kernel):
 
 
 def test_rows_longer_than_the_model_takes_are_said_to_be_cut(place):
-    note = "Rows are cut to 64 tokens, as many as the model takes (got 80); convert with --max-length"
+    note = "Rows are cut to 64 tokens, the most the model takes (got 80); convert with --max-length"
     assert taught(place, distill_length=80) == (64, [note])
 
 

@@ -128,9 +128,9 @@ def test_times_of_steps_and_of_the_evaluation_after_the_last():
 def test_a_bill_in_words():
     stage = StageBill("stage one", 1000, 32, 2.5, 3, 10, 2600.0)
     bill = Bill("out", "a file", 256, (stage, stage), "cpu", 3 * 2**30, 2**30, 2**20, 2**31)
-    assert bill.seconds == 5200 and bill.problems == ["memory: 3.0 GiB needed, 1.0 GiB there"]
+    assert bill.seconds == 5200 and bill.problems == ["memory: 3.0 GiB needed, 1.0 GiB available"]
     lines = bill.lines()
     assert lines[0] == "Data: a file; rows of up to 256 tokens"
-    assert lines[1] == "Time, stage one: 1,000 steps of 32 rows at 2.5 s, measured 10 times: 43 min"
-    assert "Time, altogether: 87 min" in lines and lines[-1].startswith("It does not fit: memory")
+    assert lines[1] == "Time, stage one: 1,000 steps of 32 rows at 2.5 s, evaluated 10 times: 43 min"
+    assert "Time, total: 87 min" in lines and lines[-1].startswith("It does not fit: memory")
     assert (duration(119), duration(7300)) == ("119 s", "2 h 02 min")

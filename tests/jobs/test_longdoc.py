@@ -126,10 +126,10 @@ def test_a_taste_says_that_it_is_one_and_keeps_what_is_asked(place):
     asked = {"positions": "interpolate", "preset": "encoder", "window": 8}
     result = run_longdoc(job(place, "stretched", quick=True, limit=16, validation_limit=8, **asked))
     assert result.notes[0] == (
-        "A taste, not a measurement: 8 rows to measure on, 16 to train on, 2 and 2 steps of stage one and alignment. "
-        "Leave --quick out to decide."
+        "A quick look, not a measurement: 8 rows to measure on, 16 to train on, 2 steps of stage one and 2 of "
+        "alignment. Leave --quick out for a real result."
     )
-    assert result.verdict.startswith("A taste only: ") and result.rows == 8
+    assert result.verdict.startswith("Only a quick look: ") and result.rows == 8
     config = json.loads((place / "stretched" / "linear" / "config.json").read_text())
     assert config["linearize"]["provenance"]["options"]["positions"] == "interpolate"
     assert config["max_position_embeddings"] == 32
@@ -140,20 +140,20 @@ def test_a_taste_says_that_it_is_one_and_keeps_what_is_asked(place):
 def test_what_is_refused(place, tmp_path, done):
     cases = [
         ({"max_length": None}, r"rows have up to \d+ tokens and .* takes 12; say .* --max-length 32"),
-        ({"max_length": 8}, "takes 12 tokens already"),
+        ({"max_length": 8}, "already takes 12 tokens"),
         ({"chunk_length": 13}, "chunk_length: got 13, but .* takes at most 12 tokens"),
         ({"kernel": "hedgehug"}, "hedgehug"),
-        ({"preset": "causal"}, "sees both sides; use --preset encoder"),
+        ({"preset": "causal"}, "is bidirectional; use --preset encoder"),
         ({"preset": "decoder"}, "unknown preset 'decoder'"),
         ({"positions": "stretch"}, "unknown position method 'stretch'"),
-        ({"model": str(place / "long" / "linear")}, "is converted already"),
+        ({"model": str(place / "long" / "linear")}, "is already converted"),
         ({"dataset": str(tmp_path / "nowhere")}, "does not exist"),
     ]
     for changes, message in cases:
         with pytest.raises(LinearizeError, match=message):
             run_longdoc(job(place, "refused", **changes))
     for name in ("cifar10", "causal-lm", "token-classification", "similarity"):
-        with pytest.raises(ConfigError, match="expected one that gives a text a class or a number"):
+        with pytest.raises(ConfigError, match="expected one that predicts a class or a number"):
             job(place, task=name)
     with pytest.raises(LinearizeError, match="is not empty"):
         run_longdoc(job(place))
@@ -179,7 +179,7 @@ def test_data_that_cannot_decide_is_reported_and_not_refused(place, tmp_path):
     write(tmp_path / "short.jsonl", rows)
     _, lengths = examine(job(place, dataset=str(tmp_path / "short.jsonl")))
     assert lengths.longest == 5 and lengths.notes == (
-        "The longest row has 5 tokens, which the original reads whole (12): a greater length cannot decide here.",
+        "The longest row has 5 tokens, which the original reads whole (12): a longer input makes no difference here.",
     )
     _, lengths = examine(job(place, max_length=20))
     assert "of the rows are longer than 20 tokens and are cut there" in lengths.notes[0]
@@ -240,7 +240,7 @@ def test_a_dry_run_has_the_bill_of_every_step_and_writes_nothing(place, capsys):
     line = ["longdoc", str(place / "bert"), "--task", "text-classification", "--dataset", str(place / "documents")]
     line += ["--max-length", "8", "--output", str(place / "dry"), "--dry-run"]
     assert main(line) == 2
-    assert "takes 12 tokens already" in capsys.readouterr().err
+    assert "already takes 12 tokens" in capsys.readouterr().err
 
 
 def compared(name, value, by="accuracy"):
@@ -264,7 +264,7 @@ def sides_of(*learned):
         (0.1, -0.1, "better than the original cut at 12, and worse than its averaged chunks."),
         (0.0, -0.1, "is within the noise of the original cut at 12, and worse than its chunks; 64 rows cannot show"),
         (-0.1, 0.1, "is worse than the original cut at 12."),
-        (0.1, None, "Reading on pays: read at 32 tokens, the linear model is better than the original cut at 12."),
+        (0.1, None, "Longer inputs help: read at 32 tokens, the linear model is better than the original cut at 12."),
     ],
 )  # fmt: skip
 def test_the_verdict(place, cut, chunks, expected):

@@ -95,8 +95,8 @@ def test_why_a_layer_has_its_kernel():
     assert reasons(("b", "b"), found)[0] == "error 0.2, a 0.1; the whole model is closest with b in every layer"
     found.weights = {0: 2.0}
     assert reasons(("softmax", "a"), found)[0] == (
-        "kept softmax: of a, the closest, the layer's output would have the error 0.1, and the whole model's squared "
-        "error 0.02 by it alone"
+        "kept softmax: with a, the closest, the layer's output would have an error of 0.1, which alone gives the whole "
+        "model a squared error of 0.02"
     )
 
 

@@ -209,7 +209,7 @@ def test_a_candidate_that_cannot_serve_the_model(monkeypatch, data):
     info = linearize.kernel_info("polaformer")
     monkeypatch.setitem(registry._KERNELS, "polaformer", dataclasses.replace(info, causal=False))
     model = loud("gpt2")
-    with pytest.raises(ConfigError, match=r"candidates: 'polaformer' cannot serve this model: .*bidirectional only"):
+    with pytest.raises(ConfigError, match=r"candidates: 'polaformer' does not fit this model: .*bidirectional only"):
         search(model, Fixed(batches(model)), config(candidates=("polaformer", "hedgehog")))
 
 

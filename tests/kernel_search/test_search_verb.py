@@ -169,7 +169,10 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
     [
         ("search bert --candidates hedgehog", "got one candidate (hedgehog), and nothing to choose between"),
         ("search bert --candidates hedgehog,hedgehug", "unknown kernel 'hedgehug'. Did you mean 'hedgehog'?"),
-        ("search bert --candidates hedgehog,t2r --budget cost=0.01", "the nearest that is met is --budget cost=0.1"),
+        (
+            "search bert --candidates hedgehog,t2r --budget cost=0.01",
+            "the smallest possible is --budget cost=0.1",
+        ),
         ("search bert --budget price=1", "unknown budget 'price'"),
         ("search bert --plan-out plan.txt", "expected the name of a .yaml file"),
         ("search bert --plan-out nowhere/plan.yaml", "make the folder first"),
@@ -188,12 +191,12 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
         ("convert bert --kernel auto --dry-run --candidates hedgehog,elo", "unknown kernel 'elo'"),
         (
             "convert bert --kernel auto --dry-run --candidates hedgehog,t2r --budget cost=0.01 --align-steps 0",
-            "the nearest that is met is --budget cost=0.1",
+            "the smallest possible is --budget cost=0.1",
         ),
         ("convert bert --budget cost=0.5", "--budget: nothing is searched without --kernel auto"),
         ("convert bert --plan-out plan.yaml", "--plan-out: nothing is searched without --kernel auto"),
-        ("convert bert --plan plan.yaml --layers 0=elu", "--layers: --plan FILE says what becomes of every layer"),
-        ("convert bert --plan plan.yaml --kernel auto", "--kernel: --plan FILE says what becomes of every layer"),
+        ("convert bert --plan plan.yaml --layers 0=elu", "--layers: --plan FILE already determines every layer"),
+        ("convert bert --plan plan.yaml --kernel auto", "--kernel: --plan FILE already determines every layer"),
         ("convert bert --plan nowhere.yaml", "'nowhere.yaml' cannot be read"),
         ("convert bert --plan texts.jsonl", "'texts.jsonl' "),
     ],

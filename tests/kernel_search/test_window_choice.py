@@ -130,7 +130,7 @@ def test_convert_chooses_and_writes_the_plan(tmp_path, monkeypatch, capsys):
         "o",
     )
     assert code == 0, err
-    assert "Windows per layer: the last hidden state has the error" in out
+    assert "Windows per layer: the last hidden state has an error of" in out
     info = inspect_checkpoint("o")
     assert info.plan is not None
     assert {layer.hybrid.window for layer in info.plan.converted} <= {1, 2, 4, 8, 16}

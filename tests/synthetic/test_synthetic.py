@@ -245,7 +245,7 @@ def test_what_documents_refuse(tmp_path):
     for split in ("train", "validation"):
         rows = [{"text": f"{split}{n} is a text", "label": int(n == 0)} for n in range(9)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="classes 0: 8, 1: 1, expected two classes or more, each with two"):
+    with pytest.raises(DataError, match="classes 0: 8, 1: 1, expected two classes or more with two texts each"):
         make("documents", {"decides": "last", "filler": str(tmp_path), "words": 3}, str(tmp_path))
 
 

@@ -35,8 +35,8 @@ SAME = 0.05
 """Two forward passes are equally fast if their times differ by at most this share."""
 OTHER_SOFTMAX = (
     "This checkpoint's weights were trained after stage one (alignment or stage two). The softmax shown here uses the "
-    "trained weights, not the original's, so the distance of the kernels from it says little. Compare the whole "
-    "model's output with the original's instead."
+    "trained weights, which are no longer the original's, so the distance of the kernels from it says little. Compare "
+    "the whole model's output with the original's instead."
 )
 
 

@@ -1,4 +1,4 @@
-"""The rows of a run compared with one of them: paired differences, and on how many tasks they are as good."""
+"""Compare the rows of a run with one of them: paired differences, and the share of tasks on which they are as good."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from linearize.training.stage_two.metrics import draws, percentiles
 from linearize.training.stage_two.tasks import Task
 
 TOLERANCES = (0.0, 0.5, 1.0, 2.0)
-"""Percent of the other row's score that a row may be below it and still count as as good."""
+"""How far a row may be below the other row, in percent of its score, and still count as equally good."""
 RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far one row is above another on a task, the mean over the seeds that both have; in points, as tables show it.
+    """The difference between two rows on a task, as the mean over their common seeds; in points, as in tables.
 
     Attributes:
-        value: by the task's score.
-        interval: its 95 % bootstrap interval, both measured on the same drawn units; None if it is not recorded what
-            was scored: of models that were tuned, and by earlier versions.
-        metrics: the same by every metric: difference and interval.
-        seeds: how many seeds.
+        value: difference of the task's score.
+        interval: 95 % bootstrap interval of `value`, with both rows resampled on the same units; None if the scored
+            units were not recorded, as for tuned models and in runs of earlier versions.
+        metrics: difference and ends of the interval for every metric.
+        seeds: number of common seeds.
     """
 
     value: float
@@ -43,14 +43,14 @@ class Gap:
 
 @dataclass(frozen=True)
 class Against:
-    """All rows compared with one.
+    """All rows of a run compared with one of them.
 
     Attributes:
-        row: that row.
+        row: the row that all others are compared with.
         tasks: names of the tasks.
-        gaps: by row and task.
-        as_good: by row, the share of the tasks (0 to 1) on which it is as good, for each of `TOLERANCES`.
-        half: by row, the tolerance in percent at which that share is one half.
+        gaps: differences by row and task.
+        as_good: for each row, the share of the tasks (0 to 1) on which it is as good, for each of `TOLERANCES`.
+        half: for each row, the tolerance in percent at which that share is one half.
     """
 
     row: str
@@ -60,7 +60,7 @@ class Against:
     half: dict[str, float]
 
     def cells(self) -> list[list[str]]:
-        """Return the rows of a table as texts: the row's name, and its differences with their intervals."""
+        """Return the rows of a table as strings: the row's name, and its differences with their intervals."""
 
         def shown(gap: Gap | None) -> str:
             if gap is None:
@@ -71,7 +71,7 @@ class Against:
         return [[name, *(shown(row.get(task)) for task in self.tasks)] for name, row in self.gaps.items()]
 
     def notes(self) -> list[str]:
-        """Return one line for each row: on how many tasks it is as good."""
+        """Return one line per row with the shares of the tasks on which it is as good."""
         within = ", ".join(f"{tolerance:g}" for tolerance in TOLERANCES)
         return [
             f"{name}: as good as {self.row} within {within} % on {', '.join(f'{share:.0%}' for share in shares)} of "
@@ -96,7 +96,7 @@ def against(folder: str | Path, row: str) -> Against:
     if row not in names:
         raise unknown_name("row", row, names)
     done = [cell for cell in table if cell.key in measured]
-    # What was scored in each cell; nothing if that is not recorded.
+    # The scored units of each cell; empty if they are not recorded.
     records = {cell.key: read_json(root / stages_of(recipe, cell)["done"].folder / RECORD, MOST_TEXT) for cell in done}
     units = {key: tuple(map(np.asarray, record.get("units") or ())) for key, record in records.items()}
     tasks = tuple(dict.fromkeys(cell.job.name for cell in table))
@@ -116,15 +116,15 @@ def against(folder: str | Path, row: str) -> Against:
                 below = gap.value if asked.lower_is_better else -gap.value
                 needed.setdefault(name, []).append(max(0.0, 100 * below / max(abs(points), 1e-12)))
     if not needed:
-        raise DataError(f"--against: row {row!r} and another one were not measured on the same task; run more cells")
-    shares = {name: as_good(found) for name, found in needed.items()}
-    # The lower median: the smallest tolerance within which at least half of the tasks are.
-    return Against(row, tasks, gaps, shares, {name: statistics.median_low(found) for name, found in needed.items()})
+        raise DataError(f"--against: no other row was measured on a task of row {row!r}; run more cells")
+    shares = {name: as_good(percents) for name, percents in needed.items()}
+    # The lower median: the smallest tolerance that at least half of the tasks are within.
+    return Against(row, tasks, gaps, shares, {name: statistics.median_low(x) for name, x in needed.items()})
 
 
 def as_good(needed: Sequence[float]) -> tuple[float, ...]:
-    """Return the share of tasks within each of `TOLERANCES`, from the tolerance that each task needs, in percent."""
-    return tuple(sum(one <= tolerance for one in needed) / len(needed) for tolerance in TOLERANCES)
+    """Return the share of tasks within each of `TOLERANCES`, given the tolerance that each task needs, in percent."""
+    return tuple(sum(percent <= tolerance for percent in needed) / len(needed) for tolerance in TOLERANCES)
 
 
 def _scale(task: Task) -> float:

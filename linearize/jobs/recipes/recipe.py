@@ -29,16 +29,16 @@ class Job:
     """A task of a recipe with the options of all its stages.
 
     Attributes:
-        name: of the table's column.
+        name: name of the table's column.
         task: the task.
-        column: what the recipe says about it.
-        data: what to read; None: the task's own data set.
-        config: config of a model trained from scratch, or changes to a checkpoint's.
-        rows: how data becomes rows.
-        teacher: tuning of the softmax model.
-        distil: stage one.
-        align: the alignment.
-        finetune: stage two.
+        column: the recipe's entry for it.
+        data: the data to read; None: the task's own data set.
+        config: config of a model trained from scratch, or changes to a checkpoint's config.
+        rows: options for turning data into rows.
+        teacher: options for tuning the softmax model.
+        distil: options of stage one.
+        align: options of the alignment.
+        finetune: options of stage two.
     """
 
     name: str
@@ -64,12 +64,12 @@ OPTIONS: dict[str, type] = {
     "align": schema.Alignment,
     "finetune": StageTwo,
 }
-"""The options that a recipe gives for all tasks, and a task changes."""
+"""The option sections that a recipe sets for all tasks, and that single tasks may change."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the table: a kernel, a task, a seed, and the task distilled on if that is another one."""
+    """One cell of the table: a kernel, a task, a seed, and the task to distil on if that is a different one."""
 
     kernel: Row
     job: Job
@@ -78,7 +78,7 @@ class Cell:
 
     @property
     def read(self) -> Job:
-        """The task with the rows that this row of the table reads."""
+        """The task, with the options for data rows that this row of the table has."""
         return self.job.reading(**self.kernel.rows)
 
     @property
@@ -146,11 +146,11 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
     """Read a recipe, change it and check it.
 
     Args:
-        name: of a recipe of the package, or a file.
+        name: name of a recipe of the package, or a file.
         changes: `key=value`; the key may have dots (`finetune.epochs=1`), the value is YAML (`kernels=[elu,relu]`).
 
     Raises:
-        ConfigError: if it is not YAML, or for anything unknown or of the wrong type; names the key.
+        ConfigError: if it is not YAML, or for anything unknown or of the wrong type; the message names the key.
     """
     where = f"recipe {Path(name).stem}"
     try:
@@ -170,7 +170,7 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
     """Build a recipe from plain data and check every name and number in it.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: for a wrong name or number; the message names the key.
     """
     recipe = build(Recipe, values, where)
     for place, row in enumerate(recipe.kernels):
@@ -200,7 +200,7 @@ def resolve(recipe: Recipe, where: str = "recipe") -> dict[str, Job]:
     """Return the tasks of a recipe by name, including those to distil on and to train on first.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: for a wrong name or option; the message names the key.
     """
     columns = recipe.columns
     jobs = {name: _job(recipe, name, column, f"{where}.tasks.{name}") for name, column in columns.items()}
@@ -240,7 +240,7 @@ def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
 
 
 def cells(recipe: Recipe) -> list[Cell]:
-    """Return the cells of a recipe's table in the order in which they are run: those of one task together."""
+    """Return the cells of a recipe's table in the order in which they run, grouped by task."""
     jobs = resolve(recipe)
     table = []
     for seed in recipe.seeds:
@@ -255,13 +255,13 @@ def cells(recipe: Recipe) -> list[Cell]:
 
 
 def plain(recipe: Recipe) -> dict[str, object]:
-    """Return a recipe as plain data, without empty values: what `recipe.yaml` in a run's folder holds."""
+    """Return a recipe as plain data, without empty values: the content of `recipe.yaml` in a run's folder."""
     values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
     rows: list[object] = []
     for row in recipe.kernels:
         line: dict[str, object] = _without_empty(dataclasses.asdict(row))
         if row.layers:
-            # A single layer's kernel without arguments is its name.
+            # A layer's kernel without arguments is written as its name.
             line["layers"] = {
                 number: kernel.name if _bare(kernel) else _without_empty(dataclasses.asdict(kernel))
                 for number, kernel in row.layers.items()
@@ -269,13 +269,13 @@ def plain(recipe: Recipe) -> dict[str, object]:
         rows.append(row.name if _bare(row) else line)
     values["kernels"] = rows
     if isinstance(recipe.tasks, dict):
-        # A task without changes stays, as an empty section.
+        # A task without changes is kept as an empty section.
         values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
     return values
 
 
 def _bare(kernel: Kernel) -> bool:
-    """Whether a row or kernel is only a name. Kernel `none` cannot be built from its name: it needs a window."""
+    """Tell whether a row or kernel is only a name. It is not built from that name, as kernel `none` needs a window."""
     return vars(kernel) == vars(type(kernel)(SOFTMAX)) | {"name": kernel.name}
 
 
@@ -292,7 +292,7 @@ def _change(values: dict[str, Any], change: str) -> None:
     """Apply one `key=value`.
 
     Raises:
-        ConfigError: if it is not written so.
+        ConfigError: if the change does not have this form.
     """
     key, equals, text = change.partition("=")
     parts = key.strip().split(".")
@@ -307,7 +307,7 @@ def _change(values: dict[str, Any], change: str) -> None:
         values["tasks"] = {name: {} for name in tasks or []}
     if parts in (["kernels"], ["tasks"], ["seeds"], ["sources"]) and not isinstance(value, list | dict):
         value = [value]
-    # A name keeps what the recipe says about that row or task.
+    # A row or task given by name keeps its options from the recipe.
     if parts == ["kernels"] and isinstance(value, list):
         rows = values.get("kernels", [])
         known = {row.get("label") or row.get("name") if isinstance(row, dict) else row: row for row in rows}
@@ -321,7 +321,7 @@ def _change(values: dict[str, Any], change: str) -> None:
             raise ConfigError(f"{key}: {part!r} is not a section of keys")
     place[parts[-1]] = value
     if parts == ["tasks"] and isinstance(values.get("figures"), dict):
-        # Figures of the remaining tasks only: the paper's average is of all.
+        # Only the remaining tasks keep their figures; the paper's average, over all tasks, is dropped.
         values["figures"] = {
             row: {name: figure for name, figure in figures.items() if name in value}
             if isinstance(figures, dict)

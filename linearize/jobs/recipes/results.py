@@ -1,6 +1,6 @@
 """The rows of `results.jsonl`, the table made from them, and how a run differs from the recipe it is based on.
 
-After that: the table as lines of text, as Markdown, CSV and LaTeX, and as a picture.
+Also the table in output formats: lines of text, Markdown, CSV, LaTeX, and a picture.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
 CHANCE = "chance"
-"""The row of a table with the best scores of answers that ignore the input."""
+"""Name of the table's row with the best scores of answers that ignore the input."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell as shown: means over seeds.
+    """One cell as shown in tables: means over seeds.
 
     Attributes:
         ours: our figure, in the paper's unit (points for shares); None if it was not measured yet.
         paper: the paper's figure, or None.
         recovered: share of the softmax model's score above chance, percent; None if that model is not above chance.
-        seeds: how many seeds ours is a mean of.
-        deviation: standard deviation over the seeds (of a sample, n - 1), in the unit of ours; None for less than two.
+        seeds: number of seeds that `ours` is the mean of.
+        deviation: sample standard deviation (n - 1) over the seeds, in the unit of `ours`; None for fewer than two.
     """
 
     ours: float | None
@@ -55,13 +55,13 @@ class Table:
     """A recipe's table.
 
     Attributes:
-        title: one line.
+        title: title in one line.
         columns: names of the tasks, and "average" if there is more than one.
         rows: entries by row and column; the last row is `CHANCE`, if it is known.
-        missing: cells that were not run yet.
-        damaged: lines of the results file that cannot be read.
-        seeds: how many seeds the recipe has.
-        changes: `changes_of` the recipe.
+        missing: number of cells that were not run yet.
+        damaged: number of lines in the results file that cannot be read.
+        seeds: number of seeds in the recipe.
+        changes: differences from the package's recipe, from `changes_of`.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Table:
 
 
 ResultRow = dict[str, Any]
-"""A line of a run's results, one per cell; `linearize.jobs.recipes.run` makes it."""
+"""A line of a run's results, one per cell; made by `linearize.jobs.recipes.run`."""
 
 
 def append_row(folder: Path, row: ResultRow) -> None:
@@ -89,7 +89,7 @@ def read_rows(folder: Path) -> tuple[list[ResultRow], int]:
     """Read a folder's results.
 
     Returns:
-        The rows, the last one for each cell; and how many lines are damaged (such as the last one of a killed run).
+        The last row of each cell, and the number of damaged lines (such as the last line of a killed run).
     """
     path = folder / RESULTS
     if not path.is_file():
@@ -116,10 +116,10 @@ def repair(folder: Path) -> list[ResultRow]:
 
 
 def tables(folder: str | Path) -> list[Table]:
-    """Make the table of a run's folder, or of every run in a folder.
+    """Return the table of a run's folder, or those of all runs in a folder.
 
     Raises:
-        DataError: if there is no run.
+        DataError: if the folder holds no run.
         ConfigError: if a run's recipe is damaged.
     """
     root = Path(folder).expanduser()
@@ -134,7 +134,7 @@ def tables(folder: str | Path) -> list[Table]:
 
 
 def read_run(run: Path) -> tuple[Recipe, list[ResultRow], int]:
-    """Read a run's recipe, its results, and how many lines of them are damaged.
+    """Return a run's recipe, its results, and the number of damaged lines.
 
     Raises:
         ConfigError: if the recipe is damaged.
@@ -169,7 +169,7 @@ def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: in
         if several:
             line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
         table[label] = line
-    # What guessing reaches on a task: the validation rows, and so this level, are the same for all rows.
+    # The chance level of a task: it is the same for all rows of the table, as they share the validation rows.
     levels = {
         column: [_scaled(x, x["chance"]) for x in rows if x.get("task") == column and x.get("chance") is not None]
         for column in columns
@@ -196,7 +196,7 @@ def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | No
     mine = [row for row in rows if row.get("row") == label and row.get("task") == column]
     scores = [_scaled(row, row["score"]) for row in mine]
     shares = [row.get("recovered") for row in mine]
-    # The share over all seeds is unknown if softmax learned nothing with one of them.
+    # The share over all seeds is unknown if softmax learned nothing with one seed.
     recovered = None if label == SOFTMAX else _mean(shares)
     return Entry(_mean(scores), paper, recovered, len(mine), _deviation(scores))
 
@@ -206,7 +206,7 @@ def _scaled(row: ResultRow, score: float) -> float:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; None if there is no value, or one is unknown."""
+    """Return the mean; None if there are no values, or one of them is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
@@ -216,7 +216,7 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 
 def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> list[float]:
-    """Return a row's average over the tasks for each seed with which all of them were run."""
+    """Return a row's average over the tasks, for each seed with which all tasks were run."""
     seeds: dict[object, dict[str, float]] = {}
     for row in rows:
         if row.get("row") == label:
@@ -226,7 +226,7 @@ def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> l
 
 
 def _average(entries: Sequence[Entry], paper: float | None, by_seed: Sequence[float]) -> Entry:
-    """Average a row if it is complete; the deviation is that of the averages of each seed."""
+    """Return a row's average if it is complete; the deviation is that of the averages per seed."""
     if paper is None:
         paper = _mean([entry.paper for entry in entries])
     ours = _mean([entry.ours for entry in entries])
@@ -234,10 +234,10 @@ def _average(entries: Sequence[Entry], paper: float | None, by_seed: Sequence[fl
 
 
 def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:
-    """Set what share of the softmax model's average is recovered, as papers do: the share of the averages.
+    """Set the recovered share of the softmax model's average, computed from the averages as in papers.
 
     Without a chance level, as in older results, it is the share of the whole score. It is unknown if the share of any
-    task is.
+    task is unknown.
     """
     tasks = [job.task for job in resolve(recipe).values()]
     original, chance = (table.get(label, {}).get(AVERAGE) for label in (SOFTMAX, CHANCE))
@@ -252,9 +252,9 @@ def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> Non
 
 
 def changes_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return the keys in which a run's recipe differs from the one of the package with the same summary and paper.
+    """Return the keys in which a run's recipe differs from the package's recipe with the same summary and paper.
 
-    The package's name comes first; empty without such a recipe, or if it is the same.
+    The name of the package's recipe comes first; empty if there is no such recipe, or no difference.
     """
     now = plain(recipe)
     for name in recipe_names():
@@ -267,12 +267,12 @@ def changes_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def cell_text(entry: Entry, seeds: int, sign: str = "+-") -> str:
-    """Write an entry: mean, deviation, number of seeds if some are missing, share of softmax, the paper's figure.
+    """Return an entry as text: mean, deviation, number of seeds if some are missing, share of softmax, paper's figure.
 
     Args:
         entry: the entry.
-        seeds: how many seeds the table has.
-        sign: between mean and deviation.
+        seeds: number of seeds of the table.
+        sign: the sign between mean and deviation.
     """
     ours = "-" if entry.ours is None else f"{entry.ours:.2f}"
     ours += "" if entry.deviation is None else f" {sign} {entry.deviation:.2f}"
@@ -283,22 +283,22 @@ def cell_text(entry: Entry, seeds: int, sign: str = "+-") -> str:
 
 
 def notes_of(table: Table) -> list[str]:
-    """Return what a reader of a table must know, one line each."""
+    """Return the notes below a table, one line each."""
     lines = []
     if table.seeds > 1:
         lines.append(f"Means over {table.seeds} seeds, +- the standard deviation of a single run.")
     if table.changes:
         name, *keys = table.changes
-        lines.append(f"Not as in recipe {name}: {', '.join(keys)}. The run's {RECIPE} has what was used.")
+        lines.append(f"Different from recipe {name}: {', '.join(keys)}. The run's {RECIPE} has the values used.")
     if table.missing:
         lines.append(f"{table.missing} cells are missing: continue with --resume.")
     if table.damaged:
-        lines.append(f"{table.damaged} lines of the results are damaged and left out; --resume repairs them.")
+        lines.append(f"{table.damaged} lines of the results are damaged and were left out; --resume repairs them.")
     return lines
 
 
 def lines_of(table: Table, sign: str = "+-") -> list[list[str]]:
-    """Return the rows of a table as texts: the row's name, then its cells."""
+    """Return the rows of a table as strings: the row's name, then its cells."""
     return [
         [label, *(cell_text(line[column], table.seeds, sign) for column in table.columns)]
         for label, line in table.rows.items()
@@ -306,7 +306,7 @@ def lines_of(table: Table, sign: str = "+-") -> list[list[str]]:
 
 
 def to_markdown(tables: Sequence[Table]) -> str:
-    """Write tables as Markdown, with their notes."""
+    """Return tables as Markdown, with their notes."""
     parts = []
     for table in tables:
         rows = [["", *table.columns], ["---", *("---:" for _ in table.columns)], *lines_of(table, "±")]
@@ -327,7 +327,7 @@ LATEX = {"\\": r"\textbackslash{}", "|": r"\textbar{}", "~": r"\textasciitilde{}
 
 
 def to_csv(tables: Sequence[Table]) -> str:
-    """Write the entries of tables as CSV, one per line."""
+    """Return the entries of tables as CSV, one per line."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV)
@@ -342,7 +342,7 @@ def to_csv(tables: Sequence[Table]) -> str:
 
 
 def to_latex(tables: Sequence[Table]) -> str:
-    """Write tables as LaTeX `tabular`s with booktabs' rules."""
+    """Return tables as LaTeX `tabular` environments with booktabs rules."""
     parts = []
     for table in tables:
         head, *body = [["", *table.columns], *lines_of(table, r"$\pm$")]
@@ -354,7 +354,7 @@ def to_latex(tables: Sequence[Table]) -> str:
 
 
 def _latex_row(texts: Sequence[str]) -> str:
-    # The sign between mean and deviation is LaTeX already.
+    # The sign between mean and deviation is already LaTeX.
     sign = r"$\pm$"
     escaped = (sign.join("".join(LATEX.get(x, x) for x in part) for part in text.split(sign)) for text in texts)
     return " & ".join(escaped) + r" \\"
@@ -364,14 +364,14 @@ FORMATS: dict[str, Callable[[Sequence[Table]], str]] = {"md": to_markdown, "csv"
 
 
 def write_results_plot(tables: Sequence[Table], path: str) -> None:
-    """Draw tables and write the PNG."""
+    """Plot tables and write a PNG file."""
     from linearize.fidelity.plots_style import to_png
 
     write_file(path, "--plot", to_png(results_figure(tables))[0])
 
 
 def results_figure(tables: Sequence[Table]) -> Figure:
-    """Draw each task of each table: points with error bars (one standard deviation), and the paper's as crosses."""
+    """Plot each task of each table: our figures as points with one standard deviation, the paper's as crosses."""
     from linearize.fidelity import plots_style as style
 
     panels = [(table, column) for table in tables for column in table.columns]

@@ -1,4 +1,4 @@
-"""Run a recipe cell by cell. Each cell is completed or not begun, and adds one line to the results."""
+"""Run a recipe cell by cell. Each finished cell adds one line to the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from linearize.training.stage_two.tasks import recovery
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "tokenizers", "numpy")
 GROWING = ("kernels", "tasks", "sources", "seeds")
-"""Keys of which a resumed run may have more, as that only adds cells."""
+"""Keys that may have additional values in a resumed run, as that only adds cells."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class CellStarted(Event):
     """A cell begins.
 
     Attributes:
-        number: which one, from 1.
-        count: how many cells there are.
-        key: its name.
+        number: number of the cell, from 1.
+        count: number of cells.
+        key: name of the cell.
     """
 
     number: int
@@ -49,7 +49,7 @@ class CellStarted(Event):
 
 @dataclass(frozen=True)
 class CellDone(Event):
-    """A cell is complete; `row` is its line of the results."""
+    """A cell is complete; `row` is its line in the results."""
 
     row: ResultRow
 
@@ -62,21 +62,21 @@ def run_recipe(
     only: Sequence[str] = (),
     on_event: Callback = ignore,
 ) -> list[ResultRow]:
-    """Run a recipe to its end, or some of its cells.
+    """Run a recipe to the end, or some of its cells.
 
     Args:
         recipe: a checked recipe.
         output: the run's folder.
         resume: whether to continue the run in that folder: an interrupted one, or one with fewer kernels or tasks.
-        only: patterns (`*-mrpc-*`) of the cells to run; none: all. Several processes may fill one folder, as long as no
-            two of them share a task: its softmax model is trained once.
+        only: patterns (`*-mrpc-*`) of the cells to run; empty: all. Several processes may fill one folder, as long as
+            no two of them share a task, because its softmax model is trained only once.
         on_event: called with `CellStarted`, `CellDone` and events of jobs.
 
     Returns:
         The rows of the results so far, one per cell.
 
     Raises:
-        LinearizeError: one of its children, for everything the user can put right. Finished stages stay.
+        LinearizeError: a subclass of it, for everything the user can correct. Finished stages are kept.
     """
     from linearize.checkpoint.loading import check_device
 
@@ -104,7 +104,7 @@ def run_recipe(
         row = _result(recipe, folder, cell, stages)
         append_row(folder, row)
         on_event(CellDone(row))
-        # Another process may have added some.
+        # Another process may have added rows.
         rows = {row["cell"]: row for row in read_rows(folder)[0]}
     if all(cell.key in rows for cell in table):
         _sweep(recipe, folder)
@@ -112,10 +112,10 @@ def run_recipe(
 
 
 def check_data(recipe: Recipe) -> None:
-    """Check before anything slow, and without the Hub, that the tasks' local folders exist.
+    """Check that the tasks' local folders exist, without the Hub and before any slow work.
 
     Raises:
-        DataError: naming what is missing.
+        DataError: naming the missing folder or file.
     """
     for job in resolve(recipe).values():
         if job.data is not None and (recipe.data is not None or Path(job.data).expanduser().exists()):
@@ -123,7 +123,7 @@ def check_data(recipe: Recipe) -> None:
 
 
 def environment(recipe: Recipe) -> dict[str, object]:
-    """Return what a result depends on in addition to the recipe."""
+    """Return everything that a result depends on apart from the recipe: versions, machine and seeds."""
     import torch
 
     versions = {}
@@ -141,7 +141,7 @@ def environment(recipe: Recipe) -> dict[str, object]:
 
 
 def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
-    """Make the run's folder, or check that the run in it can be resumed.
+    """Create the run's folder, or check that the run in it can be resumed.
 
     Raises:
         ConfigError: if the folder holds something else, or a run with other options.
@@ -178,7 +178,7 @@ def _has_grown(old: object, new: object) -> bool:
 
 
 def _result(recipe: Recipe, folder: Path, cell: Cell, stages: Mapping[str, Stage]) -> ResultRow:
-    """Make a cell's line of the results from the records of its stages."""
+    """Return a cell's line of the results, made from the records of its stages."""
     tuned = read_json(folder / stages["done"].folder / RECORD, MOST_TEXT)
     distilled = stages.get("distilled")
     stage_one = None if distilled is None else read_json(folder / distilled.folder / RECORD, MOST_TEXT)
@@ -214,7 +214,7 @@ def _result(recipe: Recipe, folder: Path, cell: Cell, stages: Mapping[str, Stage
 
 
 def _sweep(recipe: Recipe, folder: Path) -> None:
-    """Remove what only an interrupted run needs; without `keep_models` all weights too, never the records."""
+    """Remove the files that only an interrupted run needs, and all weights unless `keep_models`; records are kept."""
     for path in folder.glob(".work/*/*"):
         with contextlib.suppress(CheckpointError):
             remove_work(path)

@@ -17,20 +17,20 @@ from linearize.training.stage_two.config import TuneConfig
 
 FLOWS = ("finetuned", "pretrained", "transfer", "scratch", "untuned")
 """finetuned: tune the softmax model, convert it, distil, tune. pretrained: the same without the first step. transfer:
-as pretrained, distilled on another task. scratch: build with the kernel in place and train. untuned: convert, distil
-and align; no label is used."""
+like pretrained, but distilled on another task. scratch: build the model with the kernel and train it. untuned: convert,
+distil and align, without labels."""
 
 SOFTMAX = "softmax"
 
 TILE = "tile"
 
 FREE = ("device", "data", "keep_models", "needs", "paper", "differs", "figures", "summary")
-"""Keys that change no result, so that a resumed run may have other values."""
+"""Keys that change no result, so a resumed run may have other values."""
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a table comes from."""
+    """The paper that a table comes from."""
 
     title: str
     url: str
@@ -44,9 +44,9 @@ class Kernel:
     Attributes:
         name: the kernel, or "softmax" to leave attention unconverted.
         args: its arguments.
-        window: tokens of a softmax window joined to the kernel.
-        sinks: first tokens that get softmax as well.
-        exact_keys: chosen keys per head that get softmax as well.
+        window: tokens of a softmax window combined with the kernel.
+        sinks: number of first tokens that also get softmax.
+        exact_keys: number of chosen keys per head that also get softmax.
         scale: learned log-scales: none, linear or network.
     """
 
@@ -72,7 +72,7 @@ class Kernel:
         """The kernel's arguments, including the window and other additions."""
         more = {"window": self.window, "sinks": self.sinks, "exact_keys": self.exact_keys}
         values = dict(self.args) | {name: value for name, value in more.items() if value is not None}
-        # Recipes were written before `convert` had scales by default with a window, and must keep their meaning.
+        # Recipes were written before `convert` added scales to windows by default, and must keep their meaning.
         return values | ({"scale": self.scale} if self.window is not None or self.scale != "none" else {})
 
 
@@ -86,11 +86,12 @@ class Row(Kernel):
         align: whether the alignment is run, if the recipe has one.
         softmax_heads: query heads that stay softmax, such as "4:0,11:7".
         keep_softmax: numbers of the layers that stay softmax, or "1/4" for the last of every four.
-        layers: kernels of single layers by their number, as `linearize search` finds them; all others have the row's.
-        rows: how this row of the table reads the data differently: `max_length` or `chunks`. A converted model takes
-            that many tokens, and is tuned and measured on them; softmax is tuned on the recipe's rows and measured so.
+        layers: kernels of single layers by number, as found by `linearize search`; all others have the row's kernel.
+        rows: options for data rows that differ in this row of the table: `max_length` or `chunks`. A converted model
+            is extended to that length, tuned and measured with it; softmax is tuned on the recipe's rows, and only
+            measured with these options.
         positions: how learned positions are extended to `rows.max_length`: "tile" or "interpolate".
-        note: what differs from the paper.
+        note: differences from the paper.
     """
 
     label: str = ""
@@ -117,13 +118,13 @@ class Row(Kernel):
         if self.positions not in METHODS:
             raise unknown_name("positions", self.positions, METHODS)
         if self.positions != TILE and (softmax or "max_length" not in self.rows):
-            raise ConfigError("positions: only a converted model with rows.max_length gets more; leave it out")
+            raise ConfigError("positions: only for a converted model with rows.max_length; leave it out")
         known = ("max_length", "chunks") if softmax else ("max_length",)
         for name in self.rows:
             if name not in known:
                 raise ConfigError(f"rows: {unknown_name(f'key of the rows of {self.name}', name, known)}")
         if self.rows and self.called == SOFTMAX:
-            raise ConfigError("rows: softmax that reads other rows needs its own label; add one")
+            raise ConfigError("rows: a softmax row with its own rows needs its own label; add one")
 
     @property
     def called(self) -> str:
@@ -133,7 +134,7 @@ class Row(Kernel):
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokenizer of a model trained from scratch: one by name, or one made from the data."""
+    """The tokenizer of a model trained from scratch: given by name, or learned from the data."""
 
     name: str | None = None
     kind: str | None = None
@@ -143,7 +144,7 @@ class Tokens:
         from linearize.jobs.synthetic.tokenizers import KINDS
 
         if (self.name is None) == (self.kind is None):
-            raise ConfigError("got a name and a kind or neither, expected one of them")
+            raise ConfigError("got both a name and a kind, or neither; expected exactly one")
         if self.kind is not None and self.kind not in KINDS:
             raise unknown_name("kind of tokenizer", self.kind, KINDS)
 
@@ -152,7 +153,7 @@ class Tokens:
 class Model:
     """The model: a checkpoint by name (or a folder of an installed package), or a config to train from scratch.
 
-    Of a checkpoint, `config` holds changes to its config, such as dropout.
+    For a checkpoint, `config` holds changes to its config, such as dropout.
     """
 
     name: str | None = None
@@ -164,9 +165,9 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.pretrained and (self.name is None) == (self.package is None):
-            raise ConfigError("got a name and a package or neither, expected one of them for a pretrained model")
+            raise ConfigError("got both a name and a package, or neither; expected exactly one for a pretrained model")
         if not self.pretrained and not isinstance(self.config.get("model_type"), str):
-            raise ConfigError("got pretrained false and no config.model_type, expected one such as bert or gpt2")
+            raise ConfigError("got pretrained false without config.model_type, expected a type such as bert or gpt2")
 
     @property
     def checkpoint(self) -> str:
@@ -182,20 +183,20 @@ class Model:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table: a task, what it reads, and what differs from the recipe's options.
+    """One column of the table: a task, its data, and its changes to the recipe's options.
 
     Attributes:
-        task: a task of `linearize.training.stage_two.tasks`; by default the one with the column's name.
+        task: a task of `linearize.training.stage_two.tasks`; by default the task with the column's name.
         dataset: Hub name, file or folder to read instead of the task's own.
         make: a data set made by `linearize.jobs.synthetic.sets`, from `dataset` if it needs a source.
         options: the options of `make`.
         columns: text or image columns of the data.
         label: label column.
-        labels: class names in the order of their numbers.
+        labels: class names in numeric order.
         validation: split to measure on.
         score: metrics whose mean is the score.
         folder: name of the task's folder in `data=PATH`.
-        tokenizer: of a model trained from scratch.
+        tokenizer: tokenizer for a model trained from scratch.
         rows: changes to the recipe's `rows`.
         model: changes to the model's config.
         teacher: changes to the recipe's `teacher`.
@@ -225,11 +226,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Batches:
-    """Which rows stage one and the alignment read."""
+    """The rows that stage one and the alignment read."""
 
     batch_size: int = option(32, "rows per batch", low=1)
     holdout: int = option(64, "held-out training rows that the loss is measured on", low=1)
-    max_length: int | None = option(None, "tokens per row, at most those that the table's row reads", low=1)
+    max_length: int | None = option(None, "tokens per row, at most the length of the table's row", low=1)
 
 
 @dataclass(frozen=True)
@@ -263,27 +264,27 @@ class Recipe:
     """A recipe.
 
     Attributes:
-        summary: one line.
+        summary: one line about the recipe.
         flow: one of `FLOWS`.
         kernels: rows of the table.
-        tasks: columns of the table: names of tasks, or names with what differs.
+        tasks: columns of the table: names of tasks, or names with their changes to the options.
         model: the model.
-        paper: where the table comes from.
-        needs: what running it takes, in words.
+        paper: the paper that the table comes from.
+        needs: hardware and time needed, in words.
         data: a folder to read instead of the Hub: with one folder per task, or the data set itself.
         sources: tasks to distil on (transfer); untuned: one conversion on each of them, measured on all tasks.
         seeds: the whole table is made once per seed.
-        rows: how data becomes rows (`linearize.training.stage_two.config.DataOptions`).
-        pretrain: how to train on a first task (`StageTwo`).
-        pretrain_task: that task.
-        teacher: how the softmax model is tuned first (`TuneConfig`).
-        distil: stage one (`StageOne`).
-        align: the alignment after it, with the model's own softmax as the teacher (`Alignment`).
-        finetune: stage two (`StageTwo`).
+        rows: options for turning data into rows (`linearize.training.stage_two.config.DataOptions`).
+        pretrain: options for training on a first task (`StageTwo`).
+        pretrain_task: the first task.
+        teacher: options for tuning the softmax model first (`TuneConfig`).
+        distil: options of stage one (`StageOne`).
+        align: options of the alignment after it, with the model's own softmax as the teacher (`Alignment`).
+        finetune: options of stage two (`StageTwo`).
         figures: the paper's figures by row and task.
-        differs: what differs from the paper, one line each.
-        device: where to run.
-        keep_models: whether the models are kept, or only what was measured.
+        differs: differences from the paper, one line each.
+        device: device to run on.
+        keep_models: whether to keep the models, or only the results.
     """
 
     summary: str

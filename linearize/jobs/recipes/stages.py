@@ -1,7 +1,7 @@
-"""The stages of a cell, as data, and what runs them.
+"""The stages of a cell, as data, and the runner of stages.
 
-Each stage begins with files, has its own seed, and ends in a complete folder or in nothing. A resumed run therefore
-gives the same results as an uninterrupted one.
+Each stage starts from files, has its own seed, and writes a complete folder or nothing. A resumed run therefore gives
+the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class Stage:
     """One stage.
 
     Attributes:
-        do: what is done: tune a model, convert it (with stage one and the alignment), or measure it.
-        folder: the result's folder, inside the run's.
+        do: tune a model, convert it (with stage one and the alignment), or measure it.
+        folder: the result's folder, inside the run's folder.
         job: the task, with its rows and options.
-        seed: of everything random.
+        seed: seed of everything random.
         base: the stage whose result is the model; None: the recipe's own model.
-        row: the row of the table whose kernels are put in; None: the model keeps its own attention.
-        tune: the options of tuning.
-        teacher: the stage whose result guides the tuning.
-        longest: most tokens per row that a conversion reads.
+        row: the row of the table whose kernels the model gets; None: the model keeps its own attention.
+        tune: options for tuning.
+        teacher: the stage whose result is the teacher for tuning.
+        longest: the maximum number of tokens per row that a conversion reads.
     """
 
     do: Literal["tune", "convert", "measure"]
@@ -88,7 +88,7 @@ class Stage:
 
 
 def stages_of(recipe: Recipe, cell: Cell) -> dict[str, Stage]:
-    """Return the stages of a cell by name, in the order in which they run; `done` is what its result is read from."""
+    """Return the stages of a cell by name, in the order in which they run; `done` holds the cell's result."""
     job, seed, row = cell.job, cell.seed, cell.kernel
     folder = f"cells/{cell.key}"
     if recipe.flow == "scratch":
@@ -122,7 +122,7 @@ def stages_of(recipe: Recipe, cell: Cell) -> dict[str, Stage]:
 
 
 def softmax_folder(recipe: Recipe, cell: Cell) -> str:
-    """Return the folder of the softmax model of a cell's task and seed, which the cell is compared with."""
+    """Return the folder of the softmax model that a cell is compared with: same task, same seed."""
     name = f"{cell.job.name}-s{cell.seed}"
     return f"teachers/{name}" if recipe.flow == "finetuned" else f"cells/{SOFTMAX}-{name}"
 
@@ -133,7 +133,7 @@ class Runner:
     Args:
         recipe: the recipe.
         folder: the run's folder.
-        device: where models run.
+        device: device that models run on.
         on_event: called with events of jobs.
     """
 
@@ -149,7 +149,7 @@ class Runner:
                 {"tune": self._tune, "convert": self._convert, "measure": self._measure}[stage.do](stage, target)
 
     def _data(self, job: Job, seed: int) -> tuple[TaskData, Processor]:
-        """Return a task's rows and the processor that made them; the last ones are kept for the next stage."""
+        """Return a task's rows and their processor; the most recent ones are cached for the next stage."""
         key = (job.name, seed, job.rows)
         if self._opened is None or self._opened[0] != key:
             data, processor = open_job(self.recipe.model, job, seed)
@@ -167,8 +167,8 @@ class Runner:
         check_length(model, job.task, job.rows.max_length)
         teacher = None
         if stage.teacher is not None:
-            place = str(self.folder / stage.teacher.folder)
-            teacher = load_teacher(place, data, model, processor, job.rows.max_length)
+            checkpoint = str(self.folder / stage.teacher.folder)
+            teacher = load_teacher(checkpoint, data, model, processor, job.rows.max_length)
         work = self.folder / ".work" / stage.folder
         result = finetune(
             model,
@@ -189,7 +189,7 @@ class Runner:
             remove_work(work)
 
     def _load(self, stage: Stage, data: TaskData, *, new_head: bool) -> PreTrainedModel:
-        """Load the result of the stage before, or the recipe's checkpoint; or make a model from scratch."""
+        """Load the result of the previous stage, or the recipe's checkpoint; or build a model from scratch."""
         model, job = self.recipe.model, stage.job
         if stage.base is not None:
             return load_for_task(str(self.folder / stage.base.folder), data, new_head=new_head, seed=stage.seed)
@@ -207,12 +207,12 @@ class Runner:
         def reading(length: int | None) -> Job:
             return job if length is None else job.reading(max_length=min(length, stage.longest))
 
-        taught = reading(job.distil.max_length)
-        data, processor = self._data(taught, seed)
+        stage_one = reading(job.distil.max_length)
+        data, processor = self._data(stage_one, seed)
         model = self._load(stage, data, new_head=False)
         fit_tokenizer(model, processor)
         processor = lengthen(model, processor, row)
-        check_length(model, job.task, taught.rows.max_length)
+        check_length(model, job.task, stage_one.rows.max_length)
         model = move(convert(model, row, seed), self.device)
         batches = batches_of(data, job.distil, seed)
         config = dataclasses.replace(job.distil, seed=seed)
@@ -248,7 +248,7 @@ class Runner:
             "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
             "facts": data.facts,
             "seconds": time.perf_counter() - start,
-            # What `results --against` draws from, rounded to keep the file small.
+            # `results --against` resamples these; rounded to keep the file small.
             "units": [np.round(unit.astype(np.float64), 6).tolist() for unit in measured.scored],
         }
         with atomic_folder(target, overwrite=True) as fresh:
@@ -261,9 +261,9 @@ def _record_file(record: dict[str, Any]) -> dict[str, str]:
 
 
 def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
-    """Return a task's rows as the batches of stage one and the alignment, which need no labels.
+    """Return a task's rows as batches for stage one and the alignment, which need no labels.
 
-    The rows held out are those of stage two (`stage_two.prepared`); the validation rows are only reported.
+    The held-out rows are those of stage two (`stage_two.prepared`); the validation rows are only for the final score.
     """
     split = hold_out(data, seed=seed)
     assert split.selection is not None
@@ -273,10 +273,10 @@ def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
 
 
 def lengthen(model: PreTrainedModel, processor: Processor, row: Row) -> Processor:
-    """Give a model the positions that its row of the table reads, and return a processor that knows of them.
+    """Extend a model's positions to the length of its row of the table, and return a processor of that length.
 
     Raises:
-        ConfigError: if the model cannot have more.
+        ConfigError: if the model's positions cannot be extended.
     """
     most, length = current_length(model), row.rows.get("max_length")
     if not isinstance(length, int) or most is None or length <= most:
@@ -285,7 +285,7 @@ def lengthen(model: PreTrainedModel, processor: Processor, row: Row) -> Processo
 
 
 def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:
-    """Put the kernels of a row of the table into a model."""
+    """Convert a model to the kernels of a row of the table."""
     layers = {number: (kernel.name, kernel.arguments()) for number, kernel in row.layers.items()}
     return put_in_kernels(
         model,
@@ -299,7 +299,7 @@ def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:
 
 
 def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
-    """Open a task's data and make its rows, with the checkpoint's processor or one made for the data.
+    """Open a task's data and return its rows and their processor: the checkpoint's, or one made for the data.
 
     Raises:
         ConfigError: if a model from scratch has no tokenizer or image size.
@@ -317,7 +317,7 @@ def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
 
         size = model.image_size or model.config.get("image_size")
         if not isinstance(size, int):
-            raise ConfigError("model.image_size: got none, expected pixels a side for a model trained from scratch")
+            raise ConfigError("model.image_size: got none, expected pixels per side for a model trained from scratch")
         processor = ViTImageProcessor(size={"height": size, "width": size})
     elif processor is None:
         processor = _tokenizer_for(model, job, given)
@@ -325,7 +325,7 @@ def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
 
 
 def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTokenizerBase:
-    """Make or load the tokenizer of a model from scratch; words and pieces are learned from the training texts."""
+    """Return the tokenizer for a model from scratch; vocabularies are learned from the training texts."""
     tokens = job.column.tokenizer or model.tokenizer
     if tokens is None:
         raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
@@ -343,19 +343,19 @@ def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTok
 
 
 def _embeds_segments(config: dict[str, object]) -> bool:
-    """Tell whether a model of this config distinguishes a pair's two texts by `token_type_ids`, as BERT does."""
+    """Tell whether a model with this config distinguishes a pair's two texts by `token_type_ids`, as BERT does."""
     from transformers import AutoConfig
 
     values = dict(config)
     try:
         made = AutoConfig.for_model(str(values.pop("model_type")), **values)
-    except Exception:  # Making the model reports what is wrong with its config.
+    except Exception:  # Building the model will report what is wrong with its config.
         return False
     return bool(getattr(made, "type_vocab_size", 0) > 1)
 
 
 def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, object]:
-    """Fill in what follows from the data: the vocabulary, its special tokens, and room for the longest row."""
+    """Complete a config from the data: vocabulary size, special tokens, and positions for the longest row."""
     values = dict(config)
     if not hasattr(processor, "convert_tokens_to_ids"):
         return values
@@ -366,7 +366,7 @@ def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, 
         values.setdefault("bos_token_id", processor.eos_token_id)
         values.setdefault("eos_token_id", processor.eos_token_id)
     else:
-        # RoBERTa counts its positions from after the padding token's number.
+        # RoBERTa numbers its positions starting after the padding token's id.
         extra = (processor.pad_token_id or 0) + 1 if values.get("model_type") == "roberta" else 0
         values.setdefault("max_position_embeddings", length + extra)
     return values

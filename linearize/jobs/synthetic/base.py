@@ -1,4 +1,4 @@
-"""What a data set that is made here is."""
+"""The base class of the data sets that are generated here."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Rows = Mapping[str, Iterable[Mapping[str, object]]]
 
 
 class MadeSet:
-    """A data set that is made here; a subclass is a dataclass of its options.
+    """A data set that is generated here; subclasses are dataclasses of its options.
 
     Attributes:
         called: its name in messages.
-        reads: what it is made from; empty if it needs no source.
+        reads: the kind of source it is made from; empty if it needs no source.
         framed: whether its tokenizer begins rows with a special token.
     """
 
@@ -35,5 +35,5 @@ class MadeSet:
         raise NotImplementedError
 
     def vocabulary(self) -> Sequence[str]:
-        """Return its tokens, between blanks in the texts; none if any tokenizer will do."""
+        """Return its tokens, which are separated by spaces in the texts; empty if any tokenizer will do."""
         return ()

@@ -1,4 +1,4 @@
-"""The data sets that are made here, by name; and sequences of tokens that are drawn or read as rows of text."""
+"""The data sets that are generated here, by name; and token sequences, drawn at random or read, as rows of text."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class ListOps(MadeSet):
     """Nested lists of digits under MAX, MIN, MEDIAN and SUM MOD 10; the answer is a digit.
 
     Grammar of Nangia & Bowman (2018, https://arxiv.org/abs/1804.06028) with the sizes of Long Range Arena
-    (https://arxiv.org/abs/2011.04006): a node is an operator with probability 1/4 below the deepest level, else a
-    digit; an operator has 2 to `most_arguments` arguments; sequences of 500 to 2,000 tokens are kept. Round brackets of
-    the binary tree are left out, as in Long Range Arena's input pipeline.
+    (https://arxiv.org/abs/2011.04006): above the deepest level a node is an operator with probability 1/4, otherwise a
+    digit; an operator has 2 to `most_arguments` arguments; sequences of 500 to 2,000 tokens are kept. The round
+    brackets of the binary tree are left out, as in Long Range Arena's input pipeline.
     """
 
     called = "listops"
 
     train: int = option(96_000, "training rows")
     validation: int = option(2_000, "validation rows")
-    shortest: int = option(500, "tokens of a row, at least", low=1)
-    longest: int = option(2_000, "tokens of a row, at most", low=1)
-    depth: int = option(10, "deepest nesting", low=2)
-    most_arguments: int = option(10, "arguments of an operator, at most", low=2)
-    seed: int = option(0, "of all rows")
+    shortest: int = option(500, "minimum number of tokens per row", low=1)
+    longest: int = option(2_000, "maximum number of tokens per row", low=1)
+    depth: int = option(10, "maximum depth of nesting", low=2)
+    most_arguments: int = option(10, "maximum number of arguments per operator", low=2)
+    seed: int = option(0, "seed of all rows")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ class ListOps(MadeSet):
             raise ConfigError(f"listops: no list of depth {self.depth} has {self.shortest} tokens; lower shortest")
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
-        """Draw both splits, which have no row in common: `text` (tokens between blanks) and `label` (0 to 9)."""
+        """Draw both splits, which share no row: `text` (tokens separated by spaces) and `label` (0 to 9)."""
         chance, drawn = random.Random(self.seed), dict[str, int]()
         while len(drawn) < self.train + self.validation:
             tokens: list[str] = []
@@ -82,12 +82,12 @@ class ListOps(MadeSet):
         return splits, f"ListOps of {self.shortest} to {self.longest} tokens, seed {self.seed}"
 
     def vocabulary(self) -> Sequence[str]:
-        """Return operators and digits."""
+        """Return the operators and digits."""
         return TOKENS
 
 
 class TooLongError(Exception):
-    """The list being drawn has too many tokens."""
+    """The random list has too many tokens."""
 
 
 def draw(chance: random.Random, config: ListOps, tokens: list[str], level: int) -> int:
@@ -115,9 +115,10 @@ def draw(chance: random.Random, config: ListOps, tokens: list[str], level: int) 
 class AssociativeRecall(MadeSet):
     """Rows of key-value pairs that end in a key seen before; the next token is that key's value.
 
-    The task of Hedgehog's table 4 and figure 5 (https://arxiv.org/abs/2402.04347, appendix B): 40 tokens, half of them
-    keys and half values, 128 tokens long, so that a key comes up three times on average. Each row has another mapping.
-    The defaults are the paper's where it gives them. All answers of seen keys are trained on; the last is measured.
+    The task of Hedgehog's table 4 and figure 5 (https://arxiv.org/abs/2402.04347, appendix B): a vocabulary of 40
+    tokens, half keys and half values, and rows of 128 tokens, so that a key appears three times on average. Each row
+    has its own mapping. The defaults are the paper's where it gives them. Training uses the answers of all keys seen
+    before; only the last answer is measured.
     """
 
     called = "associative recall"
@@ -125,9 +126,9 @@ class AssociativeRecall(MadeSet):
 
     train: int = option(20_000, "training rows")
     validation: int = option(500, "validation rows")
-    vocabulary_size: int = option(40, "tokens: keys and values, half each", low=4, name="vocabulary")
-    length: int = option(128, "tokens of a row, including the answer", low=4)
-    seed: int = option(0, "of all rows")
+    vocabulary_size: int = option(40, "size of the vocabulary: half keys, half values", low=4, name="vocabulary")
+    length: int = option(128, "tokens per row, including the answer", low=4)
+    seed: int = option(0, "seed of all rows")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,13 +147,13 @@ class AssociativeRecall(MadeSet):
         return rows, f"associative recall, {self.vocabulary_size} tokens, length {self.length}, seed {self.seed}"
 
     def vocabulary(self) -> Sequence[str]:
-        """Return keys, then values."""
+        """Return the keys, then the values."""
         numbers = range(self.vocabulary_size // 2)
         return [*(f"k{n}" for n in numbers), *(f"v{n}" for n in numbers)]
 
 
 def recall_rows(config: AssociativeRecall, count: int, seed: int, *, last: bool = False) -> list[dict[str, object]]:
-    """Draw rows with `text` (the answer is its last token) and `positions` of answers: of all, or of the last one."""
+    """Draw rows with `text`, which ends in an answer, and the `positions` of all answers, or of the last one."""
     chance = random.Random(seed)
     half = config.vocabulary_size // 2
     made: list[dict[str, object]] = []
@@ -182,14 +183,14 @@ class Pixels(MadeSet):
     label_column: str = option("label", "column of the class")
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
-        """Write the images of both splits as grey values."""
+        """Return the images of both splits as grey values."""
         splits = open_splits(task("image-classification", label=self.label_column), str(source), limit=None, seed=0)
         names = splits.train.records.names or ()
 
         def rows(view: View) -> Iterable[dict[str, object]]:
             for place in range(len(view)):
                 example = view.fetch([place])[0]
-                # Reading leaves rows without a label out.
+                # Reading leaves out rows without a label.
                 assert example.label is not None
                 number = names.index(example.label) if isinstance(example.label, str) else int(example.label)
                 yield {"text": pixel_text(example.value, self.side), "label": number}
@@ -197,7 +198,7 @@ class Pixels(MadeSet):
         return {"train": rows(splits.train), "validation": rows(splits.validation)}, f"pixels of {splits.description}"
 
     def vocabulary(self) -> Sequence[str]:
-        """Return grey values."""
+        """Return the grey values."""
         return GREY
 
 
@@ -205,8 +206,8 @@ class Pixels(MadeSet):
 class Pathfinder(MadeSet):
     """Pathfinder (https://arxiv.org/abs/1805.08315) as Long Range Arena released it.
 
-    A folder such as `pathfinder32/curv_contour_length_14` with `metadata/N.npy`, which are lines of text (folder, file,
-    number, label ...), and the images that they name.
+    The source is a folder such as `pathfinder32/curv_contour_length_14` with the images, and with files
+    `metadata/N.npy`, whose lines of text (folder, file, number, label ...) name them.
     """
 
     called = "pathfinder"
@@ -214,10 +215,10 @@ class Pathfinder(MadeSet):
 
     side: int = option(32, "images are scaled to side x side pixels", low=1)
     validation: float = option(0.1, "share of the images to measure on", above=0, below=1)
-    seed: int = option(0, "of the choice of images to measure on")
+    seed: int = option(0, "seed for choosing the images to measure on")
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
-        """Read the images -> rows with `text` and `label` (1: the two dots are joined), in two splits.
+        """Read the images -> rows with `text` and `label` (1: the two dots are connected), in two splits.
 
         Raises:
             DataError: if there are no such files, or an image is missing or damaged.
@@ -254,12 +255,12 @@ class Pathfinder(MadeSet):
         return {name: [read[i] for i in sorted(part)] for name, part in parts.items()}, self.reads
 
     def vocabulary(self) -> Sequence[str]:
-        """Return grey values."""
+        """Return the grey values."""
         return GREY
 
 
 def pixel_text(image: Image, side: int) -> str:
-    """Write a PIL image as `side * side` grey values, line by line."""
+    """Return a PIL image as `side * side` grey values, row by row."""
     grey = image.convert("L")
     if grey.size != (side, side):
         grey = grey.resize((side, side))
@@ -282,15 +283,15 @@ SETS: dict[str, type[MadeSet]] = {
 def make(
     name: str, options: Mapping[str, object] | None = None, source: str | None = None
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase | None, str]:
-    """Make a data set.
+    """Generate a data set.
 
     Args:
         name: a key of `SETS`.
         options: its options.
-        source: what it is made from, if it needs a source.
+        source: Hub name, file or folder that it is made from, if it needs a source.
 
     Returns:
-        The tables by the name of their split, a tokenizer for its vocabulary (None if any will do), and one line.
+        The tables by split, a tokenizer for the vocabulary (None if any will do), and a description in one line.
 
     Raises:
         UnknownNameError: for an unknown name or option.

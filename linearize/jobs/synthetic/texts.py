@@ -1,4 +1,4 @@
-"""Texts that are cut and joined here from those of a data set: articles, long documents, pairs."""
+"""Texts that are made by cutting and joining those of a data set: articles, long documents, pairs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from linearize.training.stage_two.tasks import task
 
 
 def corpus(source: str | None, column: str, seed: int) -> Splits:
-    """Open the splits of a corpus unchanged."""
+    """Open the splits of a corpus, with their texts unchanged."""
     return open_splits(task("causal-lm", columns=(column,)), str(source), limit=None, seed=seed, raw=True)
 
 
@@ -36,18 +36,18 @@ _TITLE = re.compile(r"\s*= [^=].*[^=] =\s*")
 
 @dataclass(frozen=True)
 class Articles(MadeSet):
-    """Whole articles, from a corpus of lines under headings such as WikiText."""
+    """Whole articles, from a corpus such as WikiText, which has lines under headings."""
 
     called = "articles"
     reads = "a corpus of lines under headings"
 
     text_column: str = option("text", "column of the lines")
-    shortest: int = option(200, "words of an article, at least", low=2)
+    shortest: int = option(200, "minimum number of words per article", low=2)
     held: float | None = option(
         None, "share of all articles to measure on, instead of the data's own split", above=0, below=1
     )
-    opening: int = option(0, "words of another article, always the same, before each half of every article", low=0)
-    seed: int = option(0, "of the choice of those to measure on")
+    opening: int = option(0, "number of words, always the same ones, to put before each half of every article", low=0)
+    seed: int = option(0, "seed for choosing the articles to measure on")
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
         """Join the lines of both splits into articles -> rows with `text`."""
@@ -62,10 +62,10 @@ class Articles(MadeSet):
 
 
 def resplit(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
-    """Set a share of all articles aside to measure on, if `held` is given; otherwise keep the splits.
+    """Hold out a share of all articles to measure on, if `held` is given; otherwise keep the splits.
 
     Raises:
-        DataError: if nothing is left on one side.
+        DataError: if one of the splits would be empty.
     """
     if config.held is None:
         return dict(splits)
@@ -79,10 +79,10 @@ def resplit(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dic
 
 
 def open_alike(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
-    """Begin both halves of every article with the same words, as contracts, reports or mails of one company do.
+    """Begin both halves of every article with the same words, like contracts, reports or mails of one company.
 
     The words are the first ones of the first training article, which is left out. Task `retrieval` cuts articles in the
-    middle, where the words come again. Without `opening` nothing is changed.
+    middle, where the words are repeated. Without `opening` nothing is changed.
 
     Raises:
         DataError: if that article has too few words, or is the only one.
@@ -122,7 +122,7 @@ def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, st
             "articles: got lines without a heading such as '= Title =', expected a corpus such as WikiText; if rows "
             "are whole texts, leave `make: articles` out"
         )
-    texts = [" ".join(lines_of_one) for lines_of_one in joined]
+    texts = [" ".join(article) for article in joined]
     rows = [{"text": text} for text in texts if len(text.split()) >= config.shortest]
     if not rows:
         raise DataError(
@@ -143,36 +143,36 @@ TOPICS = (
     ("The library of {place} lends umbrellas for {number} days.", "How long does {place} lend umbrellas?"),
     ("{name} buried a silver trumpet near {place}.", "Who buried a silver trumpet near {place}?"),
 )  # fmt: skip
-"""Facts and their questions, for needles."""
+"""Facts for needles, with their questions."""
 PLACES = [f"{first}{last}" for last in ("wick", "mere", "holm", "stead", "ford") for first in (
     "Alder", "Bram", "Corn", "Dun", "Elder", "Fen", "Gorse", "Hazel", "Iron", "Juniper")]  # fmt: skip
 NAMES = [f"{first} {last}" for last in ("Orrel", "Tamsin", "Quist", "Vale", "Marsh") for first in (
     "Ada", "Boris", "Clara", "Dmitri", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas")]  # fmt: skip
 DEPTHS = 10
-"""Depths that needles lie at: 5 %, 15 % and so on of the document."""
+"""Number of depths at which needles are hidden: 5 %, 15 % and so on of the document."""
 
 
 @dataclass(frozen=True)
 class Needles(Articles):
-    """Long documents with one fact each among other text, and questions that only one fact answers (as LongEmbed).
+    """Long documents that hide one fact each, and questions that only one fact answers, as in LongEmbed.
 
-    Passkeys differ in the name alone, needles in topic and place. Source: https://arxiv.org/abs/2404.12096
+    Passkeys differ only in the name, needles in topic and place. Source: https://arxiv.org/abs/2404.12096
     """
 
-    words: int = option(1_500, "words of a document, the fact included", low=50)
-    documents: int = option(50, "documents to look among", low=2, high=len(PLACES))
+    words: int = option(1_500, "words per document, including the fact", low=50)
+    documents: int = option(50, "number of documents to search", low=2, high=len(PLACES))
     passkey: bool = option(False, "hide passkeys of different people instead of facts about different topics")
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
         """Hide facts in the articles -> rows with `question`, `text` and `depth` (0 to 9)."""
         what = "passkeys" if self.passkey else "facts"
         hay = self.joined(source)
-        rows = {split: needles(self, [row["text"] for row in found]) for split, found in hay.items()}
+        rows = {split: needles(self, [row["text"] for row in part]) for split, part in hay.items()}
         return rows, f"{what} hidden in documents of {self.words} words"
 
 
 def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
-    """Hide one fact in each document -> rows with `question`, `text` and `depth`; documents share no words of a text.
+    """Hide one fact in each document -> rows with `question`, `text` and `depth`; documents share no part of a text.
 
     Raises:
         DataError: if the texts have too few words for two documents.
@@ -186,10 +186,10 @@ def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
     places, names = (chance.permutation(known) for known in (PLACES, NAMES))
     rows: list[dict[str, object]] = []
     for n in range(count):
-        told = {"place": places[n], "name": names[n], "number": numbers[n]}
+        details = {"place": places[n], "name": names[n], "number": numbers[n]}
         passkey = "The passkey of {name} is {number}. Remember it.", "What is the passkey of {name}?"
-        fact, question = (text.format(**told) for text in (passkey if config.passkey else TOPICS[n % len(TOPICS)]))
-        # Every topic is at every depth, if there are enough documents.
+        fact, question = (text.format(**details) for text in (passkey if config.passkey else TOPICS[n % len(TOPICS)]))
+        # Every topic appears at every depth, if there are enough documents.
         depth = (n + n // len(TOPICS)) % DEPTHS
         size = config.words - len(fact.split())
         words = hay[n * config.words : n * config.words + size]
@@ -200,20 +200,20 @@ def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
 
 
 DECIDES = {"one": "one of which decides", "last": "the last of two decides"}
-"""What decides a document's class, and how descriptions of the data put it."""
+"""Which texts decide a document's class, and the wording in descriptions of the data."""
 
 
 @dataclass(frozen=True)
 class Documents(MadeSet):
-    """Long documents, joined from texts, whose class depends on one or two passages at any place.
+    """Long documents, joined from texts, whose class depends on one or two passages anywhere in the document.
 
-    Real documents often show their class at the beginning or in most of their parts. Then neither cutting them nor
-    averaging over chunks costs anything, and they teach nothing about long inputs. Here the other passages are texts
-    about something else (`filler`).
+    Real documents often show their class at the beginning or in most of their parts. Then neither truncation nor
+    averaging over chunks costs anything, and the documents say nothing about long inputs. Here all other passages are
+    texts about something else (`filler`).
 
-    If one text decides, chunks can find it: the others say nothing, so their mean is what its chunk says. If the last
-    of two decides and they are farther apart than a chunk is long, no mean over chunks can find the class: no chunk
-    knows whether it holds the last one.
+    If one text decides, averaged chunks can find the class: the other chunks are neutral, so the chunk with that text
+    decides the mean. If the last of two texts decides and they are farther apart than the length of a chunk, no mean
+    over chunks can find the class: no chunk shows whether it holds the last one.
     """
 
     called = "documents"
@@ -222,14 +222,14 @@ class Documents(MadeSet):
     text_column: str = option("text", "column of the texts")
     label_column: str = option("label", "column of the class")
     filler: str = option("", "data set of texts for the other passages: next to the source, or elsewhere")
-    filler_column: str = option("text", "column of those")
-    decides: str = option("one", "one: the class of one text; last: that of the last of two", choices=DECIDES)
-    apart: int = option(1, "distance of the two texts, at least", low=1)
-    parts: int = option(6, "texts of a document", low=1)
-    words: int = option(200, "words of a text, at most; longer ones are cut", low=1)
+    filler_column: str = option("text", "column of the filler texts")
+    decides: str = option("one", "one: the class of one text; last: the class of the last of two", choices=DECIDES)
+    apart: int = option(1, "minimum distance between the two texts", low=1)
+    parts: int = option(6, "texts per document", low=1)
+    words: int = option(200, "maximum number of words per text; longer texts are cut", low=1)
     train: int = option(2_000, "training documents", low=1)
     validation: int = option(1_000, "documents to measure on", low=1)
-    seed: int = option(0, "of all draws")
+    seed: int = option(0, "seed of all random choices")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,8 +246,8 @@ class Documents(MadeSet):
         """Join the texts of both splits into documents."""
         asked = task("text-classification", columns=(self.text_column,), label=self.label_column)
         splits = open_splits(asked, str(source), limit=None, seed=self.seed, raw=True)
-        beside = Path(str(source)).expanduser().parent / self.filler
-        filler = corpus(str(beside) if exists(beside) else self.filler, self.filler_column, self.seed)
+        sibling = Path(str(source)).expanduser().parent / self.filler
+        filler = corpus(str(sibling) if exists(sibling) else self.filler, self.filler_column, self.seed)
         rows = {}
         for split, count, seed in (("train", self.train, self.seed), ("validation", self.validation, self.seed + 1)):
             table, others = getattr(splits, split), getattr(filler, split)[self.filler_column]
@@ -259,18 +259,18 @@ class Documents(MadeSet):
 def documents(
     config: Documents, texts: Sequence[str], labels: Sequence[int | str], filler: Sequence[str], count: int, seed: int
 ) -> list[dict[str, object]]:
-    """Make documents -> rows with `text`, `label` and `places` (of the texts that decide, from 0).
+    """Make documents -> rows with `text`, `label` and `places` (the positions of the deciding texts, from 0).
 
     Args:
         config: the options.
-        texts: texts that decide.
+        texts: the deciding texts.
         labels: their classes.
-        filler: texts for the other passages; those of fewer than `config.words` words are left out.
-        count: how many documents.
-        seed: of the draws.
+        filler: texts for the other passages; texts of fewer than `config.words` words are left out.
+        count: number of documents.
+        seed: seed of the random choices.
 
     Raises:
-        DataError: if there are too few texts for a document, or, if two decide, too few classes or texts of a class.
+        DataError: if there are too few texts for a document, or, if two decide, too few classes or texts per class.
     """
     others = [text for text in filler if len(text.split()) >= config.words]
     if len(others) < config.parts or not texts:
@@ -280,8 +280,8 @@ def documents(
         )
     counts = Counter(labels)
     if config.decides == "last" and (len(counts) < 2 or min(counts.values()) < 2):
-        found = ", ".join(f"{name}: {many}" for name, many in sorted(counts.items(), key=str))
-        raise DataError(f"documents: got texts of the classes {found}, expected two classes or more, each with two")
+        got = ", ".join(f"{name}: {many}" for name, many in sorted(counts.items(), key=str))
+        raise DataError(f"documents: got texts of the classes {got}, expected two classes or more with two texts each")
     chance = np.random.default_rng(seed)
     rows: list[dict[str, object]] = []
     for _ in range(count):
@@ -298,7 +298,7 @@ def documents(
 
 
 def _two(config: Documents, labels: Sequence[int | str], chance: np.random.Generator) -> tuple[list[int], list[int]]:
-    """Draw the places of two texts and the two, of which as many have one class as not."""
+    """Draw the places of two texts, and the two texts, which have the same class in half of the draws."""
     first = second = int(chance.integers(len(labels)))
     agree = int(chance.integers(2))
     while second == first or (labels[second] == labels[first]) != bool(agree):
@@ -314,16 +314,16 @@ FIELDS = 5
 
 @dataclass(frozen=True)
 class Halves(MadeSet):
-    """Pairs made from any long texts: do two halves belong together? Those of one text do, those of two do not."""
+    """Pairs made from any long texts: do two halves belong together? Halves of the same text do, others do not."""
 
     called = "retrieval"
     reads = "a data set of long texts"
 
     text_column: str = option("text", "column of the texts")
-    longest: int = option(4_000, "characters of a half, at most", low=2)
-    shortest: int = option(0, "characters of a text, at least; shorter ones are left out", low=0)
-    overlap: int = option(0, "characters around the middle that both halves have", low=0)
-    seed: int = option(0, "of the order of the texts")
+    longest: int = option(4_000, "maximum number of characters per half", low=2)
+    shortest: int = option(0, "minimum number of characters per text; shorter texts are left out", low=0)
+    overlap: int = option(0, "characters around the middle that both halves contain", low=0)
+    seed: int = option(0, "seed of the order of the texts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -342,7 +342,7 @@ class Halves(MadeSet):
 class Released(MadeSet):
     """Long Range Arena's retrieval: do two papers of the ACL Anthology Network belong together?
 
-    Its files `new_aan_pairs.{train,eval,test}.tsv` have no header and the columns label, id, id, text, text.
+    The files `new_aan_pairs.{train,eval,test}.tsv` have the columns label, id, id, text, text, and no header.
     """
 
     called = "retrieval"
@@ -374,14 +374,14 @@ class Released(MadeSet):
 
 
 def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
-    """Cut texts in two -> rows with `text1`, `text2` and `label`: first halves with their own second and with another.
+    """Cut texts in two -> rows with `text1`, `text2` and `label` (1: halves of the same text, 0: of different texts).
 
-    Every half is in one row of each label, so no single text shows the label. Halves of a text shorter than twice
-    `longest` are equally long, which would show that they belong together; with `shortest` at twice `longest` all
-    halves are. With `overlap`, the first half ends and the second begins with the text's middle.
+    Every half is in one row of each label, so no single text gives the label away. The halves of a text shorter than
+    twice `longest` are equally long, which would show that they belong together; with `shortest` at twice `longest`,
+    all halves are equally long. With `overlap`, both halves contain the middle of the text.
 
     Raises:
-        DataError: if there are fewer than two texts of the length wanted.
+        DataError: if there are fewer than two texts of the required length.
     """
     texts = [text for text in texts if len(text) >= config.shortest]
     if len(texts) < 2:
@@ -390,8 +390,8 @@ def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
     order = np.random.default_rng(config.seed).permutation(len(texts))
     starts = [(texts[i], max(0, len(texts[i]) // 2 - config.overlap // 2)) for i in order]
     cut = [(text[: begin + config.overlap], text[begin:]) for text, begin in starts]
-    made: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for place, (first, second) in enumerate(cut):
         for other, label in ((second, 1), (cut[(place + 1) % len(cut)][1], 0)):
-            made.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": label})
-    return made
+            rows.append({"text1": first[-config.longest :], "text2": other[: config.longest], "label": label})
+    return rows

@@ -1,4 +1,4 @@
-"""Tokenizers made here: with a fixed vocabulary, of bytes, and of words or pieces learned from texts."""
+"""Build tokenizers: with a fixed vocabulary, of bytes, or of words or pieces learned from texts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ KINDS = ("bytes", *LEARNED)
 def make_tokenizer(
     kind: str, texts: Iterable[str] = (), size: int | None = None, *, framed: bool = True, segments: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Make a tokenizer of a kind.
+    """Build a tokenizer.
 
     Args:
-        kind: "bytes" (one token per byte), "words" (all words between blanks) or "pieces" (byte-level BPE).
-        texts: what words or pieces are learned from.
+        kind: "bytes" (one token per byte), "words" (separated by spaces) or "pieces" (byte-level BPE).
+        texts: texts to learn words or pieces from.
         size: size of the vocabulary, including special tokens; None: all words, or 8,192 pieces.
         framed: whether rows begin with a special token, which classifiers read.
-        segments: whether rows have `token_type_ids` (1 from a pair's second text on), for models that embed them.
+        segments: whether rows have `token_type_ids` (1 in a pair's second text), for models that embed them.
 
     Raises:
-        UnknownNameError: for another kind.
+        UnknownNameError: for an unknown kind.
+        ConfigError: if the vocabulary is too small.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -44,8 +45,8 @@ def make_tokenizer(
         learner: trainers.WordLevelTrainer | trainers.BpeTrainer = trainers.WordLevelTrainer(
             vocab_size=size or 10_000_000, special_tokens=list(SPECIAL)
         )
-        # A special token in the texts, such as WikiText's <unk>, would leave a gap in the words' numbers, and the last
-        # number would be outside of the embedding.
+        # A special token in the texts, such as WikiText's <unk>, would leave a gap in the token ids, and the last id
+        # would be outside the embedding.
         plain = (" ".join(word for word in text.split() if word not in SPECIAL) for text in texts)
         made.train_from_iterator(plain, learner)
         return wrap(made, framed, segments)
@@ -62,7 +63,7 @@ def make_tokenizer(
 
 
 def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrainedTokenizerBase:
-    """Make a tokenizer of a known vocabulary, tokens between blanks."""
+    """Build a tokenizer with a known vocabulary, whose tokens are separated by spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *tokens])}
@@ -72,7 +73,7 @@ def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrained
 
 
 def wrap(made: Tokenizer, framed: bool, segments: bool = False) -> PreTrainedTokenizerBase:
-    """Give a tokenizer transformers' interface; framed, it writes `<cls> a` and `<cls> a <sep> b`."""
+    """Wrap a tokenizer for transformers; if framed, it produces `<cls> a` and `<cls> a <sep> b`."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
