@@ -1,6 +1,6 @@
-"""Options of the command line: made from the jobs' configs, and read from a file with `--config`.
+"""Options of the command line: generated from the jobs' configs, and read from a file with `--config`.
 
-Names, types, defaults and help texts are defined in the configs alone.
+Names, types, defaults and help texts are defined only in the configs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from linearize.core.parsing import parse_yaml, read_text
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
 LAST = "output"
-"""The title of the group that help shows last."""
+"""Title of the option group that --help shows last."""
 FLAG = "--config"
 NEVER = ("help", "json", "config")
-"""Options that a file cannot hold."""
+"""Options that a config file cannot contain."""
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argparse._ActionsContainer]:
@@ -64,15 +64,15 @@ def take_options(args: argparse.Namespace, config: type[Config]) -> Config:
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Declare `--config`, if the verb has options that a file could hold."""
+    """Declare `--config`, if the verb has options that a file can contain."""
     names = {action.dest for action in parser._actions if action.option_strings} - set(NEVER)
     if names:
-        text = "options from a YAML file, one `option: value` per line; options of the command line take precedence"
+        text = "options from a YAML file, one `option: value` per line; options on the command line take precedence"
         parser.add_argument(FLAG, metavar="FILE", help=text)
 
 
 def config_file(words: list[str]) -> str | None:
-    """Return the file that a line names with `--config`, before the line is parsed."""
+    """Return the file that a command line names with `--config`, before the line is parsed."""
     before = words[: words.index("--")] if "--" in words else words
     for place, word in enumerate(before):
         name, equals, value = word.partition("=")
@@ -85,10 +85,10 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
     """Read a verb's options from a file, as its parser would return them.
 
     Keys are the names of options and of positional arguments (model ...), with dashes or underscores. A list stands for
-    words with commas between them, a mapping for NAME=VALUE, and null for the default.
+    comma-separated words, a mapping for NAME=VALUE, and null for the default.
 
     Raises:
-        ConfigError: if the file cannot be read, or for an unknown key or a value of the wrong type; names the key.
+        ConfigError: if the file cannot be read, or for an unknown key or a value of the wrong type, which it names.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -146,11 +146,11 @@ def _parts(value: object) -> list[object]:
 def parse_with_file(
     parser: argparse.ArgumentParser, words: list[str], values: Mapping[str, object]
 ) -> argparse.Namespace:
-    """Parse a line; its options take precedence over those of a file, and those over the defaults.
+    """Parse a command line; its options take precedence over those of a file, which override the defaults.
 
     Args:
-        parser: a verb's parser; it can be used once only.
-        words: the line.
+        parser: a verb's parser; it can be used only once.
+        words: the command line.
         values: options from the file.
     """
     defaults = {action.dest: action.default for action in parser._actions}
@@ -168,14 +168,14 @@ def parse_with_file(
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests what a mistyped option meant instead of printing the whole usage; long options are never abbreviated."""
+    """Parser that suggests a correction for a mistyped option instead of printing the whole usage; no abbreviations."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """Refuse an unknown option first; argparse would rather report the missing one that it was meant to be."""
+        """Report an unknown option first; argparse would report the missing required one that was mistyped."""
         words = list(args)
         options = [option for action in self._actions for option in action.option_strings]
         for word in itertools.takewhile("--".__ne__, words):
@@ -187,21 +187,21 @@ class Parser(argparse.ArgumentParser):
         file = config_file(words)
         if file is not None:
             return parse_with_file(self, words, read_options(file, self))
-        # Options may come between and before positional arguments, as in `run RECIPE --output DIR key=value`.
+        # Options may come before and between positional arguments, as in `run RECIPE --output DIR key=value`.
         return super().parse_intermixed_args(words, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise instead of printing and leaving."""
+        """Raise an error instead of printing it and exiting."""
         raise ConfigError(f"{message}; see: {self.prog} --help")
 
 
 FLAGS = {
-    "--dry-run": "check everything, time a few steps, print what it would cost (time, memory, room), and write nothing",
+    "--dry-run": "check everything, time a few steps, estimate the cost (time, memory, disk space), and write nothing",
     "--no-native": "neither compile nor use the native op for the CPU, as LINEARIZE_NATIVE=0 (see `linearize native`)",
     "--explain-backend": "print which backend computes each layer's attention, and why those tried before it declined",
     "--json": "print the result as JSON on stdout",
 }
-"""Options without a value that several verbs have."""
+"""Options without a value that verbs share."""
 Groups = dict[str, argparse._ActionsContainer]
 
 
@@ -216,11 +216,11 @@ class Verb:
 
     Attributes:
         summary: its line in the overview.
-        module: the module of `linearize.cli` whose function of the verb's name runs it, with the job (if there is one)
-            and the parsed arguments. It returns an exit code, or what --json prints.
+        module: the module of `linearize.cli` with a function of the verb's name, which takes the job (if there is one)
+            and the parsed arguments, runs the verb, and returns an exit code or the data that --json prints.
         job: the config whose fields are its options.
-        flags: those of `FLAGS` that it has.
-        output: default of `--output`, for verbs whose config does not have it.
+        flags: the members of `FLAGS` that it has.
+        output: default of `--output`, for verbs whose config does not have this option.
     """
 
     summary: ClassVar[str]
@@ -231,4 +231,4 @@ class Verb:
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare further options; `groups` are those of the config, by title."""
+        """Declare further options; `groups` are the option groups of the config, by title."""

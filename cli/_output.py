@@ -1,6 +1,7 @@
-"""What the verbs print: tables and JSON, and what people see of long work.
+"""The output of the verbs: tables, JSON, and the progress of long work.
 
-People read stderr and stdout, programs read stdout with --json. Long work has a bar, or lines and a heartbeat in a log.
+People read stderr and stdout; with --json, programs read stdout. Long work shows a progress bar on a terminal, and
+lines and a heartbeat in a log.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
     Report = StepReport | AlignStep | TuneStep | SearchStep
 
 ROOMY = 90
-"""Columns of a terminal with room for a bar, the layers' losses, and tables of many columns."""
+"""Width of a terminal, in characters, with room for a bar, the layers' losses, and tables of many columns."""
 
 
 class Screen(Console):
-    """A console whose terminal names and metadata cannot steer; it knows when it last printed."""
+    """A console that is safe from control characters in names and metadata, and records when it last printed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -58,7 +59,7 @@ class Screen(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def print(self, *objects: object, **options: Any) -> None:
-        """Print as rich does; text in brackets is no markup."""
+        """Print as rich does, but do not treat text in brackets as markup."""
         super().print(*objects, **{"markup": False} | options)
         self.spoke = time.monotonic()
 
@@ -80,22 +81,22 @@ def print_json(data: object) -> None:
 
 
 class WholeWords:
-    """A table whose columns are as wide as their longest word; if they do not fit, a list with one line per cell.
+    """A table that never breaks words; if its columns do not fit, a list with one line per cell.
 
     Args:
         columns: the headings.
-        rows: texts, never markup.
-        right: numbers of the right-aligned columns.
+        rows: the cells as plain text, never markup.
+        right: indices of the right-aligned columns.
     """
 
     BORDER = 3
-    """Characters of a column's border and padding; the table itself takes one more."""
+    """Characters that a column's border and padding take; the table itself takes one more."""
 
     def __init__(self, columns: list[str], rows: list[list[str]], right: tuple[int, ...]) -> None:
         self.columns, self.rows, self.right = columns, rows, right
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Choose by the available width."""
+        """Yield the table or the list, depending on the available width."""
         columns = [[name, *(row[at] for row in self.rows)] for at, name in enumerate(self.columns)]
         least = [_longest(word for text in texts for word in text.split()) for texts in columns]
         widths = [_longest(line for text in texts for line in text.splitlines()) for texts in columns]
@@ -104,7 +105,7 @@ class WholeWords:
             yield from self._list()
             return
         while sum(widths) > room:
-            # The widest column that can shrink; rich would also shrink those that cannot.
+            # Shrink the widest column that can shrink; rich would also shrink the others.
             widths[max((width, at) for at, width in enumerate(widths) if width > least[at])[1]] -= 1
         table = Table(header_style="bold")
         for at, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
@@ -115,7 +116,7 @@ class WholeWords:
         yield table
 
     def _list(self) -> Iterator[Text]:
-        """The first cell of each row as a heading, then the others, name and value."""
+        """Yield the first cell of each row as a heading, then the other cells as name and value."""
         for first, *rest in self.rows:
             yield Text(f"{self.columns[0]} {first}".strip(), style="bold", overflow="fold")
             for name, text in zip(self.columns[1:], rest, strict=True):
@@ -128,13 +129,13 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def table(title: str, columns: list[str], rows: Sequence[Sequence[object]], *, right: tuple[int, ...] = ()) -> Group:
-    """Build a table; cells are text, never markup, and words stay whole."""
-    # A table's own title would wrap at the table's width.
+    """Build a table; cells are plain text, never markup, and words are not broken."""
+    # The title of a rich table would wrap at the table's width.
     return Group(Text(title, style="bold"), WholeWords(columns, [[str(cell) for cell in row] for row in rows], right))
 
 
 def plan_table(plan: Plan) -> Group:
-    """Show a plan: every attention, what becomes of it and why, and what to expect of it."""
+    """Return a plan as a table: every attention layer, its kernel or why it is kept, and what to expect."""
     from linearize.conversion.plan import expectations
 
     rows = []
@@ -142,7 +143,7 @@ def plan_table(plan: Plan) -> Group:
         group = list(layers)
         known = [str(layer.index) for layer in group if layer.index is not None]
         numbers = "-".join(dict.fromkeys([*known[:1], *known[-1:]]))
-        # Their names differ in numbers only: `layer.0-5.self`.
+        # The names differ only in numbers: `layer.0-5.self`.
         parts = zip(*(re.split(r"(\d+)", layer.module) for layer in group), strict=True)
         module = "".join(part[0] if len(set(part)) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
         rows.append([numbers, module, *facts])
@@ -154,7 +155,7 @@ def plan_table(plan: Plan) -> Group:
 
 
 def _alike(layer: LayerPlan) -> tuple[str, ...]:
-    """Return what a plan's table says of a layer, and its module without numbers; equal layers share a row."""
+    """Return a layer's cells, and its module name without numbers; layers with equal results share a row."""
     shape = layer.shape
     known = shape != UNKNOWN
     arguments = ", ".join(f"{name}={value}" for name, value in (layer.arguments | layer.hybrid.changed).items())
@@ -168,11 +169,11 @@ def _alike(layer: LayerPlan) -> tuple[str, ...]:
 
 
 LARGE = 1e5
-"""Larger numbers have three digits and an exponent, unless they are whole."""
+"""Numbers from here on are written with three digits and an exponent, unless they are integers."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a figure: whole numbers above 1 (counts) without decimals, large ones as 2.57e6; a dash for None."""
+    """Format a figure: integers above 1 (counts) without decimals, large numbers as 2.57e6, None as a dash."""
     if value is None:
         return "-"
     if math.isfinite(value) and float(value).is_integer() and abs(value) > 1:
@@ -181,13 +182,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 EVERY, SHARE, SELDOM = 8.0, 0.1, 300.0
-"""Seconds of silence in a log after which a heartbeat speaks: 8, later a tenth of the time so far, 300 at most."""
+"""Seconds without output in a log before a heartbeat line: 8, later a tenth of the time so far, at most 300."""
 
 
 class Heartbeat:
-    """Says in a log, after some silence, what is still being done, less and less often; use as a context.
+    """Context manager that prints what is still running to a log that has been silent for some time.
 
-    A terminal has progress bars instead.
+    The lines become less frequent over time. A terminal has progress bars instead.
     """
 
     def __init__(self, out: Screen, what: str) -> None:
@@ -218,14 +219,14 @@ class Heartbeat:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what was kept."""
+    """Ctrl-C, with a message about the results that were kept."""
 
 
 @contextlib.contextmanager
 def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C in the block say what was kept and how to continue; `main` prints it.
+    """Give a Ctrl-C inside the block a message about the results kept and how to continue; `main` prints it.
 
-    A message of the work itself takes precedence. Of nested blocks the outer one decides: it knows the whole work.
+    A message from the work itself takes precedence. Among nested blocks the outer one decides: it knows the whole work.
     """
     try:
         yield
@@ -274,7 +275,7 @@ class StepProgress:
 
     @classmethod
     def where(cls, report: Report) -> str:
-        """Return a step's number and times."""
+        """Return a step's number, elapsed time and remaining time."""
         stage = f"{cls.stage(report)}, " if report.phase else ""
         return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
 
@@ -301,10 +302,10 @@ class Work:
 
     Attributes:
         out: the console.
-        learns: introduces the line about the data.
-        beat: says in a log what is being done.
-        progress: the bar.
-        findings: what the job found, once it is over.
+        learns: introduction of the line about the data.
+        beat: prints to a log what is still running.
+        progress: the progress bar.
+        findings: the job's findings, available at its end.
         saved: whether its result was written.
     """
 
@@ -331,7 +332,7 @@ class Work:
                 done = report.step == report.steps
                 beat.what = "measuring the result" if done else f"training, {self.progress.short(report)}"
             case events.Logged(entry):
-                # A line of a log also says how much time is left, as the bar does on a terminal.
+                # A line of a log also gives the remaining time, as the bar does on a terminal.
                 timed = self._last is not None and self._last.step == entry["step"]
                 out.print(log_line(entry, self.progress.where(self._last) if self._last and timed else None))
             case events.Noted(text):
@@ -340,11 +341,11 @@ class Work:
                 beat.what = what
             case events.Searched(searched):
                 self.progress.stop()
-                beat.what = "what follows the search"
+                beat.what = "continuing after the search"
                 show_search(out, searched)
             case events.Distilled(distilled):
                 self.progress.stop()
-                beat.what = "what follows stage one"
+                beat.what = "continuing after stage one"
                 out.print(summary_of(distilled))
                 title = "Kernel against softmax, before > after stage one"
                 title = f"{title} ({distilled.before.queries} held-out queries)"
@@ -360,7 +361,7 @@ class Work:
 def at_work(
     out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written", learns: str = "Data"
 ) -> Iterator[Work]:
-    """Show long work: its events, what is being done (first `what`), and what an interrupt left (`on_interrupt`)."""
+    """Show long work: its events, what is running (initially `what`), and the results kept on Ctrl-C."""
     work = Work(out, what, learns)
     try:
         with work.beat, on_interrupt(kept):
@@ -370,7 +371,7 @@ def at_work(
 
 
 def as_lines(out: Console) -> Callback:
-    """Return a callback that prints a line at the start of anything slow."""
+    """Return a callback that prints a line at the start of slow work."""
 
     def on_event(event: Event) -> None:
         if isinstance(event, events.Started):
@@ -380,7 +381,7 @@ def as_lines(out: Console) -> Callback:
 
 
 def show_findings(out: Console, findings: Findings) -> None:
-    """Print what a job found and what comes next; lines to copy are not folded."""
+    """Print a job's findings and the suggested next command; lines are not wrapped, so that they can be copied."""
     for line in findings.lines():
         out.print(line, soft_wrap=True)
 
@@ -389,7 +390,7 @@ HIDDEN = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_pr
 
 
 def log_line(entry: dict[str, float], where: str | None = None) -> str:
-    """Write one entry of the trainer's log; `where` replaces its step."""
+    """Return one entry of the trainer's log as a line; `where` replaces its step."""
     shown = {name: value for name, value in entry.items() if isinstance(value, float) and "per_second" not in name}
     figures = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in HIDDEN)
     where = where or f"step {entry['step']}/{entry['steps']}"
@@ -397,7 +398,7 @@ def log_line(entry: dict[str, float], where: str | None = None) -> str:
 
 
 def summary_of(result: DistillResult) -> str:
-    """Say in one line what stage one did."""
+    """Return one line about the result of stage one."""
     if result.stopped == "nothing to learn":
         return "Stage one skipped: no kernel of this plan has anything to learn."
     return (
@@ -407,7 +408,7 @@ def summary_of(result: DistillResult) -> str:
 
 
 def fidelity_table(title: str, after: Fidelity, before: Fidelity | None = None) -> Group:
-    """Show how close each layer is to softmax, if `before` is given before and after stage one."""
+    """Return a table of how close each layer is to softmax; with `before`, before and after stage one."""
     figures = ["kl", "total_variation", "negative_share", "output_error"]
     columns = ["layer", "kernel", "KL (nats/query)", "total variation", "negative weights", "output error"]
     rows = [[layer.module, layer.kernel, *(number(getattr(layer, f)) for f in figures)] for layer in after.layers]
@@ -426,7 +427,7 @@ def fidelity_table(title: str, after: Fidelity, before: Fidelity | None = None) 
 
 
 def closeness_table(result: AlignResult) -> Group:
-    """Show how close the whole model is to its teacher, before and after the alignment."""
+    """Return a table of how close the whole model is to its teacher, before and after the alignment."""
     before, after = result.before, result.after
     rows = [
         [f"hidden state, {name}", "relative error", f"{error:.3f} > {after.layers[name]:.3f}"]
@@ -441,7 +442,7 @@ def closeness_table(result: AlignResult) -> Group:
 
 
 def show_search(out: Console, result: SearchResult) -> None:
-    """Print each layer's choice with its reason, and the points."""
+    """Print the choice for each layer with its reason, and the plans that were tried."""
     from linearize.kernel_search.result import WORTH
 
     rows = [[x.layer, x.module, x.label, f"{x.error:.3f}", f"{x.share:.3g}", x.why] for x in result.layers]
@@ -460,9 +461,9 @@ def show_search(out: Console, result: SearchResult) -> None:
         for point in result.points
     ]
     columns = ["choice", "kernels", "error", "pooled cosine", "of softmax's time", "seconds"]
-    title = f"Whole model against its original, not aligned; error: {result.figure}"
+    title = f"Whole model against its original, without alignment; error: {result.figure}"
     out.print(table(title, columns, points, right=(2, 3, 4, 5)))
-    out.print("*: nothing else is both closer and cheaper.")
+    out.print("*: no other choice is both closer and cheaper.")
     uniform = result.uniform
     if uniform is not None:
         kernel = uniform.name.removesuffix(" everywhere").partition("(")[0].strip()

@@ -19,7 +19,7 @@ from linearize.evaluation.options import BenchOptions
 
 
 def bench(job: BenchOptions, args: argparse.Namespace) -> object:
-    """Measure and print."""
+    """Measure and print the results."""
     if args.plot:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     out = console(to_stderr=args.json)
@@ -35,7 +35,7 @@ def bench(job: BenchOptions, args: argparse.Namespace) -> object:
 
 
 def explain_suites(out: Screen, options: BenchOptions) -> None:
-    """Print the backends of all attentions that are measured, for inputs of the longest length.
+    """Print the backends of all measured attention layers, for inputs of the longest length.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct.
@@ -56,7 +56,7 @@ def explain_suites(out: Screen, options: BenchOptions) -> None:
 
 
 def show(out: Screen, result: BenchResult) -> None:
-    """Print the tables, from which length on kernels are faster, and the machine."""
+    """Print the tables, the length from which kernels are faster, and the machine."""
     by_what: dict[str, list[Row]] = {}
     for row in result.rows:
         by_what.setdefault(row.what, []).append(row)
@@ -72,10 +72,10 @@ def show(out: Screen, result: BenchResult) -> None:
     machine = result.machine
     out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}.")
     if machine.device == "cpu":
-        use = "used (--no-native leaves it alone)" if machine.native else "not there (linearize native --build)"
+        use = "used (--no-native turns it off)" if machine.native else "not compiled (linearize native --build)"
         out.print(f"Native op: {use}.")
     else:
-        use = "used (LINEARIZE_FLA=0 leaves it alone)" if machine.fla else "not there (extra: gpu)"
+        use = "used (LINEARIZE_FLA=0 turns it off)" if machine.fla else "not available (extra: gpu)"
         out.print(f"flash-linear-attention: {use}.")
     out.print(f"Noise: {result.noise.text}.")
 
@@ -87,27 +87,27 @@ SHOWN = {
     "softmax_kept_mib": ("softmax keeps, MiB", "{:,.2f}"),
     "linear_kept_mib": ("linear keeps, MiB", "{:,.2f}"),
 }
-"""Derived figures that the table shows; --json has all."""
+"""Derived figures in the table; --json has all of them."""
 
 
 def _table(what: str, rows: list[Row]) -> Group:
-    """Return one line per length: seconds (and their spread) of each variant, the ratio, memory of each variant."""
+    """Return one line per length: seconds and spread of each variant, the ratio, and memory of each variant."""
     first = rows[0]
-    remembered = [name for name in first.variants if any(row.memory(name) is not None for row in rows)]
+    with_memory = [name for name in first.variants if any(row.memory(name) is not None for row in rows)]
     derived = [key for key in SHOWN if any(row.figures.get(key) is not None for row in rows)]
     columns = ["tokens", *(f"{name}, s" for name in first.variants), "faster", *(SHOWN[key][0] for key in derived)]
-    columns += [f"{name}, MiB" for name in remembered]
+    columns += [f"{name}, MiB" for name in with_memory]
     cells = []
     for row in rows:
         line = [f"{row.tokens:,}"]
-        for one in row.variants.values():
-            timing = one.timing
-            line.append(one.problem or "-" if timing is None else f"{timing.seconds:.4g} ({timing.spread:.0%})")
+        for variant in row.variants.values():
+            timing = variant.timing
+            line.append(variant.problem or "-" if timing is None else f"{timing.seconds:.4g} ({timing.spread:.0%})")
         line.append("-" if row.speedup is None else f"{row.speedup:.2f} x")
         for key in derived:
             value = row.figures.get(key)
             line.append("-" if value is None else SHOWN[key][1].format(value))
-        for name in remembered:
+        for name in with_memory:
             taken = row.memory(name)
             line.append("-" if taken is None else f"{taken / 2**20:,.1f}")
         cells.append(line)

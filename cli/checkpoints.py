@@ -1,4 +1,4 @@
-"""Run what makes, shows, writes and uploads checkpoints: `init`, `inspect`, `export`, `push`."""
+"""Run the verbs that make, show, export and upload checkpoints: `init`, `inspect`, `export`, `push`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linearize.jobs.events import Event
 
 
 def init(job: InitJob, args: argparse.Namespace) -> object:
-    """Make the model and show what it is."""
+    """Make the model and print its plan."""
     from linearize.jobs.init import init_checkpoint
 
     if job.kernel is None and job.layers is None:
@@ -38,7 +38,7 @@ def inspect(args: argparse.Namespace) -> object:
         from linearize.checkpoint.loading import load_model
         from linearize.conversion.plan import plan as plan_of
 
-        # A conversion that is not carried out: it lists every attention and whether it can be converted.
+        # A plan that is not carried out: it lists every attention layer and whether it can be converted.
         with contextlib.suppress(UnsupportedModelError):
             plan = plan_of(load_model(args.model).model, "hedgehog")
     if args.json:
@@ -53,7 +53,7 @@ def inspect(args: argparse.Namespace) -> object:
 
 
 def export(job: ExportJob, args: argparse.Namespace) -> object:
-    """Export and say how close it is."""
+    """Export and print the difference from PyTorch."""
     from linearize.jobs.export import export_checkpoint
 
     out = console(to_stderr=args.json)
@@ -70,7 +70,7 @@ def export(job: ExportJob, args: argparse.Namespace) -> object:
 
 
 def push(args: argparse.Namespace) -> object:
-    """Upload, or show what would be sent."""
+    """Upload, or list the files that would be sent."""
     if not args.dry_run:
         url = upload(args.folder, args.repo, private=args.private, include=args.include, to_stderr=args.json)
         return {"url": url}
@@ -84,7 +84,7 @@ def push(args: argparse.Namespace) -> object:
 
 def upload(folder: str, repo: str, *, private: bool, include: Sequence[str] = (), to_stderr: bool) -> str:
     """Print the files, upload them, and print and return the address."""
-    again = f"the checkpoint is in {folder}, the upload is not complete; continue with: linearize push {folder} {repo}"
+    again = f"the checkpoint is in {folder}; the upload is incomplete; continue with: linearize push {folder} {repo}"
     with on_interrupt(lambda: again):
         _print_files(folder, repo, include, to_stderr=to_stderr)
         url = hub.push(folder, repo, private, include=include)

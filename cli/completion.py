@@ -1,4 +1,4 @@
-"""Run `completion`: a script with which a shell completes verbs, options, kernels, tasks and recipes."""
+"""Run `completion`: print a script for shell completion of verbs, options, kernels, tasks and recipes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def completion(args: argparse.Namespace) -> object:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return one parser of all verbs; its options list the names that they take, and files elsewhere."""
+    """Return one parser for all verbs; its options complete the names that they take, or files."""
     kernels = [info.name for info in kernel_infos()]
     values = {"kernel": kernels, "preset": list(PRESETS), "task": list(TASKS), "device": ["auto", "cpu", "cuda", "mps"]}
     trained = [name for name, task in TASKS.items() if task.head.name != "feature-extraction"]

@@ -1,4 +1,4 @@
-"""Run `evaluate`, `longdoc`, `report` and `compare`: checkpoints measured, on a task or as they are."""
+"""Run `evaluate`, `longdoc`, `report` and `compare`: measure checkpoints, on a task or against softmax."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from linearize.training.stage_two.tasks import Task
 
 
 def evaluate(job: EvaluateJob, args: argparse.Namespace) -> object:
-    """Measure and print."""
+    """Measure and print the results."""
     out = console(to_stderr=args.json)
     with at_work(out, "reading the data") as work:
         result = evaluate_checkpoint(job, work)
@@ -72,7 +72,7 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
             what = event.what[0].upper() + event.what[1:]
             out.print(what, style="bold" if event.what.startswith("step") else None)
 
-    with at_work(out, "looking at model and data", kept) as work:
+    with at_work(out, "inspecting model and data", kept) as work:
         result = run_longdoc(job, on_event)
     if args.json:
         return asdict(result)
@@ -87,18 +87,18 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
 
 
 def print_positions(out: Screen, result: Evaluation) -> None:
-    """Print the loss by position, where there is more than one range of them."""
-    by_side = [{one.first: one for one in side.by_position} for side in result.sides]
+    """Print the loss by position, if there is more than one range of positions."""
+    by_side = [{loss.first: loss for loss in side.by_position} for side in result.sides]
     firsts = sorted(set().union(*by_side))
     if len(firsts) < 2:
         return
     rows = []
     for first in firsts:
-        there = [losses.get(first) for losses in by_side]
-        last = max(one.last for one in there if one is not None)
-        rows.append([f"{first:,} to {last:,}", *("-" if one is None else f"{one.nll:.4f}" for one in there)])
+        cells = [losses.get(first) for losses in by_side]
+        last = max(loss.last for loss in cells if loss is not None)
+        rows.append([f"{first:,} to {last:,}", *("-" if loss is None else f"{loss.nll:.4f}" for loss in cells)])
     columns = ["tokens before", *(side.name for side in result.sides)]
-    title = "Loss by how many tokens stand before (nats per token)"
+    title = "Loss by number of preceding tokens (nats per token)"
     out.print(table(title, columns, rows, right=tuple(range(1, len(columns)))))
 
 
@@ -130,12 +130,12 @@ def sides_table(
 
 
 def between(interval: tuple[float, float] | None, task: Task) -> str:
-    """Write an interval."""
+    """Return an interval as text."""
     return "-" if interval is None else " to ".join(task.written(end) for end in interval)
 
 
 def report(options: ReportOptions, args: argparse.Namespace) -> object:
-    """Make the report and print the table of fidelity."""
+    """Write the report and print its fidelity table."""
     out = console(to_stderr=args.json)
     found = write_report(options, args.output, overwrite=args.overwrite, on_event=as_lines(out))
     out.print(answer(found))
@@ -147,7 +147,7 @@ def report(options: ReportOptions, args: argparse.Namespace) -> object:
 
 
 def compare(options: CompareOptions, args: argparse.Namespace) -> object:
-    """Compare, print the table, write the picture."""
+    """Compare the checkpoints, print the table, and write the picture."""
     out = console(to_stderr=args.json)
     sources = [*options.checkpoints, options.original, options.inputs.dataset]
     with claim(args.output, overwrite=args.overwrite, sources=sources):

@@ -25,14 +25,14 @@ from linearize.evaluation.bench.measured import (
 
 FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
 LIMITS = ("low", "high", "multiple_of", "choices")
-"""What `linearize.core.registry.option` may say of an argument's values."""
+"""The limits on an argument's values in `linearize.core.registry.option`."""
 LONG = 4096
-"""Longest input for kernels that need one, if the model has no limit."""
+"""Longest input for kernels that need a maximum, if the model has no limit."""
 BERT_BASE = {"layers": 12, "heads": 12, "head_dim": 64}
 
 
 def describe(info: KernelInfo) -> dict[str, Any]:
-    """Return a kernel's facts as plain data, with sizes for BERT-base's heads and default arguments."""
+    """Return a kernel's facts as plain data; sizes are for BERT-base's heads and default arguments."""
     config, size = info.config(), BERT_BASE["head_dim"]
     shape = HeadShape(BERT_BASE["heads"], BERT_BASE["heads"], size, size, False)
     arguments = [
@@ -92,7 +92,7 @@ NARROW = (0, 4, 5, 6)
 
 
 def _print(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print kernels (`_row`), and where their figures come from."""
+    """Print kernels from `_row`, and the sources of their figures."""
     out = console()
     kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
     cells = [
@@ -117,7 +117,7 @@ def _print(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _row(info: KernelInfo, features: int | None, parameters: int, state: int | None, what: str) -> dict[str, Any]:
-    """Return a row of the table: sizes, and what was measured with the kernel's default arguments."""
+    """Return a row of the table: sizes, and figures measured with the kernel's default arguments."""
     quality, speed = default_quality(info.name), speed_of(info.name, what)
     return {
         "name": info.name,
@@ -136,7 +136,7 @@ def _mebibytes(count: int | None) -> str:
 
 
 def _list_for(model: str, *, as_json: bool) -> None:
-    """Print the kernels that fit a model's attentions, with their sizes there; those closest to softmax come first."""
+    """Print the kernels that fit a model, with their sizes in it, the closest to softmax first."""
     from linearize.checkpoint.inspect import inspect_checkpoint
     from linearize.checkpoint.loading import load_model
     from linearize.conversion.plan import plan
@@ -160,7 +160,7 @@ def _list_for(model: str, *, as_json: bool) -> None:
         parameters = sum(count_parameters(kernel.name, arguments, shape) for shape in shapes)
         state = state_bytes(kernel, config, shapes)
         rows.append(_row(kernel, features, parameters, state, CAUSAL if causal else FORWARD))
-    # Experiments do not compare with each other; within one the closest comes first.
+    # Figures of different experiments are not comparable; within an experiment the closest comes first.
     rows.sort(key=lambda row: (row["experiment"] or "z", row["kl"] or 0.0, row["name"]))
     sizes = sorted({shape.head_dim for shape in shapes})
     if as_json:
@@ -169,8 +169,8 @@ def _list_for(model: str, *, as_json: bool) -> None:
         return
     takes = "any number of" if longest is None else f"{longest:,}"
     heads = f"heads of size {', '.join(map(str, sizes))}"
-    sees = "causal" if causal else "both ways"
-    _print(f"{model}: {len(layers)} attentions, {sees}, {heads}, takes {takes} tokens", rows)
+    direction = "causal" if causal else "bidirectional"
+    _print(f"{model}: {len(layers)} attentions, {direction}, {heads}, takes {takes} tokens", rows)
     for name, why in refused.items():
         console().print(f"{name} does not fit: {why}")
 
@@ -201,7 +201,7 @@ def _explain(facts: dict[str, Any]) -> None:
     if rows:
         out.print(table("arguments (--kernel-arg NAME=VALUE)", ["name", "default", "values", "what"], rows))
     if facts["learnable"]:
-        out.print(table("stage one, unless asked otherwise", ["option", "value"], list(facts["stage_one"].items())))
+        out.print(table("stage one, by default", ["option", "value"], list(facts["stage_one"].items())))
 
 
 def _range(argument: dict[str, Any]) -> str:

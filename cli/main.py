@@ -31,10 +31,10 @@ QUIET = {
     "DATASETS_VERBOSITY": "critical",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-"""Settings of libraries; errors say what their logs would."""
+"""Settings of libraries; errors contain what their logs would report."""
 INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-"""The disk, the quota or a limit on files: errors that need no traceback."""
+"""A full disk, quota or file size limit: errors that need no traceback."""
 
 
 def overview() -> str:
@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None: those of the process.
 
     Returns:
-        Exit code: 0 for success, 2 for what the user can correct, 130 when interrupted.
+        Exit code: 0 for success, 2 for errors that the user can correct, 130 if interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Checkpoints record the line that made them (`linearize.jobs.advice`).
+    # Checkpoints record the command line that made them (`linearize.jobs.advice`).
     before, sys.argv = sys.argv, ["linearize", *arguments]
     # Long work shows its own progress, which these would overwrite.
     for name, value in QUIET.items():
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             code = _dispatch(arguments)
-            # Report here what cannot be written, not when Python ends.
+            # Report a failed write here, not when Python exits.
             sys.stdout.flush()
             return code
         except ModuleNotFoundError as error:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LinearizeError as error:
         text = f"linearize: error: {' '.join(str(error).split())}"
         if isinstance(error, NotSavedError):
-            text += f"; what was trained is kept in {error.kept!r}, and saved by: {saving(arguments, error)}"
+            text += f"; the trained state is kept in {error.kept!r}; save it with: {saving(arguments, error)}"
         print(printable(text), file=sys.stderr)
         return 2
     except RecursionError:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nlinearize: interrupted: {printable(kept)}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # As in `linearize kernels | head`, which is no error.
+        # As in `linearize kernels | head`, which is not an error.
         _drop_output()
         return 0
     except (OSError, RuntimeError) as error:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if not is_write_error(error) or (isinstance(error, OSError) and error.errno not in FULL):
             raise
-        text = f"linearize: error: cannot write ({first_line(error)}); make room, then run it again"
+        text = f"linearize: error: cannot write ({first_line(error)}); free some space, then run it again"
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr)
         with contextlib.suppress(OSError):
@@ -106,14 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Let Python flush its standard output into nothing when it ends."""
+    """Discard what Python flushes to standard output when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Raise a Ctrl-C again that Python ignored, as it does in the callbacks of an import."""
+    """Re-raise a Ctrl-C that Python ignored, as it does in callbacks during an import."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        # From another thread: raised here, it would be ignored once more.
+        # From another thread: raised here, it would be ignored again.
         again = threading.Timer(0.01, _thread.interrupt_main)
         again.daemon = True
         again.start()
@@ -122,13 +122,13 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _end_at_once(*_: object) -> None:
-    """Answer a Ctrl-C while Python ends, when an exception would not be caught any more."""
-    os.write(2, b"\nlinearize: interrupted while it ended: its work was done\n")
+    """Handle a Ctrl-C while Python exits, when an exception would no longer be caught."""
+    os.write(2, b"\nlinearize: interrupted while exiting, after its work was done\n")
     os._exit(INTERRUPTED)
 
 
 def saving(arguments: Sequence[str], error: NotSavedError) -> str:
-    """Return the line that saves what was trained: the same line, resumed, perhaps with another output."""
+    """Return the command line that saves the trained state: the same line with --resume, maybe with another output."""
     from linearize.jobs.advice import without
 
     words = without(arguments, ["--resume"])
@@ -153,10 +153,10 @@ def _dispatch(arguments: list[str]) -> int:
         parsed = build_parser(name).parse_args(arguments[1:])
     except SystemExit as stop:
         return int(stop.code or 0)
-    # Options are checked before the verb's module and all that it needs are imported.
+    # Options are checked before the verb's module and its dependencies are imported.
     verb = VERBS[name]
     given = (parsed,) if verb.job is None else (take_options(parsed, verb.job), parsed)
-    # What a verb returns is its exit code, or what --json prints.
+    # A verb returns its exit code, or the data that --json prints.
     result = getattr(importlib.import_module(f"linearize.cli.{verb.module}"), name)(*given)
     if result is not None and not isinstance(result, int) and parsed.json:
         from linearize.cli._output import print_json

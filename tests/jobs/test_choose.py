@@ -121,7 +121,7 @@ def test_images_and_what_is_converted_already(place, capsys):
 def test_the_verb_prints_it(place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     code, out, _ = run(capsys, "kernels", "--for", "bert")
-    assert code == 0 and "bert: 2 attentions, both ways, heads of size 8, takes 64 tokens" in out
+    assert code == 0 and "bert: 2 attentions, bidirectional, heads of size 8, takes 64 tokens" in out
     assert "docs/results/minilm-embedding.json" in out
     code, out, _ = run(capsys, "kernels", "--for", "gpt2")
     assert "taylor does not fit: " in out

@@ -44,7 +44,7 @@ def test_bench_builds_it_once(fresh, capsys):
     assert main(BENCH) == 0
     first = lines_about(capsys)
     assert len(fresh) == 1 and first[0].startswith("Native op: compiled once in ")
-    assert first[1:] == ["Native op: used (--no-native leaves it alone)."]
+    assert first[1:] == ["Native op: used (--no-native turns it off)."]
     assert main(BENCH) == 0
     assert len(fresh) == 1 and lines_about(capsys) == first[1:]
 
@@ -74,20 +74,20 @@ def test_convert_says_so_in_one_line(fresh, tmp_path, capsys):
 def test_the_environment_says_no(value, fresh, monkeypatch, capsys):
     monkeypatch.setenv(native.SWITCH, value)
     assert main(BENCH) == 0
-    assert fresh == [] and lines_about(capsys) == ["Native op: not there (linearize native --build)."]
+    assert fresh == [] and lines_about(capsys) == ["Native op: not compiled (linearize native --build)."]
 
 
 def test_the_option_says_no(fresh, capsys, monkeypatch):
     monkeypatch.setenv(native.SWITCH, "")
     assert main([*BENCH, "--no-native"]) == 0
-    assert fresh == [] and lines_about(capsys) == ["Native op: not there (linearize native --build)."]
+    assert fresh == [] and lines_about(capsys) == ["Native op: not compiled (linearize native --build)."]
 
 
 def test_without_a_compiler_it_says_so(fresh, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert main(BENCH) == 0
     said, there = lines_about(capsys)
-    assert fresh == [] and there == "Native op: not there (linearize native --build)."
+    assert fresh == [] and there == "Native op: not compiled (linearize native --build)."
     assert "not compiled, continuing without it (no C compiler among cc, gcc, clang; install gcc or clang" in said
     assert not (tmp_path / "cache").exists()
     assert main(["native"]) == 0
@@ -105,7 +105,7 @@ def test_what_failed_is_not_tried_again(native_cache, monkeypatch, capsys, tmp_p
     assert lines_about(capsys) == [
         "Native op: not compiled, continuing without it (it failed before; linearize native --build tries again and "
         "says why).",
-        "Native op: not there (linearize native --build).",
+        "Native op: not compiled (linearize native --build).",
     ]
     native.forget()
 
