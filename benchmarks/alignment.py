@@ -1,10 +1,10 @@
-"""One step of the alignment on one sequence, next to the passes that it needs in any case.
+"""One step of the alignment on one sequence, compared with the passes that it needs in any case.
 
-- "softmax": a plain forward of the softmax model.
-- "passes": the teacher's forward, the student's forward and its backward from the last hidden state: no losses, no
-  optimizer.
-- "step": an end-to-end step of `linearize align` (whole blocks trained), optimizer included.
-- "blockwise": a blockwise step that trains kernels only, so that its memory is that of the passes.
+- "softmax": a plain forward pass of the softmax model.
+- "passes": the teacher's forward pass, and the student's forward and backward pass from the last hidden state, without
+  losses or optimizer.
+- "step": an end-to-end step of `linearize align` (whole blocks trained), including the optimizer.
+- "blockwise": a blockwise step that trains only kernels, so that its memory is that of the passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from linearize.training.stage_one.loop import make_accelerator
 
 @dataclass(frozen=True)
 class AlignmentSuite(OfModel):
-    """One step."""
+    """One step of the alignment."""
 
     name: ClassVar[str] = "alignment"
     variants: ClassVar[tuple[str, ...]] = ("softmax", "passes", "step", "blockwise")
@@ -70,9 +70,9 @@ class AlignmentSuite(OfModel):
         return AlignTrainer(objective, _trained(pair, train), config, make_accelerator(pair.student), phase, 2)
 
     def figures(self, row: Row) -> dict[str, float | None]:
-        """Return the steps' times over the passes', and the blockwise step's memory over a plain forward's.
+        """Return the steps' times divided by the passes', and the blockwise step's memory by that of a forward pass.
 
-        The forward's memory is counted together with the gradients and the optimizer's moments of the kernels.
+        The kernels' gradients and optimizer moments are added to the memory of the forward pass.
         """
         kernels = sum(p.nbytes for layer in linear_attentions(self.model.linear).values() for p in layer.parameters())
         forward, blockwise = row.memory("softmax"), row.memory("blockwise")

@@ -1,4 +1,4 @@
-"""Made-up attentions next to softmax (SDPA): the op on given features, and decoding through all layers.
+"""Attention layers on random inputs compared with softmax (SDPA): the bare op, and decoding through all layers.
 
 python -m benchmarks.attentions op --causal --lengths 4096,16384 --no-memory
 python -m benchmarks.attentions decode --kernel flexformer_n --kernel hedgehog --lengths 8192,32768
@@ -28,15 +28,15 @@ from linearize.evaluation.options import BenchOptions, check_lengths
 from linearize.ops import bidirectional_attention
 
 SPARE = 16
-"""Places that the cache of keys has after the context."""
+"""Free places in the key cache after the context."""
 
 
 @dataclass(frozen=True)
 class OpSuite(AttentionSuite):
-    """The bare op on given features, without a kernel's map.
+    """The bare op on given features, without a kernel's feature map.
 
     Attributes:
-        features: their size F.
+        features: number of features F.
     """
 
     features: int = 128
@@ -60,14 +60,14 @@ class OpSuite(AttentionSuite):
 
 @dataclass(frozen=True)
 class DecodeSuite(SizedSuite):
-    """One new token after a context, through the attentions of all layers.
+    """One new token after a context, through the attention layers of a model.
 
-    Softmax writes its key and value into a cache that has room for them already, and attends to all of it through SDPA;
-    the kernel takes its own step with its state. A turn is several tokens in a row. The first of them finds none of its
-    state in the processor's caches, because softmax's keys and values went through them: a separate figure.
+    Softmax writes its key and value into a preallocated cache, and attends to all of it through SDPA; the kernel takes
+    its own step with its state. A turn is several tokens in a row. The first token of a turn has a separate figure: its
+    state is no longer in the CPU caches, because softmax's keys and values have evicted it.
 
     Attributes:
-        layers: attentions, one after the other.
+        layers: number of attention layers.
     """
 
     name: ClassVar[str] = "decode"
@@ -85,7 +85,7 @@ class DecodeSuite(SizedSuite):
             raise ConfigError(f"kernel {self.sizes.kernel!r} cannot decode in constant memory; choose another kernel")
 
     def figures(self, row: Row) -> Mapping[str, float | None]:
-        """Return how many times as fast the first token of a turn is, directly after softmax's turn."""
+        """Return the speed-up of the first token in a turn, directly after softmax's turn."""
         return {"first_speedup": row.first_speedup()}
 
     def prepare(self, variant: str, tokens: int) -> Call:
@@ -130,7 +130,7 @@ class DecodeSuite(SizedSuite):
 
 
 def suites(args: argparse.Namespace, device: str, dtype: str) -> Iterator[Suite]:
-    """Make the suites that were asked for."""
+    """Yield the requested suites."""
     hybrid = Hybrid(args.window, args.sinks, 0, args.scale)
     for kernel in args.kernel or ["hedgehog"] if args.suite == "decode" else ["hedgehog"]:
         sizes = AttentionSizes(kernel, {}, hybrid, args.heads, args.head_dim, dtype=dtype, device=device)
@@ -148,9 +148,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_lengths(parser, (4096, 16384), "tokens, or contexts")
     add("--kernel", action="append", help="decode: kernel; may be repeated (hedgehog)")
     add("--window", type=int, help="decode: tokens of a softmax window")
-    add("--sinks", type=int, default=0, help="decode: first tokens that get softmax as well")
+    add("--sinks", type=int, default=0, help="decode: number of first tokens that also get softmax")
     add("--scale", default="none", help="decode: learned log-scales (%(default)s)")
-    add("--layers", type=int, default=12, help="decode: attentions, one after the other (%(default)s)")
+    add("--layers", type=int, default=12, help="decode: number of attention layers (%(default)s)")
     add("--causal", action="store_true", help="op: a query sees only keys up to its own position")
     add("--backward", action="store_true", help="op: forward and backward")
     add("--features", type=int, default=128, help="op: size of the features (%(default)s)")
@@ -163,7 +163,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     args = parse(argv)
     how = {name: getattr(args, name) for name in ("dtype", "device", "repeats", "threads", "memory")}
     options, lengths = checked(BenchOptions(**how)), check_lengths(args.lengths)

@@ -1,4 +1,4 @@
-"""How near an attention comes to the machine's matrix products: the bound of its speed."""
+"""How close attention comes to the speed of the machine's matrix products, its upper bound."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from linearize.evaluation.bench.rows import Row, ratio
 from linearize.evaluation.bench.suites import AttentionSuite
 
 PEAKS = (1024, 2048)
-"""Rows of the square matrices among which the fastest product is."""
+"""Rows of the square matrices that are multiplied to find the fastest product."""
 
 
 def peak_rate(device: str, dtype: str, sizes: tuple[int, ...] = PEAKS, repeats: int = 5) -> float:
-    """Return the operations per second of the fastest of a few square matrix products."""
+    """Return the operations per second of the fastest among a few square matrix products."""
     best = 0.0
     for size in sizes:
         matrix = torch.ones(size, size, device=device, dtype=DTYPES[dtype])
@@ -27,11 +27,11 @@ def peak_rate(device: str, dtype: str, sizes: tuple[int, ...] = PEAKS, repeats: 
 
 
 def operations(suite: AttentionSuite, variant: str, tokens: int) -> float | None:
-    """Count floating-point operations of the matrix products; None for mixers without features.
+    """Return the number of floating-point operations in matrix products; None for mixers without features.
 
-    Softmax has two products, halved if causal. The linear form has the same two with one column more for the
-    denominator, and the products of the map with its per-head matrices [H, F, D] for queries and keys. The backward
-    pass counts twice the forward one.
+    Softmax has two products, halved if causal. The linear form has the same two with one additional column for the
+    denominator, and the products of queries and keys with the feature map's per-head matrices [H, F, D]. The backward
+    pass counts as two forward passes.
     """
     sizes = suite.sizes
     size, passes = sizes.head_dim, 3.0 if suite.backward else 1.0
@@ -52,7 +52,7 @@ def operations(suite: AttentionSuite, variant: str, tokens: int) -> float | None
 
 
 def with_bound(row: Row, suite: AttentionSuite, rate: float) -> Row:
-    """Add each variant's operations, and the share of the machine's matrix products per second that it reaches."""
+    """Add each variant's operations, and its speed as a share of the machine's speed in matrix products."""
     figures = dict(row.figures)
     for variant in suite.variants:
         count = operations(suite, variant, row.tokens)

@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share: options, a measurement of suites, and its output."""
+"""Code shared by the benchmarks' command lines: options, the measurement of suites, and its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN |= {
     "memory_ratio": ("memory / forward's", "{:.2f}"),
     "memory_ratio_above_weights": ("without weights", "{:.2f}"),
 }
-"""Figures of benchmarks alone, which their tables show too."""
+"""Additional figures that only the benchmarks' tables show."""
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def add_lengths(parser: argparse.ArgumentParser, default: tuple[int, ...], what:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Declare where is measured, and how often."""
+    """Declare device, repeats and threads."""
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps or auto (%(default)s)")
     parser.add_argument("--repeats", type=int, help="turns; by default as many as take ten seconds")
     parser.add_argument("--threads", type=int, help="threads of torch on the CPU")
@@ -47,12 +47,12 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_suites(suites: Sequence[Suite], lengths: Sequence[int], options: BenchOptions, *, as_json: bool) -> int:
-    """Measure suites at some lengths, and print what was found.
+    """Measure suites at some lengths, and print the results.
 
     Args:
-        suites: what is measured.
-        lengths: tokens.
-        options: checked ones.
+        suites: suites to measure.
+        lengths: lengths in tokens.
+        options: options from `checked`.
         as_json: whether stdout is for JSON.
 
     Returns:

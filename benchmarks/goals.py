@@ -1,4 +1,4 @@
-"""The figures of speed and memory that the project promises, compared with SDPA in the same run.
+"""The speed and memory goals that the project promises, measured against SDPA in the same run.
 
 python -m benchmarks.goals --json
 """
@@ -31,14 +31,14 @@ LONG = 16384
 
 @dataclass(frozen=True)
 class Goal:
-    """One promise.
+    """One promised figure.
 
     Attributes:
-        what: for people.
+        what: description.
         goal: the figure to reach.
-        most: whether the figure is an upper limit instead of a lower one.
-        unit: of the figure.
-        figure: which figure of the rows of `tasks` it is; None if a library that it needs is missing.
+        most: whether the goal is an upper limit instead of a lower one.
+        unit: unit of the figure.
+        figure: computes the figure from the rows of `tasks`; None if a library that it needs is missing.
         tasks: suites and lengths to measure for it.
         memory: whether it needs peak memory.
     """
@@ -57,10 +57,10 @@ class Verdict:
     """Whether a goal was reached.
 
     Attributes:
-        what: of the goal.
+        what: description of the goal.
         goal: the figure to reach, with its unit and direction.
-        measured: the figure here; None if it was not measured.
-        unit: of the figure.
+        measured: the measured figure; None if it was not measured.
+        unit: unit of the figure.
         verdict: "pass", "missed", "not built", or why there is no figure.
     """
 
@@ -72,7 +72,7 @@ class Verdict:
 
 
 def table_of_goals(device: str = "cpu") -> list[Goal]:
-    """Return the table: 12 heads of size 64, features of size 128, batch 1, fp32 by default."""
+    """Return the goals: 12 heads of size 64, 128 features, batch size 1, fp32 by default."""
     sizes = AttentionSizes(KERNEL, device=device)
     both = AttentionSuite(sizes)
     hedgehog = AttentionSuite(replace(sizes, kernel="hedgehog"))
@@ -115,7 +115,7 @@ def _speedups(what: str, suite: Suite, wanted: Mapping[int, float]) -> Iterator[
 
 
 def _native(what: str, suite: Suite, wanted: Mapping[int, float]) -> Iterator[Goal]:
-    """Yield the higher goals of the native op, which are measured if it is compiled."""
+    """Yield the higher goals for the native op, which are measured if it is compiled."""
     built = suite.device == "cpu" and engine() is not None
     for tokens, goal in wanted.items():
         figure, tasks = (_speedup, ((suite, tokens),)) if built else (None, ())
@@ -126,7 +126,7 @@ def _memory(suite: Suite) -> Iterator[Goal]:
     what = "extra memory, bidirectional forward, flexformer_n"
     long = (suite, LONG)
     yield Goal(f"{what}, {LONG:,} tokens", 65.0, True, "MiB", _mebibytes, (long,), memory=True)
-    # Four times the tokens: linear is 4, quadratic 16.
+    # Four times the tokens: linear growth is 4, quadratic 16.
     yield Goal(f"{what}: 4,096 to 16,384 tokens", 4.4, True, "x", _growth, ((suite, 4096), long), memory=True)
 
 
@@ -149,7 +149,7 @@ def _growth(rows: list[Row]) -> float | None:
 def run_goals(
     options: BenchOptions, on_event: Callback = ignore, goals: list[Goal] | None = None
 ) -> tuple[BenchResult, list[Verdict]]:
-    """Measure every goal; what two of them need is measured once.
+    """Measure every goal; measurements that several goals need are made only once.
 
     Args:
         options: device, repeats and threads; the goals fix everything else.
@@ -165,9 +165,9 @@ def run_goals(
     tasks: list[tuple[Suite, int]] = []
     for goal in goals:
         tasks += [task for task in goal.tasks if task not in tasks]
-    remembered = [task for goal in goals if goal.memory for task in goal.tasks]
+    with_memory = [task for goal in goals if goal.memory for task in goal.tasks]
     with threads(options.threads):
-        result = run_tasks(tasks, options, on_event, remember=lambda task: task in remembered)
+        result = run_tasks(tasks, options, on_event, remember=lambda task: task in with_memory)
         rates = {
             dtype: peak_rate(options.device, dtype)
             for dtype in {suite.dtype for suite, _ in tasks if isinstance(suite, AttentionSuite)}
@@ -180,7 +180,7 @@ def run_goals(
 
 
 def judge(goal: Goal, tasks: list[tuple[Suite, int]], rows: list[Row]) -> Verdict:
-    """Compare a goal with the rows that were measured for the tasks of all goals."""
+    """Return the verdict on a goal, given the measured rows of all tasks."""
     wanted = f"{'<=' if goal.most else '>='} {goal.goal:g} {goal.unit}"
     if goal.figure is None:
         return Verdict(goal.what, wanted, None, goal.unit, NOT_BUILT)
@@ -211,9 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     show(out, result)
     rows = [[v.what, v.goal, "-" if v.measured is None else f"{v.measured:.2f} {v.unit}", v.verdict] for v in verdicts]
     passed = sum(v.verdict == "pass" for v in verdicts)
-    noisy = "; too noisy to be trusted" if result.noise.too_noisy else ""
+    noisy = "; too noisy to trust" if result.noise.too_noisy else ""
     title = f"Goals: {passed} of {len(rows)} reached{noisy}"
-    out.print(table(title, ["what, against SDPA in the same run", "goal", "measured", ""], rows, right=(1, 2)))
+    out.print(table(title, ["figure, against SDPA in the same run", "goal", "measured", ""], rows, right=(1, 2)))
     if args.json:
         print_json({**result.to_dict(), "goals": [asdict(verdict) for verdict in verdicts]})
     return 0

@@ -1,4 +1,4 @@
-"""Time of an exported graph in onnxruntime and of the model in PyTorch, in turns, on one row.
+"""Time an exported graph in onnxruntime and the model in PyTorch, in turns, on one row.
 
 python -m benchmarks.onnx ./gpt2-hedgehog --lengths 128,1024
 """
@@ -30,14 +30,14 @@ from linearize.export.onnx import resized, run, session, state_of, to_onnx, writ
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds at one length, on the same number of threads.
+    """Times at one length, all with the same number of threads.
 
     Attributes:
         what: "forward", or "step" for one token after a text.
-        tokens: the length; None for a model whose inputs have one size.
-        pytorch: of the model, with the native op if it was built (and `LINEARIZE_NATIVE` is not 0).
-        pytorch_alone: of the model without the native op; None if `pytorch` runs without it too.
-        onnxruntime: of the graph.
+        tokens: the length; None for a model whose inputs have a fixed size.
+        pytorch: the model, with the native op if it was built (and `LINEARIZE_NATIVE` is not 0).
+        pytorch_alone: the model without the native op; None if `pytorch` already runs without it.
+        onnxruntime: the exported graph.
     """
 
     what: str
@@ -48,13 +48,13 @@ class Timed:
 
 
 def time_graphs(graphs: list[Graph], model: PreTrainedModel, folder: Path, lengths: tuple[int, ...]) -> list[Timed]:
-    """Time written graphs, and the model that was exported.
+    """Return the times of exported graphs and of their model.
 
     Args:
-        graphs: the graphs before they were written.
+        graphs: the graphs in PyTorch form.
         model: the model.
-        folder: the folder that they were written to.
-        lengths: tokens of a row; a model that takes no tokens is timed once.
+        folder: the folder that the graphs were exported to.
+        lengths: tokens per row; a model that takes no tokens is timed once.
     """
     opened = {graph.name: session(folder / f"{graph.name}.onnx", torch.get_num_threads()) for graph in graphs}
     first = graphs[0]
@@ -69,12 +69,12 @@ def time_graphs(graphs: list[Graph], model: PreTrainedModel, folder: Path, lengt
 
 
 def _step(step: Graph, model: Any, opened: Any, inputs: Any, tokens: int | None) -> Timed:
-    """Time one token after `tokens`; in PyTorch as `generate` decodes, with the state updated in place."""
+    """Return the time of one token after `tokens` tokens; PyTorch updates the state in place, as in `generate`."""
     cache = model.new_cache()
     kept, token = cache_argument(model, cache), inputs["input_ids"][:, -1:]
     with torch.no_grad():
         model(**inputs, **kept)
-    # The same place every time, so that no turn exceeds the model's length.
+    # The same position every time, so that no turn exceeds the model's length.
     place = torch.full((1, 1), inputs["input_ids"].shape[1] - 1)
     feed = {"input_ids": token, **state_of(run(opened["model"], inputs))}
 
@@ -99,7 +99,7 @@ def _pair(what: str, tokens: int | None, torch_call: Callable[[], object], onnx_
 
 
 def text(row: Timed) -> str:
-    """Write a row for people."""
+    """Return a row as readable text."""
     where = "" if row.tokens is None else f" {'after' if row.what == 'step' else 'of'} {row.tokens:,} tokens"
     sides = [("PyTorch" if row.pytorch_alone is None else "PyTorch with the native op", row.pytorch)]
     sides += [] if row.pytorch_alone is None else [("without", row.pytorch_alone)]

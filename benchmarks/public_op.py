@@ -1,4 +1,4 @@
-"""Our causal op next to the public C++ one, on given features: fast-transformers' `CausalLinearAttention`.
+"""Our causal op compared with a public C++ op on given features, fast-transformers' `CausalLinearAttention`.
 
 Paper: Katharopoulos et al. 2020, "Transformers are RNNs", https://arxiv.org/abs/2006.16236. Installing the package
 `pytorch-fast-transformers` compiles it; it is optional, and measured if it is installed.
@@ -21,7 +21,7 @@ from linearize.evaluation.bench.suites import SizedSuite
 
 PACKAGE = "fast_transformers"
 LEAST = 1e-6
-"""What the public op adds to a row's sum."""
+"""The constant that the public op adds to a row's sum."""
 
 
 def installed() -> bool:
@@ -31,10 +31,10 @@ def installed() -> bool:
 
 @dataclass(frozen=True)
 class PublicOpSuite(SizedSuite):
-    """Causal attention on given features, forward.
+    """Causal attention on given features, forward pass.
 
     Attributes:
-        features: their size F.
+        features: number of features F.
     """
 
     name: ClassVar[str] = "public-op"
@@ -58,13 +58,13 @@ class PublicOpSuite(SizedSuite):
         phi_q, phi_k = (self.sizes.draw(tokens, self.features, seed=seed).abs() for seed in (3, 4))
         attend: Callable[..., object] = attend_causally if variant == "linear" else public_attention
         if variant != "linear":
-            # The public op copies inputs that are not contiguous, and copies are not compared here.
+            # The public op copies non-contiguous inputs, and copies should not be timed here.
             v = v.contiguous()
         return torch.no_grad()(lambda: attend(phi_q, phi_k, v))
 
 
 def public_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
-    """Do what `CausalLinearAttention` does: phi_q, phi_k [B, H, T, F], v [B, H, T, V] -> [B, H, T, V]."""
+    """Same as `CausalLinearAttention`: phi_q, phi_k [B, H, T, F], v [B, H, T, V] -> [B, H, T, V]."""
     from fast_transformers.causal_product import causal_dot_product
 
     total = torch.einsum("bhtf,bhtf->bht", phi_q, phi_k.cumsum(dim=2)) + LEAST

@@ -1,11 +1,11 @@
-"""One step of stage one on one sequence, next to a plain forward, the full-matrix way and the least work.
+"""One step of stage one on one sequence, compared with a plain forward pass, full matrices, and the minimal work.
 
-- "softmax": the frozen model's own forward through SDPA.
+- "softmax": the frozen model's own forward pass through SDPA.
 - "naive": per layer the two T x T matrices of the formula, and autograd through them, one layer at a time; scripts that
-  hold the matrices of all layers at once need as many times the memory.
-- "least": the forward and only the matrix products that loss and gradient need, in blocks of rows: the scores, the
-  kernel's products, and the gradients of both features.
-- "step": a step of `linearize distill`, optimizer included.
+  hold the matrices of all layers at once need that many times the memory.
+- "least": the forward pass, and only the matrix products that loss and gradient need, in blocks of rows: the scores,
+  the kernel's products, and the gradients of both features.
+- "step": a step of `linearize distill`, including the optimizer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.observer import KernelTrainer, layer_loss
 
 BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128
-"""Numbers in one block of the least work (2 MiB of fp32, to stay in cache), and rows of a block at least."""
+"""Numbers per block of "least" (2 MiB of fp32, to stay in the cache), and the minimum number of rows per block."""
 
 TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class StageOneSuite(OfModel):
-    """One step."""
+    """One step of stage one."""
 
     name: ClassVar[str] = "stage-one"
     variants: ClassVar[tuple[str, ...]] = ("softmax", "naive", "least", "step")
@@ -79,7 +79,7 @@ class StageOneSuite(OfModel):
         return KernelTrainer(model, losses, config, make_accelerator(model))
 
     def _frozen(self) -> PreTrainedModel:
-        """Return the model with only its kernels learning."""
+        """Return the model with everything frozen except the kernels."""
         model = self.model.linear.requires_grad_(False)
         for layer in linear_attentions(model).values():
             layer.train().requires_grad_(True)
@@ -98,10 +98,10 @@ class StageOneSuite(OfModel):
         return step
 
     def figures(self, row: Row) -> dict[str, float | None]:
-        """Return the least work's time over the step's, and the step's memory over the plain forward's.
+        """Return the minimal work's time divided by the step's, and the step's memory by that of a plain forward pass.
 
-        Both count the kernels' parameters and the optimizer's two moments; `memory_ratio` counts the model's weights in
-        both variants, `memory_ratio_above_weights` in neither.
+        Both memories include the kernels' parameters and the optimizer's two moments; `memory_ratio` includes the
+        model's weights on both sides, `memory_ratio_above_weights` on neither.
         """
         layers = linear_attentions(self.model.linear).values()
         kernels = sum(p.nbytes for layer in layers for p in layer.parameters())
@@ -121,7 +121,7 @@ class StageOneSuite(OfModel):
 
 
 def naive_loss(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> None:
-    """Take the mean cross-entropy of a layer's weights against softmax's from whole matrices, and its gradient."""
+    """Compute the mean cross-entropy of a layer's weights against softmax's and its gradient, with whole matrices."""
     target = softmax_weights(q, k, None, scaling=scaling, causal=layer.shape.causal).float()
     with torch.enable_grad():
         weights = layer.mixer.weights(q.detach(), k.detach(), scaling=scaling)
@@ -130,7 +130,7 @@ def naive_loss(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Te
 
 
 def roofline(tokens: int) -> Callable[..., None]:
-    """Return an observer that computes only the block products, on made-up features and in reused memory."""
+    """Return an observer that computes only the block products, on constant features and in reused memory."""
     spare: dict[str, Tensor] = {}
     rows = min(tokens, max(LEAST_ROWS, BLOCK_NUMBERS // tokens))
 
@@ -145,10 +145,11 @@ def roofline(tokens: int) -> Callable[..., None]:
                 spare[name] = torch.empty(rows * tokens, device=q.device)
         groups = q.shape[1] // k.shape[1]
         for head in range(q.shape[1]):
-            one, other = q[0, head].float(), k[0, head // groups].float()
+            queries, keys = q[0, head].float(), k[0, head // groups].float()
             for start in range(0, tokens, rows):
                 stop = min(start + rows, tokens)
-                _block(spare, one[start:stop], other[: stop if layer.shape.causal else tokens], slice(start, stop))
+                seen = stop if layer.shape.causal else tokens
+                _block(spare, queries[start:stop], keys[:seen], slice(start, stop))
 
     return observe
 
@@ -160,5 +161,5 @@ def _block(spare: dict[str, Tensor], q: Tensor, k: Tensor, part: slice) -> None:
     torch.mm(q, k.T, out=scores)
     torch.mm(spare["phi_q"][part], spare["phi_k"][:seen].T, out=products)
     torch.mm(products, spare["phi_k"][:seen], out=spare["grad_q"][part])
-    # Halved each time, so that the made-up sums stay finite.
+    # Halved each time, so that the sums stay finite.
     spare["grad_k"][:seen].addmm_(products.T, spare["phi_q"][part], beta=0.5)

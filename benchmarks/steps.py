@@ -1,4 +1,4 @@
-"""What one training step costs, on one sequence of a model of BERT's sizes or of a checkpoint.
+"""The cost of one training step, on one sequence, for a model of BERT's sizes or a checkpoint.
 
 python -m benchmarks.steps alignment --lengths 512,2048
 python -m benchmarks.steps stage-one --layers 4 --lengths 512,2048
@@ -24,19 +24,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the options."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("step", choices=SUITES, help="which step")
+    add("step", choices=SUITES, help="kind of step")
     add("--model", default=BERT_BASE, help="Hub name or folder (%(default)s: its sizes, random weights)")
     add("--layers", type=int, help=f"layers of {BERT_BASE} (12)")
     add("--kernel", default="hedgehog", help="(%(default)s)")
     add_lengths(parser, (512, 2048))
-    add("--batch-tokens", type=int, help="train: as many sequences as have so many tokens, at least one (one)")
+    add("--batch-tokens", type=int, help="train: tokens per batch, at least one sequence (one sequence)")
     add_machine(parser)
     add_memory(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     args = parse(argv)
     options = BenchOptions(device=args.device, repeats=args.repeats, threads=args.threads, memory=args.memory)
     options, lengths = checked(options), check_lengths(args.lengths)

@@ -1,4 +1,4 @@
-"""One training step of a whole model: softmax, kernels, and the bound without any attention."""
+"""One training step of a whole model: with softmax, with kernels, and without attention as the bound."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from linearize.evaluation.bench.models import ModelSuite, side
 from linearize.fidelity.teacher import run_body
 
 LEARNING_RATE = 1e-6
-"""Small enough that minutes of training steps do not change a model."""
+"""Small enough that minutes of training steps hardly change a model."""
 FIRST = 8
-"""Tokens of the training step before the first one that counts."""
+"""Tokens of the warm-up step."""
 
 
 @dataclass(frozen=True)
 class TrainSuite(ModelSuite):
     """One training step of a whole model: forward, backward and AdamW over all weights.
 
-    The loss is the mean square of every other feature of the last hidden states (that of all is constant after a
-    LayerNorm): a task's own loss would cost both sides the same. Dropout is off, because SDPA with dropout takes a
-    slower path on the CPU, which would flatter the kernels.
+    The loss is the mean square of every other feature of the last hidden states (the mean square of all features is
+    constant after a LayerNorm); a task's own loss would cost both sides the same. Dropout is off, because SDPA with
+    dropout takes a slower path on the CPU, which would favour the kernels.
     """
 
     name: ClassVar[str] = "train"
@@ -48,6 +48,6 @@ class TrainSuite(ModelSuite):
                 run_body(model, batch).last_hidden_state[..., ::2].float().square().mean().backward()
                 optimizer.step()
 
-        # Makes gradients and moments, as large as the weights on either side, before the first step that counts.
+        # Allocate gradients and moments, as large as the weights on either side, before the timed steps.
         step(self.model.inputs(FIRST))
         return partial(step, self.model.inputs(tokens))

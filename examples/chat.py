@@ -1,4 +1,4 @@
-"""Ask a converted language model; its state has the same size after a long text as after a short question.
+"""Ask a converted language model a question; its state has the same size after a long text as after a short question.
 
 python examples/chat.py ./smollm2-chat "Why is the sky blue?"
 python examples/chat.py ./smollm2-chat "What is this about?" --text report.txt
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import linearize  # noqa: F401 - makes the Auto classes know converted checkpoints
+import linearize  # noqa: F401 - registers converted checkpoints with the Auto classes
 from linearize.attention.cache import cache_argument
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    """Print and return the answer, after the number of tokens and the size of the state."""
+    """Print the number of tokens, the size of the state and the answer; return the answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a converted checkpoint")
     parser.add_argument("question")
     parser.add_argument("--text", help="a file to read before the question")
-    parser.add_argument("--tokens", type=int, default=60, help="most tokens of the answer")
+    parser.add_argument("--tokens", type=int, default=60, help="maximum number of tokens in the answer")
     args = parser.parse_args(argv)
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -1,4 +1,4 @@
-"""A person from language models: a linear GPT-2, whose cache is one state of constant size instead of all past tokens.
+"""For language models: convert GPT-2, whose cache becomes a state of constant size instead of all past tokens.
 
 python examples/generation.py gpt2 --prompt "Linear attention is"
 python examples/generation.py gpt2 --dataset corpus.txt --distill-steps 5000
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         ConvertJob.of(
             model=args.model,
             kernel="hedgehog",
-            # Softmax among the nearest tokens, the kernel for all that is further away.
+            # Softmax for the nearest tokens, the kernel for everything further away.
             window=128,
             dataset=args.dataset,
             distill_steps=args.distill_steps,
@@ -44,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> str:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import linearize  # noqa: F401 - makes the Auto classes know converted checkpoints
+    import linearize  # noqa: F401 - registers converted checkpoints with the Auto classes
 
     tokenizer = AutoTokenizer.from_pretrained(args.output)
     model = AutoModelForCausalLM.from_pretrained(args.output).eval()
     inputs = tokenizer(args.prompt, return_tensors="pt")
     torch.manual_seed(0)
-    made = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=True, top_p=0.9, pad_token_id=0)
-    text = str(tokenizer.decode(made[0], skip_special_tokens=True))
+    output = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=True, top_p=0.9, pad_token_id=0)
+    text = str(tokenizer.decode(output[0], skip_special_tokens=True))
     print(text)
     return text
 

@@ -1,9 +1,9 @@
-"""A person from vision: a linear vision transformer of timm, converted in Python, distilled, saved, used on a picture.
+"""For vision models: convert a vision transformer from timm in Python, distil it, save it, and use it on a picture.
 
     python examples/images.py vit_tiny_patch16_224
     python examples/images.py vit_tiny_patch16_224 --dataset ./photos --picture cat.jpg --distill-steps 1000
 
-Without a data set the kernels learn from crops of scikit-learn's two sample photographs. Needs linearize[vision].
+Without a data set the kernels are trained on crops of scikit-learn's two sample photographs. Needs linearize[vision].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
-    """Run the example and return what the pipeline says about the picture."""
+    """Run the example and return the pipeline's predictions for the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="name of a timm model")
     parser.add_argument("--dataset")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
 
     import linearize
 
-    # A bare timm model comes back as the transformers model that wraps it.
+    # A bare timm model is returned inside a transformers wrapper.
     bare: Any = timm.create_model(args.model, pretrained=not args.untrained)
     model = linearize.convert(bare, "hedgehog")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""An engineer with a classifier and long documents: does a model that reads all of them beat one that is cut?
+"""For classifiers of long documents: does a model that reads whole documents beat one that truncates them?
 
     python examples/long_documents.py bert-base-uncased contracts.jsonl --max-length 8192
     python examples/long_documents.py ./my-classifier contracts.jsonl --text body --label outcome --output contracts
 
-The data is a file with columns, a data set of the Hub, or a folder with one file per split. Both models are tuned with
-the same options; the original is cut at its own length, and reads in chunks as well. What is printed last is the linear
-model at work. An interrupted run continues with --resume.
+The data is a file with columns, a data set from the Hub, or a folder with one file per split. Both models are tuned
+with the same options; the original truncates documents at its own length, and is also measured in chunks. The last
+line is a prediction of the linear model. An interrupted run continues with --resume.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> LongdocResult:
     parser.add_argument("data")
     parser.add_argument("--text", default="text", help="column of the document")
     parser.add_argument("--label", default="label", help="column of its class")
-    parser.add_argument("--max-length", type=int, default=4096, help="tokens that the linear model shall read")
+    parser.add_argument("--max-length", type=int, default=4096, help="tokens that the linear model should read")
     parser.add_argument("--distill-steps", type=int, default=1000)
     parser.add_argument("--align-steps", type=int, default=400)
     parser.add_argument("--epochs", type=float, default=3.0)
@@ -52,17 +52,17 @@ def main(argv: Sequence[str] | None = None) -> LongdocResult:
     result = run_longdoc(job, say)
     for side, cost in zip(result.sides, result.times.sides, strict=True):
         low, high = side.interval or (side.score, side.score)
-        costs = f"{side.cut_share or 0:.0%} cut, {cost.seconds:.3f} s a document"
+        costs = f"{side.cut_share or 0:.0%} cut, {cost.seconds:.3f} s per document"
         print(f"{side.name:<40}{side.score:6.1f} ({low:.1f} to {high:.1f}), {costs}")
-    for one in result.differences:
-        print(one.sentence)
+    for difference in result.differences:
+        print(difference.sentence)
     print(result.verdict)
     print(serve(f"{args.output}/linear"))
     return result
 
 
 def say(event: Event) -> None:
-    """Print what begins, and what a reader must know."""
+    """Print the steps as they start, and notes."""
     if isinstance(event, Started):
         print(f"... {event.what}", flush=True)
     elif isinstance(event, Noted):
@@ -70,7 +70,7 @@ def say(event: Event) -> None:
 
 
 def serve(folder: str) -> list[dict[str, Any]]:
-    """Answer as a service would: the folder is an ordinary checkpoint, its tokenizer knows the new length."""
+    """Predict as a service would: the folder is an ordinary checkpoint whose tokenizer has the new length."""
     from transformers import pipeline
 
     classify = pipeline("text-classification", model=folder, truncation=True, device="cpu")

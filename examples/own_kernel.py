@@ -1,12 +1,12 @@
-"""A researcher with a kernel: write it, put it into a table with others, over tasks and seeds.
+"""For researchers with their own kernel: define it, and compare it with others in a table over tasks and seeds.
 
     python examples/own_kernel.py bert-base-uncased ./glue --tasks cola,stsb --seeds 0,1,2
     python examples/own_kernel.py bert-base-uncased ./glue --tasks cola --seeds 0 distil.steps=500 finetune.epochs=3
     python examples/own_kernel.py bert-base-uncased ./glue --tasks cola,stsb --seeds 0,1,2 --resume
 
-The folder has one folder per task. The table is the recipe `minilm-glue` with other rows, columns and model; KEY=VALUE
-changes more of it, as after `linearize run`. It is printed as Markdown, with a star after each figure that was not
-made as the recipe prescribes. An interrupted run continues with --resume.
+The data folder has one folder per task. The table is the recipe `minilm-glue` with other rows, columns and model;
+KEY=VALUE changes more of it, as in `linearize run`. It is printed as Markdown, with a note on the keys that differ from
+the recipe. An interrupted run continues with --resume.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class SquaredRelu(FeatureMap):
         draw_normal(self.weight, generator, self.head_dim**-0.5)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """See the class."""
+        """Apply the map: [B, H, T, D] -> [B, H, T, F]."""
         return Features(project(x, self.weight).relu().square())
 
 
 def register() -> None:
-    """Make the kernel known: from here on every function and verb in this process takes its name."""
+    """Register the kernel: from now on every function and verb in this process accepts its name."""
     linearize.register_kernel(
         KernelInfo(
             name="squared_relu",
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 
 def say(event: Event) -> None:
-    """Print which cell of the table begins, and which is done."""
+    """Print each cell of the table when it starts, and its score at the end."""
     if isinstance(event, CellStarted):
         print(f"{event.number} of {event.count}: {event.key}", flush=True)
     elif isinstance(event, CellDone):

@@ -1,7 +1,7 @@
 """Draw docs/images/pipeline.svg: python scripts/draw_pipeline.py
 
-Plain SVG with its own background, and colours for light and dark: it is legible wherever it is shown. The figure is a
-function of the tables below; a test holds the committed file against them.
+Plain SVG with its own background and with colours for light and dark mode, so that it is legible everywhere. The figure
+depends only on the tables below; a test compares the committed file with them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BOX_WIDTH, BOX_HEIGHT = 164, 84
 
 @dataclass(frozen=True)
 class Box:
-    """A box: centre, kind (`step` or `data`), its name, and two lines below it."""
+    """A box: its centre, its kind (`step` or `data`), its name, and two lines of text below the name."""
 
     x: int
     y: int
@@ -57,15 +57,15 @@ BOXES = {
         ("no labels: your files,", "the Hub, or built in"),
     ),
     "model": Box(COLUMNS[0], ROWS[1], "data", "pretrained model", ("transformers or timm,", "softmax attention")),
-    "plan": Box(COLUMNS[1], ROWS[1], "step", "plan", ("one trial run: which", "attentions, and why")),
-    "apply": Box(COLUMNS[2], ROWS[1], "step", "replace", ("kernels take the place", "of softmax; positions")),
+    "plan": Box(COLUMNS[1], ROWS[1], "step", "plan", ("a trial run finds the", "attention layers")),
+    "apply": Box(COLUMNS[2], ROWS[1], "step", "replace", ("kernels replace softmax,", "positions are extended")),
     "one": Box(COLUMNS[3], ROWS[1], "step", "stage one", ("each kernel imitates", "its frozen softmax")),
     "align": Box(COLUMNS[4], ROWS[1], "step", "alignment", ("blocks, then the whole,", "towards the original")),
     "save": Box(COLUMNS[4], ROWS[2], "step", "save", ("weights, code, card;", "all or nothing")),
     "checkpoint": Box(COLUMNS[3], ROWS[2], "data", "checkpoint", ("an ordinary folder", "that loads anywhere")),
     "use": Box(COLUMNS[2], ROWS[2], "step", "inference", ("AutoModel, pipeline(),", "a cache of constant size")),
     "report": Box(COLUMNS[1], ROWS[2], "step", "report, bench", ("how close it is,", "and how fast")),
-    "two": Box(COLUMNS[3], ROWS[3], "step", "stage two", ("a task with labels; a", "tuned model may teach")),
+    "two": Box(COLUMNS[3], ROWS[3], "step", "stage two", ("tuning on a task, with", "an optional teacher")),
 }
 ARROWS = (
     ("model", "plan"), ("plan", "apply"), ("apply", "one"), ("one", "align"), ("align", "save"), ("save", "checkpoint"),
@@ -83,7 +83,7 @@ def draw() -> str:
         '<path class="tip" d="M0 0 8 4 0 8z"/></marker></defs>',
         f'<rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="10"/>',
     ]
-    parts += [_arrow(BOXES[one], BOXES[other], (other, one) in ARROWS) for one, other in ARROWS]
+    parts += [_arrow(BOXES[start], BOXES[end], (end, start) in ARROWS) for start, end in ARROWS]
     parts += [_box(box) for box in BOXES.values()]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -99,15 +99,15 @@ def _box(box: Box) -> str:
     return "\n".join([frame, *texts])
 
 
-def _arrow(one: Box, other: Box, both_ways: bool) -> str:
-    """Connect the sides that face each other; two arrows between the same boxes lie side by side."""
-    if other.y == one.y:
-        way = 1 if other.x > one.x else -1
-        ends = (one.x + way * BOX_WIDTH // 2, one.y, other.x - way * BOX_WIDTH // 2, other.y)
+def _arrow(start: Box, end: Box, both_ways: bool) -> str:
+    """Connect the facing sides of two boxes; arrows in both directions are drawn next to each other."""
+    if end.y == start.y:
+        way = 1 if end.x > start.x else -1
+        ends = (start.x + way * BOX_WIDTH // 2, start.y, end.x - way * BOX_WIDTH // 2, end.y)
     else:
-        way = 1 if other.y > one.y else -1
+        way = 1 if end.y > start.y else -1
         shift = 14 * way if both_ways else 0
-        ends = (one.x + shift, one.y + way * BOX_HEIGHT // 2, other.x + shift, other.y - way * BOX_HEIGHT // 2)
+        ends = (start.x + shift, start.y + way * BOX_HEIGHT // 2, end.x + shift, end.y - way * BOX_HEIGHT // 2)
     x1, y1, x2, y2 = ends
     return f'<path class="line" d="M{x1} {y1} L{x2} {y2}" marker-end="url(#tip)"/>'
 

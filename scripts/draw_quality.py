@@ -1,16 +1,16 @@
 """Draw docs/images/quality-and-speed.svg: python scripts/draw_quality.py
 
-One point per kernel and model: the share of softmax's score that is kept, against how many times faster one attention
-is at 4,096 tokens. Every figure is read from where it was published:
+One point per kernel and model: the share of softmax's score that is kept, against the speed-up of one attention layer
+at 4,096 tokens. Every figure is read from the file where it was published:
 
 - quality from docs/results: minilm-embedding.json (STS-B, zero-shot), minilm-glue.json (average of four tasks),
   vit-cifar10.json (accuracy), llama-small-wikitext2.json and smollm2-hybrid.json (softmax's perplexity over the
   converted model's);
-- speed from the tables of docs/benchmarks/speed.md: one attention of 12 heads of size 64 against SDPA, native op, two
-  CPU cores. Encoders take the forward in both directions, decoders the causal one; with a window, that window's row.
+- speed from the tables of docs/benchmarks/speed.md: one attention layer with 12 heads of size 64 against SDPA, native
+  op, two CPU cores. Encoders use the bidirectional forward pass, decoders the causal one; a window uses its own row.
 
-The speed is that of this one attention, not of the models, whose heads differ in size. A test compares the committed
-file with what this script draws.
+The speed is that of this attention layer, not of the models, whose heads differ in size. A test compares the committed
+file with the output of this script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH, HEIGHT = 960, 470
 LEFT, RIGHT, TOP, BOTTOM = 80, 690, 40, 400
 FASTEST, LEAST, MOST = 32, 70, 104
 KERNELS = {"hedgehog": "a", "flexformer_n": "b", "luna": "c", "hedgehog and a window": "d"}
-"""Class of colour by kernel."""
+"""CSS class of each kernel's colour."""
 SHAPES = {
     "MiniLM, embeddings": "circle",
     "MiniLM, GLUE": "square",
@@ -66,8 +66,8 @@ class Point:
     Attributes:
         kernel: a key of `KERNELS`.
         model: a key of `SHAPES`.
-        times: one attention at 4,096 tokens, softmax = 1.
-        kept: percent of softmax's score.
+        times: speed of one attention layer at 4,096 tokens, relative to softmax.
+        kept: score in percent of softmax's.
     """
 
     kernel: str
@@ -77,8 +77,8 @@ class Point:
 
 
 def points() -> list[Point]:
-    """Read all points from the files that the module names."""
-    both_ways = {
+    """Return all points, read from the files named above."""
+    bidirectional = {
         "hedgehog": speed("attention, forward", "hedgehog, native"),
         "flexformer_n": speed("attention, forward", "flexformer_n (positive), native"),
         "luna": speed("luna, forward", "native"),
@@ -86,11 +86,11 @@ def points() -> list[Point]:
     causal = speed("causal attention, forward", "hedgehog, native")
     causal_window = speed("causal, forward", "4,096")
     embedding = {row["row"]: row["recovered_percent"] for row in result("minilm-embedding")["rows"]}
-    found = [Point(name, "MiniLM, embeddings", both_ways[name], embedding[name]) for name in both_ways]
+    found = [Point(name, "MiniLM, embeddings", bidirectional[name], embedding[name]) for name in bidirectional]
     glue = result("minilm-glue")["average"]["share_percent"]["hedgehog"]
-    found.append(Point("hedgehog", "MiniLM, GLUE", both_ways["hedgehog"], glue))
+    found.append(Point("hedgehog", "MiniLM, GLUE", bidirectional["hedgehog"], glue))
     images = {row["row"]: row.get("share_of_softmax_percent") for row in result("vit-cifar10")["rows"]}
-    found += [Point(name, "ViT, CIFAR-10", both_ways[name], images[name]) for name in ("hedgehog", "flexformer_n")]
+    found += [Point(name, "ViT, CIFAR-10", bidirectional[name], images[name]) for name in ("hedgehog", "flexformer_n")]
     llama = {row["row"]: row.get("share_of_softmax_percent") for row in result("llama-small-wikitext2")["rows"]}
     found.append(Point("hedgehog", "Llama 10.6M", causal, llama["hedgehog"]))
     found.append(Point("hedgehog and a window", "Llama 10.6M", causal_window, llama["hedgehog window 64, sinks 4"]))
@@ -105,7 +105,7 @@ def result(name: str) -> dict:
 
 
 def speed(row: str, column: str) -> float:
-    """Return a figure for 4,096 tokens from the page of speed: the first table with this row and this column.
+    """Return a figure for 4,096 tokens from the page on speed: from the first table with this row and this column.
 
     Raises:
         ValueError: if no table has them.
@@ -122,7 +122,7 @@ def speed(row: str, column: str) -> float:
 
 
 def place(times: float, kept: float) -> tuple[float, float]:
-    """Return where a point is drawn; times are on a logarithmic scale."""
+    """Return the position of a point; times are on a logarithmic scale."""
     x = LEFT + (RIGHT - LEFT) * math.log(times) / math.log(FASTEST)
     y = BOTTOM - (BOTTOM - TOP) * (kept - LEAST) / (MOST - LEAST)
     return round(x, 1), round(y, 1)
@@ -142,7 +142,7 @@ def marker(shape: str, x: float, y: float, colour: str) -> str:
 
 
 def axes() -> list[str]:
-    """Return grid, labels and the line of softmax's own score."""
+    """Return the grid, the labels and the line of softmax's own score."""
     parts = []
     for times in (1, 2, 4, 8, 16, 32):
         x, _ = place(times, LEAST)
@@ -162,7 +162,7 @@ def axes() -> list[str]:
 
 
 def legend() -> list[str]:
-    """Return what colours and shapes mean."""
+    """Return the legend of colours and shapes."""
     x, y = RIGHT + 40, TOP + 24
     parts = []
     for title, names in (("kernel", KERNELS), ("model", SHAPES)):

@@ -4,9 +4,9 @@
 
 Runs the steps of `plan` one after the other, each as a separate command. The output folder then holds the JSON that
 each step printed, `tests.json`, and `summary.json`: device, versions, and every step's exit code and seconds. If a step
-fails, the next ones still run, and the exit code is 1. All steps together have ten minutes; those that are left after
-that are not started, and the summary lists them. Without a CUDA device the plan is printed, nothing is run, and the
-exit code is 0.
+fails, the next ones still run, and the exit code is 1. The time limit for all steps is ten minutes; later steps are
+not started, and the summary lists them. Without a CUDA device the plan is printed, nothing is run, and the exit code
+is 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 CHECKOUT = Path(__file__).resolve().parent.parent
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 MINUTES = 10.0
-"""Budget of the whole plan."""
+"""Time limit of the whole plan."""
 
 COMMAND_LINE = ("-c", "import sys; from linearize.cli import main; sys.exit(main(sys.argv[1:]))")
 
@@ -37,8 +37,8 @@ class Step:
     """One command.
 
     Attributes:
-        name: of its files in the output folder.
-        what: for people.
+        name: base name of its files in the output folder.
+        what: description.
         words: arguments for Python.
         limit: seconds after which it is killed.
     """
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def line(self) -> str:
-        """The command for people."""
+        """The command in readable form."""
         if self.words[:2] == COMMAND_LINE:
             return shlex.join(["linearize", *self.words[2:]])
         return shlex.join(["python", *self.words])
@@ -61,7 +61,7 @@ def plan(output: Path, *, model: str | None) -> list[Step]:
 
     Args:
         output: folder that they write to.
-        model: folder of the demo's MiniLM, or None where it is not installed.
+        model: folder of the demo's MiniLM, or None if it is not installed.
     """
     junit = output / "tests.xml"
     tests = ("-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={junit}", "--durations=10", "--timeout=120")
@@ -106,20 +106,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"No CUDA device here. On a machine with one, this would run, within {MINUTES:.0f} minutes:")
         for step in steps:
             print(f"  {step.name}: {step.what}\n    {step.line}")
-        print(f"and put the JSON of each into {output}. Nothing was run.")
+        print(f"and write the JSON of each to {output}. Nothing was run.")
         return 0
     output.mkdir(parents=True, exist_ok=True)
     results = run_all(steps, output)
     (output / "summary.json").write_text(json.dumps({"device": device, "steps": results}, indent=2) + "\n")
     failed = [result["name"] for result in results if result["code"] != 0]
-    print(f"{len(results) - len(failed)} of {len(results)} steps went well; figures in {output}")
+    print(f"{len(results) - len(failed)} of {len(results)} steps succeeded; figures in {output}")
     if failed:
         print(f"failed or not started: {', '.join(failed)}; see the .log files there", file=sys.stderr)
     return 1 if failed else 0
 
 
 def run_all(steps: Sequence[Step], output: Path, minutes: float = MINUTES) -> list[dict[str, Any]]:
-    """Run steps in order until the time is up; the steps after that get no exit code."""
+    """Run steps in order until the time limit; later steps get no exit code."""
     start, results = time.monotonic(), []
     for number, step in enumerate(steps, 1):
         left = minutes * 60 - (time.monotonic() - start)
@@ -127,14 +127,14 @@ def run_all(steps: Sequence[Step], output: Path, minutes: float = MINUTES) -> li
         began = time.monotonic()
         code = run_step(step, output, min(left, step.limit)) if left > 0 else None
         seconds = time.monotonic() - began
-        outcome = {0: "well", None: "not started, the time is up"}.get(code, f"exit code {code}")
+        outcome = {0: "succeeded", None: "not started, the time is up"}.get(code, f"exit code {code}")
         print(f"    {outcome}, {seconds:.0f} s", flush=True)
         results.append({"name": step.name, "line": step.line, "code": code, "seconds": round(seconds, 1)})
     return results
 
 
 def run_step(step: Step, output: Path, limit: float) -> int:
-    """Run one step; its stdout becomes NAME.json if it is JSON, all else NAME.log. 124: it took too long."""
+    """Run one step and return its exit code (124: timeout); JSON on stdout goes to NAME.json, all else to NAME.log."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
@@ -162,7 +162,7 @@ def _text(output: str | bytes | None) -> str:
 
 
 def summary_of_tests(junit: Path) -> dict[str, Any]:
-    """Count pytest's results, and name what failed and why something was skipped."""
+    """Return the counts of pytest's results, the failed tests, and the reasons for skipping tests."""
     root = ElementTree.parse(junit).getroot()
     cases = list(root.iter("testcase"))
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
@@ -190,7 +190,7 @@ def demo_model() -> str | None:
 
 
 def cuda_device() -> Mapping[str, Any] | None:
-    """Describe the CUDA device, or return None."""
+    """Return a description of the CUDA device, or None."""
     import torch
     import transformers
 

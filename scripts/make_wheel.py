@@ -1,9 +1,9 @@
-"""Make a wheel with the native op inside: compiled for several kinds of processor, the best of which is chosen at load.
+"""Build a wheel that includes the native op, compiled for several kinds of processors; the best one is chosen at load.
 
     python scripts/make_wheel.py --output dist
 
-Works in a copy: the checkout stays as it is. The wheel is for this system and kind of machine (such as linux_x86_64),
-for any Python that the package allows, and needs no compiler where it is installed.
+Works in a copy, so the checkout is unchanged. The wheel is for this system and machine type (such as linux_x86_64), for
+any Python version that the package allows, and needs no compiler where it is installed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Variant(NamedTuple):
     """One kind of processor.
 
     Attributes:
-        name: of the library.
-        flags: of the compiler.
+        name: name of the library.
+        flags: flags for the compiler.
         needs: required processor features, as in /proc/cpuinfo.
     """
 
@@ -63,11 +63,11 @@ def variants(machine: str | None = None) -> tuple[Variant, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile, pack, and say what was made."""
+    """Compile the libraries, build the wheel, and print its path."""
     names = [variant.name for variant in variants()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="dist", metavar="DIR", help="folder for the wheel (dist)")
-    parser.add_argument("--only", action="append", choices=names, help="these processors only; may be repeated (all)")
+    parser.add_argument("--only", action="append", choices=names, help="kind of processor; may be repeated (all)")
     args = parser.parse_args(argv)
     program = compiler()
     if program is None:
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             [sys.executable, "-c", MAKE, str(output), system], cwd=copy, capture_output=True, text=True, check=False
         )
     if done.returncode:
-        print(f"make_wheel: packing failed: {done.stderr[-2000:]}", file=sys.stderr)
+        print(f"make_wheel: building the wheel failed: {done.stderr[-2000:]}", file=sys.stderr)
         return 1
     print(output / done.stdout.split()[-1])
     return 0
@@ -100,7 +100,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _compile_all(program: str, folder: Path, wanted: set[str]) -> bool:
-    """Compile every wanted library and write the index; tell whether all went well."""
+    """Compile every wanted library and write the index; return whether all of this succeeded."""
     folder.mkdir()
     able = set(processor().split())
     entries = []

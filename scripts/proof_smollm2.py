@@ -1,11 +1,11 @@
-"""What each part of a hybrid is worth on a language model, with controls, compared on the same inputs.
+"""Measure the benefit of each part of a hybrid on a language model, with controls, on the same inputs.
 
     python scripts/proof_smollm2.py SMOLLM2 --converted narrow=DIR window=DIR unscaled=DIR kernel=DIR exact=DIR \\
         recall=DIR --text test.txt --offset 160000 --output proof.json
 
-SMOLLM2 is the softmax original; the folders are what `linearize convert` made of it (docs/benchmarks/proof.md has the
-commands). `COLUMNS` says which of them a column reads, and what is added or removed without further training. Figures
-that --output has already are kept, so an interrupted run continues.
+SMOLLM2 is the softmax original; the folders are its conversions by `linearize convert` (docs/benchmarks/proof.md has
+the commands). `COLUMNS` defines which of them a column uses, and the parts added or removed without further training.
+Figures that are already in the --output file are kept, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from linearize.training.stage_two.metrics import RESAMPLES, percentiles
 
 EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 256
-"""Tokens of a unit of the perplexity's bootstrap."""
+"""Tokens per resampling unit of the perplexity's bootstrap."""
 NEAR, FAR = 100, 1000
-"""A near answer stands at most so many tokens back, a far one at least so many."""
+"""A near answer last appeared at most 100 tokens before, a far answer at least 1,000."""
 COMMON = 120
-"""Words that are more frequent in the text are no answers."""
+"""Words that are more frequent than this in the text are not used as answers."""
 NEW_TOKENS = 64
 BASES = (
     "softmax",
@@ -46,7 +46,7 @@ BASES = (
     "window only, exact keys, softmax heads",
     "window of 256, 64 exact keys, softmax heads",
 )
-"""Columns that all others are compared with."""
+"""The columns that all others are compared with."""
 NAMES = ("harbour", "castle", "garden", "bridge")
 QUESTIONS = (
     "Why is the sky blue?",
@@ -65,20 +65,20 @@ ASKED = (
 )
 TOPICS = ("gravity", "photosynthesis", "the Roman Empire", "money", "sleep")
 PASSAGE = 500
-"""Tokens of a passage that is asked about."""
+"""Tokens per passage in questions about passages."""
 ANSWERED = 10
-"""Chats of each kind that a converted model answers; it predicts the original's tokens in all."""
+"""Chats of each kind that a converted model answers; in all chats it predicts the tokens of the original's answers."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a converted checkpoint, and what is different about its layers.
+    """A column of the table: a converted checkpoint, and changes to its layers.
 
     Attributes:
         folder: its name in --converted; None: the softmax original.
-        kernel: whether the kernels are left in.
-        hybrid: what the layers get instead of what they have.
-        softmax_layers: every so many-th layer is softmax; 0: none.
+        kernel: whether the kernels are kept.
+        hybrid: replacements for values of the layers' `Hybrid`.
+        softmax_layers: every n-th layer is softmax; 0: none.
     """
 
     folder: str | None
@@ -107,7 +107,7 @@ COLUMNS = {
 
 @contextmanager
 def column_of(model: Any, column: Column) -> Iterator[None]:
-    """Give a converted model's layers the form of a column while the block runs."""
+    """Change a converted model's layers to those of a column inside the block."""
     mixers: list[Any] = [layer.mixer for layer in linear_attentions(model).values()]
     before = [mixer.hybrid for mixer in mixers]
     for place, mixer in enumerate(mixers, start=1):
@@ -126,23 +126,23 @@ def column_of(model: Any, column: Column) -> Iterator[None]:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, last: int = 0) -> Tensor:
     """Return the logits [T, vocabulary] of one row [T], or of its last tokens."""
-    found: Tensor = model(ids[None], use_cache=False, logits_to_keep=last).logits[0]
-    return found
+    result: Tensor = model(ids[None], use_cache=False, logits_to_keep=last).logits[0]
+    return result
 
 
 def cloze_items(ids: Tensor, rows: int, length: int, tokens: Sequence[str], most: int) -> list[list[Any]]:
-    """Make questions about the next word: [row, place, kind, the word and three others].
+    """Return cloze questions about the next word: [row, place, kind, the word and three others].
 
-    An answer is a word of one token that the row has, last at most `NEAR` or at least `FAR` tokens before. The others
-    are words of the whole text of the same frequency and case that the row does not have up to there. All have one
-    token, so that their likelihoods can be compared as they are.
+    The answer is a one-token word that appeared earlier in the row, most recently at most `NEAR` or at least `FAR`
+    tokens before. The other three are words of the text with similar frequency and the same case that have not appeared
+    in the row so far. All words have one token, so that their likelihoods are directly comparable.
 
     Args:
         ids: [N] tokens of the text.
-        rows: rows to ask in, the first ones.
-        length: tokens of a row.
-        tokens: the vocabulary, as byte-level BPE writes it.
-        most: questions of a kind, drawn evenly over the rows.
+        rows: number of rows to use, from the beginning.
+        length: tokens per row.
+        tokens: the vocabulary in byte-level BPE notation.
+        most: maximum number of questions of each kind, drawn evenly over the rows.
     """
     count = Counter(ids.tolist())
     words = [i for i in count if len(w := tokens[i]) > 4 and w[0] == "Ġ" and w[1:].isascii() and w[1:].isalpha()]
@@ -150,7 +150,7 @@ def cloze_items(ids: Tensor, rows: int, length: int, tokens: Sequence[str], most
     for word in sorted((word for word in words if count[word] <= COMMON), key=lambda word: (count[word], word)):
         pools[tokens[word][1].isupper()].append(word)
     ranks = {word: rank for pool in pools.values() for rank, word in enumerate(pool)}
-    found: dict[str, list[list[Any]]] = {"near": [], "far": []}
+    questions: dict[str, list[list[Any]]] = {"near": [], "far": []}
     for number, row in enumerate(ids[: rows * length].view(rows, length).tolist()):
         last: dict[int, int] = {}
         for place, word in enumerate(row[:-1]):
@@ -161,51 +161,51 @@ def cloze_items(ids: Tensor, rows: int, length: int, tokens: Sequence[str], most
                 like = (pool[r] for d in range(1, len(pool)) for r in (rank - d, rank + d) if 0 <= r < len(pool))
                 kind = "near" if back <= NEAR else "far"
                 others = itertools.islice((other for other in like if other not in last), 3)
-                found[kind].append([number, place, kind, [word, *others]])
+                questions[kind].append([number, place, kind, [word, *others]])
             last[word] = place
-    return [of[k * len(of) // min(most, len(of))] for of in found.values() for k in range(min(most, len(of)))]
+    return [of[k * len(of) // min(most, len(of))] for of in questions.values() for k in range(min(most, len(of)))]
 
 
 def reading(model: Any, rows: Tensor, items: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
-    """Read rows [R, L]: the loss by position and by stretch of `BLOCK` tokens, and which cloze questions are right."""
+    """Return the loss on rows [R, L] by position and by block of `BLOCK` tokens, and the results of cloze questions."""
     edges = [edge for edge in EDGES if edge <= rows.shape[1]]
     parts, blocks, right = [], [], {"near": "", "far": ""}
     for number, row in enumerate(rows):
-        said = logits(model, row)
-        pairs = zip(said[:-1].split(BLOCK), row[1:].split(BLOCK), strict=True)
+        predicted = logits(model, row)
+        pairs = zip(predicted[:-1].split(BLOCK), row[1:].split(BLOCK), strict=True)
         loss = torch.cat([torch.zeros(1), *(F.cross_entropy(a, b, reduction="none") for a, b in pairs)])
         parts.append([float(loss[max(1, a) : b].mean()) for a, b in itertools.pairwise(edges)])
         blocks.append([round(float(part.sum()), 3) for part in loss.split(BLOCK)])
         for _, place, kind, words in (item for item in items if item[0] == number):
-            scores = said[place - 1, words]
+            scores = predicted[place - 1, words]
             right[kind] += str(int(scores[0] > scores[1:].max()))
     nats = {f"{a}-{b - 1}": sum(of) / len(of) for (a, b), of in zip(itertools.pairwise(edges), zip(*parts, strict=True),
                                                                       strict=True)}  # fmt: skip
     mean = sum(map(sum, blocks)) / (len(rows) * (rows.shape[1] - 1))
-    found = {"perplexity": math.exp(mean), "nats": nats, "tokens": rows.shape[1] - 1, "blocks": blocks}
-    return found | ({"right": right} if items else {})
+    figures = {"perplexity": math.exp(mean), "nats": nats, "tokens": rows.shape[1] - 1, "blocks": blocks}
+    return figures | ({"right": right} if items else {})
 
 
 def copying(model: Any, passages: Tensor) -> dict[str, Any]:
-    """Return the share of the tokens of passages [R, L] that are right when a passage is read for the second time."""
+    """Return the share of tokens in passages [R, L] that are predicted correctly when a passage is read again."""
     right = []
     for passage in passages:
-        said = logits(model, torch.cat([passage, passage]), last=len(passage)).argmax(dim=-1)
-        right.append(float((said[:-1] == passage[1:]).float().mean()))
+        predicted = logits(model, torch.cat([passage, passage]), last=len(passage)).argmax(dim=-1)
+        right.append(float((predicted[:-1] == passage[1:]).float().mean()))
     return {"share": sum(right) / len(right), "rows": [round(x, 4) for x in right]}
 
 
 def needles(model: Any, tokenizer: Any, ids: Tensor, length: int, count: int, names: Sequence[str]) -> str:
-    """Hide numbers of five digits in rows of text, ask for all of them, and return "1" for every number that is right.
+    """Hide five-digit numbers in rows of text, ask for all of them, and return "1" or "0" for each answer.
 
-    With one name the number stands at another depth in each row. With several, each row has as many numbers, at even
-    distances, which are asked for in the order in which they stand, one question behind the other's answer.
+    With one name, the number is at a different depth in each row. With several names, each row has as many numbers,
+    evenly spaced; the questions follow in the same order, each after the previous answer.
     """
     draw = torch.Generator().manual_seed(0)
 
     def code(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
 
     right = ""
     for number in range(count):
@@ -222,48 +222,48 @@ def needles(model: Any, tokenizer: Any, ids: Tensor, length: int, count: int, na
         for depth, fact in zip(depths, facts, strict=True):
             row += [*hay[begin : int(depth * fill)], *fact]
             begin = int(depth * fill)
-        said = logits(model, torch.tensor([*row, *hay[begin:], *end]), last=len(end) + 1).argmax(dim=-1).tolist()
+        predicted = logits(model, torch.tensor([*row, *hay[begin:], *end]), last=len(end) + 1).argmax(dim=-1).tolist()
         place = 0
         for question, answer in asked:
             place += len(question)
-            right += str(int(said[place : place + len(answer)] == answer))
+            right += str(int(predicted[place : place + len(answer)] == answer))
             place += len(answer)
     return right
 
 
 def in_template(tokenizer: Any, question: str) -> Tensor:
-    """Return a question in the chat's template as a row [1, T]."""
+    """Return a question in the chat template as a row [1, T]."""
     chat = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-    found: Tensor = prompt if torch.is_tensor(prompt) else prompt["input_ids"]
-    return found
+    row: Tensor = prompt if torch.is_tensor(prompt) else prompt["input_ids"]
+    return row
 
 
 def prompts(tokenizer: Any, passages: Tensor) -> list[Tensor]:
-    """Return questions in the chat's template, and passages [R, L] to continue, as rows [1, T]."""
+    """Return questions in the chat template, and passages [R, L] to continue, as rows [1, T]."""
     return [*(in_template(tokenizer, question) for question in QUESTIONS), *passages[:, None]]
 
 
 @torch.no_grad()
 def generations(model: Any, tokenizer: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
-    """Return greedy answers of `NEW_TOKENS` tokens, as tokens and as texts."""
-    found = []
+    """Return greedy answers of `NEW_TOKENS` tokens, as tokens and as text."""
+    tokens = []
     for row in rows:
         limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": tokenizer.eos_token_id}
         out = model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, **limits)
-        found.append(out[0, row.shape[1] :].tolist())
-    return {"tokens": found, "texts": [tokenizer.decode(answer) for answer in found]}
+        tokens.append(out[0, row.shape[1] :].tolist())
+    return {"tokens": tokens, "texts": [tokenizer.decode(answer) for answer in tokens]}
 
 
 def chats(tokenizer: Any, passages: Tensor) -> list[Tensor]:
-    """Return chats as rows [1, T]: short questions, then one about every passage of passages [R, L]."""
+    """Return chats as rows [1, T]: short questions, then one question about each of the passages [R, L]."""
     short = [question.format(topic) for topic in TOPICS for question in ASKED]
     long = [f"What is the following text about?\n\n{tokenizer.decode(passage)}" for passage in passages]
     return [in_template(tokenizer, question) for question in (*short, *long)]
 
 
 def answers(model: Any, tokenizer: Any, rows: Sequence[Tensor], original: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Answer chats, and return how often a model continues the original's answers with the original's next token.
+    """Return a model's answers to chats, and how often it predicts the next token of the original's answers.
 
     The original (`original` is None) answers all chats, a converted model the first `ANSWERED` of each kind.
     """
@@ -274,8 +274,9 @@ def answers(model: Any, tokenizer: Any, rows: Sequence[Tensor], original: Mappin
     own = generations(model, tokenizer, [rows[i] for i in read])
     right = []
     for row, answer in zip(rows, original["tokens"], strict=True):
-        said = logits(model, torch.tensor([*row[0].tolist(), *answer]), last=len(answer) + 1).argmax(dim=-1).tolist()
-        right.append(sum(map(int.__eq__, said[:-1], answer)) / len(answer))
+        ids = torch.tensor([*row[0].tolist(), *answer])
+        predicted = logits(model, ids, last=len(answer) + 1).argmax(dim=-1).tolist()
+        right.append(sum(map(int.__eq__, predicted[:-1], answer)) / len(answer))
     same = same_tokens(own["tokens"], [original["tokens"][i] for i in read])
     kinds = {"short": slice(half), "long": slice(half, None)}
     return own | {
@@ -286,12 +287,12 @@ def answers(model: Any, tokenizer: Any, rows: Sequence[Tensor], original: Mappin
 
 
 def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[float]:
-    """Return, for every answer, the share of places with the same token."""
+    """Return, for every answer, the share of positions with the same token."""
     return [sum(map(int.__eq__, a, b)) / NEW_TOKENS for a, b in zip(ours, theirs, strict=True)]
 
 
 def same_weights(original: Any, model: Any) -> tuple[int, int]:
-    """Return how many tensors of the original a converted model has bit for bit, and how many the original has."""
+    """Return how many of the original's tensors are bit-identical in a converted model, and how many there are."""
     ours, theirs = model.state_dict(), original.state_dict()
     return sum(name in ours and torch.equal(ours[name], value) for name, value in theirs.items()), len(theirs)
 
@@ -311,7 +312,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]
 
 
 def units(figures: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return what is drawn in the bootstrap, by figure: stretches in nats per token, questions, passages."""
+    """Return the bootstrap's units by figure: blocks in nats per token, questions, passages."""
     found: dict[str, list[float]] = {}
     for name, of in figures.items():
         if "blocks" in of:
@@ -326,7 +327,7 @@ def units(figures: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def compare(table: Mapping[str, Mapping[str, Any]], bases: Sequence[str] = BASES) -> dict[str, Any]:
-    """Return the paired differences of all columns from some of them."""
+    """Return the paired differences between all columns and the base columns."""
     result: dict[str, Any] = {}
     for name, figures in table.items():
         for base in (base for base in bases if base in table and base != name):
@@ -338,7 +339,7 @@ def compare(table: Mapping[str, Mapping[str, Any]], bases: Sequence[str] = BASES
 
 
 def shares(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the shares of needles that are found, with intervals."""
+    """Return the shares of needles that were found, with intervals."""
     return {
         name: {what: {"share": of.count("1") / len(of), "interval": wilson(of.count("1"), len(of))}
                for what, of in figures.items() if isinstance(of, str)}
@@ -347,7 +348,7 @@ def shares(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write(output: Path, done: dict[str, Any]) -> None:
-    """Write all figures, with what is compared among them."""
+    """Write all figures, with the comparisons between them."""
     table = done["columns"]
     theirs = table.get("softmax", {}).get("generations")
     for ours in (figures["generations"] for figures in table.values() if theirs and "generations" in figures):
@@ -364,10 +365,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", required=True, help="text to measure on")
     parser.add_argument("--offset", type=int, default=0, help="first token to measure on")
     parser.add_argument("--rows", type=int, default=8, help="rows of 1,024 tokens, and passages to copy")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of these rows")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per row of these rows")
     parser.add_argument("--long-rows", type=int, default=2)
     parser.add_argument("--long-length", type=int, default=8192)
-    parser.add_argument("--cloze", type=int, default=300, help="most questions of a kind, in the long rows")
+    parser.add_argument("--cloze", type=int, default=300, help="maximum questions of each kind, in the long rows")
     parser.add_argument("--needles", type=int, nargs="*", default=[1024], help="lengths")
     parser.add_argument("--needle-rows", type=int, default=10)
     parser.add_argument("--columns", nargs="*", default=list(COLUMNS), help="columns to measure; by default all")
@@ -377,7 +378,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Measure and write; figures that --output has already are kept."""
+    """Measure and write the figures; those already in the --output file are kept."""
     args = parse(words)
     folders = dict(pair.split("=", 1) for pair in args.converted)
     tokenizer = AutoTokenizer.from_pretrained(args.original)

@@ -1,10 +1,10 @@
-"""Run the notebooks of docs/notebooks from the first cell to the last and keep what they give.
+"""Run the notebooks of docs/notebooks from start to end, and store their outputs.
 
-    python scripts/run_notebooks.py                     # those whose results are kept
-    python scripts/run_notebooks.py long_documents      # one; its times are this machine's, and are not kept
+    python scripts/run_notebooks.py                     # the notebooks that are stored with outputs
+    python scripts/run_notebooks.py long_documents      # one notebook; its times are machine-specific and not stored
 
-The model that they name on the Hub is the one of the extra `demo`, so that nothing is downloaded. What a notebook
-writes goes into a folder that is removed.
+The notebooks' Hub model is taken from the `demo` extra, so nothing is downloaded. Files written by a notebook go into a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from linearize.jobs.demo import minilm_folder
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "docs" / "notebooks"
 KEPT = ("convert_and_look",)
-"""Those that are stored with what they gave; the others measure time, which is the reader's machine's."""
+"""The notebooks that are stored with outputs; the others measure time, which depends on the reader's machine."""
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 QUIET = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "0"}
-"""Bars are for people who wait."""
+"""Environment for the notebooks: offline, and without progress bars in their outputs."""
 LIMIT = 1800
-"""Seconds that a cell, or the start of the kernel on a busy machine, may take."""
+"""Time limit in seconds for a cell, and for the start of the kernel on a busy machine."""
 
 
 def execute(notebook: Any, folder: Path) -> Any:
-    """Run a notebook in a folder by a Jupyter kernel; return it with its outputs.
+    """Run a notebook in a folder with a Jupyter kernel, and return it with its outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: if a cell fails.
@@ -41,21 +41,21 @@ def execute(notebook: Any, folder: Path) -> Any:
     )
     client.execute(env=os.environ | QUIET)
     for cell in notebook.cells:
-        # When a cell ran, and what was said aside, is of no interest to readers.
+        # Readers need neither the cells' timestamps nor their stderr.
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run them, and write those that are kept anew."""
+    """Run the notebooks, and rewrite those that are stored with outputs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)} ({', '.join(KEPT)})")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)}; by default {', '.join(KEPT)}")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.names) - set(known)):
-        parser.error(f"got {', '.join(unknown)}, expected names of {', '.join(known)}")
+        parser.error(f"got {', '.join(unknown)}, expected names out of {', '.join(known)}")
     for name in args.names or KEPT:
         path = NOTEBOOKS / f"{name}.ipynb"
         with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,13 @@
-"""Compare the search for a plan with conversions on one model: its time, and its ranking of kernels.
+"""Compare the search for a plan with conversions of one model: the time, and the ranking of kernels.
 
     python scripts/search_check.py MODEL --dataset texts.jsonl --distill-length 32 --batch-size 8 --holdout 32
     python scripts/search_check.py MODEL --dataset texts.jsonl --parts ranking --kernels hedgehog,flexformer_n,luna,t2r
 
-- time: `linearize search` and `linearize convert`, both with their default steps, alignment included;
-- ranking: each kernel's output error in the search, as a mean over layers, and the same after the whole of stage one.
+- time: `linearize search` and `linearize convert`, both with their default steps, including the alignment;
+- ranking: each kernel's output error in the search, as a mean over layers, and after the whole of stage one.
 
-Seconds are wall time and this process's processor time: on one thread (OMP_NUM_THREADS=1) the second figure hardly
-depends on other work on the machine. The figures are printed and written as JSON after every run; converted models are
-deleted.
+Both wall time and this process's CPU time are measured: on one thread (OMP_NUM_THREADS=1) the CPU time hardly depends
+on other work on the machine. The figures are printed and written as JSON after every run; converted models are deleted.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Check:
     """The jobs that are compared.
 
     Attributes:
-        options: of data, device and seed, the same for every job.
-        steps: of the search, and of stage one; the defaults if left out.
+        options: options for data, device and seed, the same for every job.
+        steps: steps of the search and of stage one; the defaults if left out.
         output: the JSON file.
         figures: all figures so far.
     """
@@ -53,13 +52,13 @@ class Check:
     figures: dict[str, object] = field(default_factory=dict)
 
     def search(self, **options: object) -> tuple[SearchResult, dict[str, float]]:
-        """Search, and return the seconds that it took too."""
+        """Return the result of a search and its duration."""
         steps = {"steps": self.steps["search_steps"]} if "search_steps" in self.steps else {}
         job = SearchJob.of(**{**self.options, **steps, **options})
         return _timed(lambda: search_checkpoint(job))
 
     def convert(self, kernel: str, **options: object) -> tuple[ConvertResult, dict[str, float]]:
-        """Convert every layer to a kernel, and return the seconds that it took too."""
+        """Return the result of converting every layer to a kernel, and its duration."""
         steps = {"distill_steps": self.steps["distill_steps"]} if "distill_steps" in self.steps else {}
         with tempfile.TemporaryDirectory() as folder:
             target = {"output": f"{folder}/converted", "kernel": kernel}
@@ -80,10 +79,10 @@ def _timed(work: Callable[[], Result]) -> tuple[Result, dict[str, float]]:
 
 
 def run(check: Check, parts: Sequence[str], kernels: Sequence[str]) -> None:
-    """Run the parts that were asked for; what both of them need is done once."""
+    """Run the requested parts; the search and conversion that both parts need run only once."""
     converted = None
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):
-        # Costs are measured again.
+        # With an empty cache, so that costs are measured again.
         searched, took = check.search()
     counts = {"steps": searched.steps, "plans_tried": searched.tried}
     check.keep("search", took | counts | {"output_error": _errors(searched)})
@@ -111,10 +110,10 @@ def _errors(searched: SearchResult) -> dict[str, list[float]]:
 
 
 def ranking(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> dict[str, object]:
-    """Return how alike two tables of errors, by kernel and layer, rank the kernels.
+    """Return how similarly two tables of errors, by kernel and layer, rank the kernels.
 
     Returns:
-        The means over layers, their rank correlation, and that in each layer; None if one table is flat.
+        The means over layers, their rank correlation, and that of each layer; None where all errors are equal.
     """
     means = {kernel: [_mean(before[kernel]), _mean(after[kernel])] for kernel in after}
     layers = range(len(next(iter(after.values()))))
@@ -139,16 +138,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", metavar="MODEL")
-    add("--dataset", required=True, metavar="NAME", help="as `linearize convert` takes it")
+    add("--dataset", required=True, metavar="NAME", help="data set, as for `linearize convert`")
     add("--distill-length", type=int, help="tokens per row")
     add("--batch-size", type=int, help="rows per step")
-    add("--holdout", type=int, help="held-out rows, on which all errors are measured")
+    add("--holdout", type=int, help="held-out rows that all errors are measured on")
     add("--seed", type=int, default=0)
     add("--device", default="cpu")
     add("--search-steps", type=int, help="steps of the search, by default its own")
-    add("--distill-steps", type=int, help="steps of stage one, by default its own; two fifths as many of the alignment")
+    add("--distill-steps", type=int, help="steps of stage one, by default its own; two fifths of it for the alignment")
     add("--parts", default=",".join(PARTS), help="what to do (%(default)s)")
-    add("--kernels", default=KERNELS, help="kernels that are ranked, the first one is converted (%(default)s)")
+    add("--kernels", default=KERNELS, help="kernels to rank; the first one is converted for its time (%(default)s)")
     add("--output", default="search-check.json", help="JSON file to write (%(default)s)")
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")
