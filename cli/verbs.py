@@ -348,7 +348,7 @@ def build_parser(name: str) -> Parser:
     verb.declare(parser, groups)
     if verb.output:
         replaces = "replace the output, if linearize wrote it and it holds nothing else"
-        parser.add_argument("--output", default=verb.output, metavar="DIR", help=f"folder to make ({verb.output})")
+        parser.add_argument("--output", default=verb.output, metavar="DIR", help=f"output folder ({verb.output})")
         parser.add_argument("--overwrite", action="store_true", help=replaces)
     add_flags(parser, *verb.flags)
     add_config_file(parser)

@@ -75,7 +75,7 @@ class BenchOptions:
     def __post_init__(self) -> None:
         check(self, "bench")
         meaningless: tuple[str, ...] = ("layers",)
-        why = "one attention is measured"
+        why = "one attention layer is measured"
         if self.decode:
             meaningless, why = (*OF_ATTENTION, "image_sizes"), "--decode measures one token of a whole model"
         elif self.model is not None:
@@ -85,7 +85,7 @@ class BenchOptions:
                 raise ConfigError(f"bench: {why}; leave --{name.replace('sizes', 'size').replace('_', '-')} out")
         if self.decode and self.model is None:
             raise ConfigError(
-                "bench: --decode needs a MODEL such as gpt2; attentions alone decode under python -m "
+                "bench: --decode needs a MODEL such as gpt2; for attention layers alone, run python -m "
                 "benchmarks.attentions decode in a checkout"
             )
 

@@ -217,7 +217,7 @@ class TrainingJob(Job):
         DataConfig,
         DATA,
         only=OF_DATA,
-        shown={"batch_size": f"as many as have {STAGE_ONE_TOKENS:,} tokens, {STEP_ROWS} at most"},
+        shown={"batch_size": f"as many as fit into {STAGE_ONE_TOKENS:,} tokens, at most {STEP_ROWS}"},
     )
     output: str | None = None
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
@@ -318,7 +318,7 @@ class ConvertJob(StageOneJob):
         leave_out=("folder",),
         shown={"steps": "two fifths of stage one's"},
     )
-    output: str | None = option(None, "folder to make (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
+    output: str | None = option(None, "output folder (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
 
     @property
     def chooses_windows(self) -> bool:
@@ -344,7 +344,7 @@ class ConvertJob(StageOneJob):
         super().__post_init__()
         if self.image_size is not None and self.max_length is not None:
             raise ConfigError(
-                f"image-size: got {self.image_size} and max-length {self.max_length}, which is the size in tokens; "
+                f"image-size: got {self.image_size} and max-length {self.max_length}, which both set the size; "
                 "drop one of them"
             )
         if self.preset is not None and (self.plan is not None or self.kernel == AUTO):
@@ -396,7 +396,7 @@ class DistillJob(StageOneJob):
     endings: ClassVar[Mapping[str, str]] = {"distill": ".stage1"}
 
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
-    output: str | None = option(None, "folder to make (<folder>-distilled)", group=OUTPUT, metavar="DIR")
+    output: str | None = option(None, "output folder (<folder>-distilled)", group=OUTPUT, metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +414,7 @@ class AlignJob(TrainingJob):
     length: int | None = option(None, LENGTH, group=DATA, low=1)
     align: AlignConfig = section(AlignConfig, "alignment", leave_out=("folder",))
     report_to: str = option("none", TENSORBOARD, group="alignment")
-    output: str | None = option(None, "folder to make (<folder>-aligned)", group=OUTPUT, metavar="DIR")
+    output: str | None = option(None, "output folder (<folder>-aligned)", group=OUTPUT, metavar="DIR")
 
     def sources(self) -> list[str | None]:
         """Return the inputs, which the output must not replace."""
@@ -457,7 +457,7 @@ class InitJob(Job):
     config: str | Mapping[str, object] = option(
         help="a transformers config: file or folder", positional=True, metavar="CONFIG"
     )
-    output: str = option(help="folder to make", metavar="DIR")
+    output: str = option(help="output folder", metavar="DIR")
     task: str = option("causal-lm", "task that determines the head, as in `linearize finetune`", metavar="T")
     kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
@@ -475,7 +475,7 @@ class ExportJob(Job):
     """Options of `export`."""
 
     model: str = option(help="converted checkpoint", positional=True, metavar="DIR")
-    output: str = option(help="folder to make", metavar="X")
+    output: str = option(help="output folder", metavar="X")
     format: str = option("onnx", "output format", choices=("onnx",), metavar="F")
     last_logits: bool = option(False, "for causal models: only the logits of a prompt's last token")
     overwrite: bool = option(False, OVERWRITE)
@@ -491,4 +491,4 @@ class DemoJob(Job):
     kernel: str = option("hedgehog", "kernel", metavar="NAME")
     steps: int = option(18, "steps of stage one; the alignment has a sixth as many")
     tokens: int = option(8192, "length of the long document")
-    output: str = option("demo-output", "folder to make; an existing one is replaced", metavar="DIR")
+    output: str = option("demo-output", "output folder; an existing one is replaced", metavar="DIR")

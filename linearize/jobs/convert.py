@@ -83,7 +83,7 @@ class ConvertResult:
 
 
 def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertResult:
-    """Convert a checkpoint and save the result, all or nothing.
+    """Convert a checkpoint and save the result atomically.
 
     Args:
         job: the options.
@@ -119,7 +119,7 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
 
 
 def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertResult:
-    """Continue stage one on a converted checkpoint and save the result, all or nothing.
+    """Continue stage one on a converted checkpoint and save the result atomically.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
@@ -243,7 +243,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
 def plan_of(
     job: ConvertJob, model: PreTrainedModel, longest: int | None, inputs: Mapping[str, Tensor] | None = None
 ) -> Plan:
-    """Plan the conversion of a loaded model for inputs of up to `longest` tokens; None: as many as it takes now."""
+    """Plan the conversion of a loaded model for inputs of up to `longest` tokens; None: its current limit."""
     return plan(
         model,
         STAND_IN if job.kernel == AUTO or job.plan is not None else job.kernel,
@@ -263,7 +263,7 @@ def plan_of(
 
 
 def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
-    """Return the tokens of the longest input that the result must take; None: as many as the model takes now.
+    """Return the tokens of the longest input that the result must take; None: the model's current limit.
 
     Raises:
         ConfigError: if an image size is given for a model that reads no images, is smaller than the current one, or is
@@ -341,7 +341,7 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
 
 
 def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResult:
-    """Align a converted checkpoint with its original and save the result, all or nothing.
+    """Align a converted checkpoint with its original and save the result atomically.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.

@@ -60,7 +60,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
             # A graph can neither choose keys by size nor keep a cache.
             if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
                 raise UnsupportedModelError(
-                    f"export: got a model with {name.replace('_', ' ')}, expected a window, sinks and scales at most; "
+                    f"export: got a model with {name.replace('_', ' ')}, expected at most a window, sinks and scales; "
                     "convert again without them"
                 )
         graphs = graphs_of(model, last_logits=job.last_logits)

@@ -47,7 +47,7 @@ ADAPTER = "adapter"
 
 
 def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
-    """Tune a checkpoint on a task and save the result, all or nothing.
+    """Tune a checkpoint on a task and save the result atomically.
 
     The trainer's own checkpoints stay in `<output>.training` until the result is saved; with `resume` an interrupted
     run continues from there. The output may be the checkpoint itself, if linearize wrote it. Several processes

@@ -99,7 +99,7 @@ class Context:
 
 @contextlib.contextmanager
 def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
-    """Check the output and the folders of states, and lock the output; only the main process writes."""
+    """Check the output and the state folders, and lock the output; only the main process writes."""
     target, sources = job.target(), job.sources()
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():

@@ -55,7 +55,7 @@ class TuneJob(Job):
     )
     task: Task = section(TaskChoice)
     dataset: str | None = _dataset()
-    output: str | None = option(None, "folder to make (<model>-<task>)", metavar="DIR")
+    output: str | None = option(None, "output folder (<model>-<task>)", metavar="DIR")
     overwrite: bool = option(False, OVERWRITE)
     resume: bool = option(False, "continue an interrupted run of the same output")
     new_head: bool = option(False, "replace a trained head that has a different number of labels")
@@ -119,7 +119,7 @@ class EvaluateJob(Job):
         only=("max_length", "limit", "validation_limit", "stride"),
         shown={"max_length": "its length when it was tuned, otherwise what model and data allow"},
     )
-    batch_size: int | None = option(None, "rows per batch; by default as many as fit 16,384 tokens, at most 32", low=1)
+    batch_size: int | None = option(None, "rows per batch; by default as many as 16,384 tokens hold, at most 32", low=1)
     device: str = option("auto", DEVICES, metavar="D")
     chunks: bool = option(
         True, "with --compare: also let the original read rows in chunks, and average its outputs", shown="yes"
@@ -204,7 +204,7 @@ class LongdocJob(Job):
         TuneConfig, TUNING, only=TUNED, shown={"batch_size": "32, in batches of batch_tokens", "precision": "no"}
     )
     seed: int = option(0, "seed of everything", metavar="S")
-    output: str | None = option(None, "folder to make (<model-name>-long)", group=OUTPUT, metavar="DIR")
+    output: str | None = option(None, "output folder (<model-name>-long)", group=OUTPUT, metavar="DIR")
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
     resume: bool = option(False, "continue an interrupted run of the same output", group=OUTPUT)
     device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")

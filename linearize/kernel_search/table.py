@@ -125,7 +125,7 @@ class Table:
         return list(dict.fromkeys([self.reference, *full]))
 
     def uniform(self, limit: float) -> list[Choice]:
-        """Return the choices of one candidate for all layers that was trained to the end and meets the cost limit."""
+        """Return the choices with one candidate in all layers that was trained to the end and meets the cost limit."""
         labels = [label for label in self.everywhere() if label in self.allowed]
         sound = [label for label in labels if not any(row[label].diverged for row in self.rows.values())]
         return [choice for label in sound if self.cost(choice := (label,) * len(self.rows)) <= limit * TOLERANCE]

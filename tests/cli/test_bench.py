@@ -39,7 +39,7 @@ def test_what_can_be_measured(options, capsys):
         (["--decode", "--causal"], "leave --causal out"),
         (["--decode", "bert-base", "--heads", "3"], "leave --heads out"),
         (["--decode", "--image-size", "8"], "leave --image-size out"),
-        (["--decode"], "--decode needs a MODEL such as gpt2; attentions alone decode under python -m benchmarks."),
+        (["--decode"], "--decode needs a MODEL such as gpt2; for attention layers alone, run python -m benchmarks."),
         (["--image-size", "many"], "--image-size: got 'many'"),
         (["--train"], "unknown option '--train'"),
         (["--stage-one"], "unknown option '--stage-one'"),

@@ -114,7 +114,7 @@ def test_articles_are_put_together_of_lines(tmp_path):
     assert "1 train rows, 1 validation rows" in text
     halves, _, _ = make("articles", {"shortest": 2, "held": 0.5}, str(tmp_path / "corpus"))
     assert [len(table) for table in halves.values()] == [1, 1]
-    with pytest.raises(DataError, match=r"too few to hold a share of 0\.1 out"):
+    with pytest.raises(DataError, match=r"too few to hold out a share of 0\.1"):
         make("articles", {"shortest": 2, "held": 0.1}, str(tmp_path / "corpus"))
     with pytest.raises(DataError, match="got 2 articles, expected some of at least 300 words"):
         make("articles", {"shortest": 300}, str(tmp_path / "corpus"))
@@ -168,7 +168,7 @@ def test_needles_lie_at_their_depths(tmp_path):
                 if word.strip("?.").endswith(("wick", "mere", "holm", "stead", "ford"))
             } or [row["question"].removeprefix("What is the passkey of ").rstrip("?")]
             assert [key in other["text"] for other in rows].count(True) == 1 and key in row["text"]
-    with pytest.raises(DataError, match="needles: got 1600 words, expected those of two documents"):
+    with pytest.raises(DataError, match="needles: got 1600 words, expected enough for two documents"):
         make("needles", {"words": 900}, str(tmp_path / "corpus"))
 
 

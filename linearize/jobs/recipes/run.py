@@ -1,4 +1,4 @@
-"""Run a recipe cell by cell. Each finished cell adds one line to the results."""
+"""Run a recipe cell by cell. Each finished cell adds one line to the results; an unfinished cell adds nothing."""
 
 from __future__ import annotations
 

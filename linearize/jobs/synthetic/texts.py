@@ -73,7 +73,7 @@ def resplit(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dic
     order = np.random.default_rng(config.seed).permutation(len(everything))
     count = round(config.held * len(everything))
     if not 0 < count < len(everything):
-        raise DataError(f"articles: got {len(everything)} articles, too few to hold a share of {config.held} out")
+        raise DataError(f"articles: got {len(everything)} articles, too few to hold out a share of {config.held}")
     held, kept = (np.sort(part) for part in (order[:count], order[count:]))
     return {"train": [everything[n] for n in kept], "validation": [everything[n] for n in held]}
 
@@ -180,7 +180,7 @@ def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
     hay = [word for text in texts for word in text.split()]
     count = min(config.documents, len(hay) // config.words)
     if count < 2:
-        raise DataError(f"needles: got {len(hay)} words, expected those of two documents; lower words")
+        raise DataError(f"needles: got {len(hay)} words, expected enough for two documents; lower words")
     chance = np.random.default_rng(config.seed)
     numbers = chance.permutation(np.arange(1_000, 10_000))
     places, names = (chance.permutation(known) for known in (PLACES, NAMES))
