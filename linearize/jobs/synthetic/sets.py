@@ -67,7 +67,7 @@ class ListOps(MadeSet):
             raise ConfigError(f"listops: no list of depth {self.depth} has {self.shortest} tokens; lower shortest")
 
     def make(self, source: str | None = None) -> tuple[Rows, str]:
-        """Draw both splits, which share no row: `text` (tokens separated by spaces) and `label` (0 to 9)."""
+        """Draw both splits, with no row in common: `text` (tokens separated by spaces) and `label` (0 to 9)."""
         chance, drawn = random.Random(self.seed), dict[str, int]()
         while len(drawn) < self.train + self.validation:
             tokens: list[str] = []
