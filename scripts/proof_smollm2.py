@@ -101,6 +101,8 @@ COLUMNS = {
     "windows per layer, untrained": Column("layers-untrained"),
     "windows per layer": Column("layers"),
     "windows per layer, no kernel": Column("layers", kernel=False),
+    "windows per layer, aligned": Column("layers-aligned"),
+    "windows per layer, no kernel, aligned": Column("silent-aligned"),
     "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
 }
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.scripts import script
 from support.tiny import converted, inputs_of
 
 from linearize.attention.interface import linear_attentions
@@ -53,6 +54,22 @@ def test_without_the_kernel_a_model_is_its_window():
     inputs = inputs_of(model)
     with ablated(model, "kernel"):
         torch.testing.assert_close(states(model, inputs), states(alone, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_silent_kernel_has_no_weight_and_no_gradient():
+    """The control of an aligned model is trained like it, but must not get its kernels back."""
+    silent = script("silence_kernel").silence
+    model = hybrid(window=3, sinks=1, exact_keys=2)
+    inputs = inputs_of(model)
+    with ablated(model, "kernel"):
+        expected = states(model, inputs)
+    silent(model)
+    torch.testing.assert_close(states(model, inputs), expected, rtol=1e-4, atol=1e-5)
+    model.base_model(**inputs).last_hidden_state.square().sum().backward()
+    kernels = [mixer.keys for layer in linear_attentions(model).values() if (mixer := layer.mixer)]
+    assert all((x.grad is None or not x.grad.any()) for kernel in kernels for x in kernel.parameters())
+    with pytest.raises(SystemExit, match="without query scales"):
+        silent(converted("llama", CAUSAL, "hedgehog"))
 
 
 def test_without_the_kernel_nothing_far_reaches_the_first_token():

@@ -339,7 +339,7 @@ def run_example(line, file, words):
         importlib.import_module(words[0]).parse(words[1:])
         return
     name = Path(file).stem
-    if file in ("scripts/search_check.py", "scripts/proof_smollm2.py"):
+    if file in ("scripts/search_check.py", "scripts/proof_smollm2.py", "scripts/silence_kernel.py"):
         # They take minutes, and proof_smollm2 a real language model: only the line is checked here.
         script(name).parse(words)
         return
