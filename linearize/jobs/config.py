@@ -466,6 +466,9 @@ class InitJob(Job):
         None, "tokenizer or image processor to save with the model; folder or Hub name", metavar="DIR"
     )
     num_labels: int | None = option(None, "number of classes of a classifier's head", low=1)
+    matching_keys: bool = option(
+        False, "start keys with the queries' weights, so that equal tokens attend to each other from the first step"
+    )
     overwrite: bool = option(False, OVERWRITE)
     seed: int = option(0, "seed of all weights", metavar="S")
 

@@ -36,7 +36,7 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
         if processor is None and job.tokenizer is not None:
             processor = load_processor(job.tokenizer, chosen.modality)
         values = read_config(job.config) if isinstance(job.config, str) else job.config
-        model = fresh_model(values, chosen, job.num_labels, seed=job.seed)
+        model = fresh_model(values, chosen, job.num_labels, seed=job.seed, matching_keys=job.matching_keys)
         linear = job.kernel is not None or job.layers is not None
         if linear:
             model = convert(model, job.kernel, job.kernel_args, layers=job.layers, seed=job.seed)

@@ -96,6 +96,7 @@ def load(tiny, write, **changes):
     ("changes", "message"),
     [
         ({"kernel": ["elu"]}, r"recipe tiny: unknown key 'kernel'. Did you mean 'kernels'"),
+        ({"model": {"name": "m", "matching_keys": True}}, r"matching_keys: only for a model trained from scratch"),
         ({"finetune": {"learning_rat": 1}}, r"tasks.cola.finetune: unknown key 'learning_rat'. Did you mean 'learning"),
         ({"finetune": {"learning_rate": "fast"}}, r"finetune.learning_rate: got 'fast', expected a number"),
         ({"finetune": {"batch_size": 1.5}}, r"finetune.batch_size: got 1.5, expected a whole number"),

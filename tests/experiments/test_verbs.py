@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from linearize.cli.main import build_parser, main
 
@@ -50,6 +52,25 @@ def test_init(tmp_path, capsys):
     assert [layer["kernel"] for layer in json.loads(out)["plan"]["layers"]] == ["elu", "elu"]
     code, _, err = out_of(capsys, "init", tmp_path / "nowhere", "--output", tmp_path / "other")
     assert code == 2 and "expected a JSON or YAML file" in err
+
+
+def test_init_with_matching_keys(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config, target = tmp_path / "config.json", tmp_path / "new"
+    words = ("init", config, "--kernel", "elu", "--task", "masked-lm", "--output", target)
+    for flags, equal in (((), False), (("--matching-keys", "--overwrite"), True)):
+        config.write_text(json.dumps({"model_type": "bert", "vocab_size": 20, **sizes}))
+        code, _, err = out_of(capsys, *words, *flags)
+        assert code == 0, err
+        weights = load_file(target / "model.safetensors")
+        queries = [name for name in weights if name.endswith("self.query.weight")]
+        assert len(queries) == 2
+        assert all(torch.equal(weights[x], weights[x.replace("query", "key")]) is equal for x in queries)
+    for changes in ({"model_type": "gpt2", "n_embd": 16}, {"model_type": "llama", "num_key_value_heads": 1}):
+        config.write_text(json.dumps({"vocab_size": 20, **sizes, **changes}))
+        code, _, err = out_of(capsys, *words[:4], "--output", tmp_path / "other", "--matching-keys")
+        assert code == 2 and "without separate query and key projections of the same size" in err
+        assert not (tmp_path / "other").exists()
 
 
 def test_recipes(capsys):

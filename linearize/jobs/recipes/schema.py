@@ -153,7 +153,8 @@ class Tokens:
 class Model:
     """The model: a checkpoint by name (or a folder of an installed package), or a config to train from scratch.
 
-    For a checkpoint, `config` holds changes to its config, such as dropout.
+    For a checkpoint, `config` holds changes to its config, such as dropout. With `matching_keys`, the keys of an
+    untrained model start with the weights of its queries.
     """
 
     name: str | None = None
@@ -162,8 +163,11 @@ class Model:
     config: dict[str, object] = field(default_factory=dict)
     tokenizer: Tokens | None = None
     image_size: int | None = None
+    matching_keys: bool = False
 
     def __post_init__(self) -> None:
+        if self.pretrained and self.matching_keys:
+            raise ConfigError("matching_keys: only for a model trained from scratch (pretrained: false); leave it out")
         if self.pretrained and (self.name is None) == (self.package is None):
             raise ConfigError("got both a name and a package, or neither; expected exactly one for a pretrained model")
         if not self.pretrained and not isinstance(self.config.get("model_type"), str):

@@ -197,7 +197,7 @@ class Runner:
             return load_for_task(model.checkpoint, data, new_head=new_head, seed=stage.seed, changes=job.config)
         _, processor = self._data(job, stage.seed)
         config = _sized(job.config, processor, job.rows.max_length)
-        fresh = fresh_model(config, data.task, data.num_labels, seed=stage.seed)
+        fresh = fresh_model(config, data.task, data.num_labels, seed=stage.seed, matching_keys=model.matching_keys)
         return fresh if stage.row is None or stage.row.name == SOFTMAX else convert(fresh, stage.row, stage.seed)
 
     def _convert(self, stage: Stage, target: Path) -> None:

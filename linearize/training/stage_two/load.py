@@ -170,7 +170,9 @@ def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
             tensor.copy_(tensor[list(order)])
 
 
-def fresh_model(config: Mapping[str, object], task: Task, num_labels: int | None, *, seed: int = 0) -> PreTrainedModel:
+def fresh_model(
+    config: Mapping[str, object], task: Task, num_labels: int | None, *, seed: int = 0, matching_keys: bool = False
+) -> PreTrainedModel:
     """Make an untrained softmax model from a config.
 
     Args:
@@ -197,7 +199,33 @@ def fresh_model(config: Mapping[str, object], task: Task, num_labels: int | None
     except Exception as error:  # Configs are checked by each architecture in its own way.
         problem = f"model config of type {kind!r} makes no model for {task.head.name}"
         raise ConfigError(f"{problem}: {first_line(error)}") from error
+    if matching_keys:
+        match_keys(model)
     return ready(model)
+
+
+def match_keys(model: PreTrainedModel) -> None:
+    """Start the keys of an untrained model with the weights of the queries, in place.
+
+    Equal tokens then attend to each other from the first step (Trockman & Kolter 2023, "Mimetic Initialization of
+    Self-Attention Layers", https://arxiv.org/abs/2305.09828, where W_q W_k^T starts near a multiple of the identity).
+
+    Raises:
+        ConfigError: if no layer has separate projections of the same size.
+    """
+    matched = 0
+    for module in model.modules():
+        for name in ("query", "q_proj", "q_lin"):
+            query, key = (getattr(module, x, None) for x in (name, name.replace("query", "key").replace("q_", "k_")))
+            if isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and query.weight.shape == key.weight.shape:
+                key.load_state_dict(query.state_dict())
+                matched += 1
+    if not matched:
+        raise ConfigError(
+            f"matching_keys: got a model of type {model.config.model_type!r} without separate query and key "
+            "projections of the same size, expected one such as bert or vit, or llama with as many key heads as query "
+            "heads; leave it out"
+        )
 
 
 def label_options(task: Task, count: int) -> dict[str, object]:
