@@ -270,7 +270,7 @@ def run_line(line, capsys, *, parse_only=False):
         folder = words[words.index("--app-dir") + 1]
         assert (CHECKOUT / folder / f"{words[1].partition(':')[0]}.py").is_file(), f"{line!r}: there is no such app"
     elif words[0] == "python":
-        run_example(line, words[1], words[2:])
+        run_example(line, words[1], words[2:], parse_only)
     elif words[0] == "make":
         check_make(line, words[1:])
     elif words[:2] == ["pip", "install"]:
@@ -332,13 +332,16 @@ def quick(words):
     return OF_MODEL if "--image-size" in words else f"{OF_MODEL} --lengths 16,32"
 
 
-def run_example(line, file, words):
+def run_example(line, file, words, parse_only=False):
     if file == "-m":
         # They measure models of real size; tests/bench runs them.
         assert words[0].startswith("benchmarks."), f"{line!r} is no benchmark"
         importlib.import_module(words[0]).parse(words[1:])
         return
     name = Path(file).stem
+    if file == "scripts/silence_kernel.py" and not parse_only:
+        script(name).main(words)
+        return
     if file in ("scripts/search_check.py", "scripts/proof_smollm2.py", "scripts/silence_kernel.py"):
         # They take minutes, and proof_smollm2 a real language model: only the line is checked here.
         script(name).parse(words)
