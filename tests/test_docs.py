@@ -38,6 +38,16 @@ def directives(kind):
     return [name for text in texts for name in re.findall(rf"^\.\. auto{kind}:: (\S+)$", text, re.MULTILINE)]
 
 
+def test_members_named_in_the_reference_exist():
+    texts = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.rst")]
+    found = [x for text in texts for x in re.findall(r"auto\w+:: (\S+)\n   :members: (.+)", text)]
+    assert found
+    for name, members in found:
+        place, _, rest = name.rpartition(".")
+        owner = importlib.import_module(name) if rest.islower() else getattr(importlib.import_module(place), rest)
+        assert [x for x in members.split(", ") if not hasattr(owner, x)] == [], name
+
+
 def named(page):
     """The pages in the tables of contents of a page, by their paths in docs without a suffix."""
     text, folder = (DOCS / f"{page}.md").read_text(encoding="utf-8"), (DOCS / page).parent
