@@ -40,11 +40,13 @@ def directives(kind):
 
 def test_members_named_in_the_reference_exist():
     texts = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.rst")]
-    found = [x for text in texts for x in re.findall(r"auto\w+:: (\S+)\n   :members: (.+)", text)]
+    found = [x for text in texts for x in re.findall(r"auto(\w+):: (\S+)\n   :members: (.+)", text)]
     assert found
-    for name, members in found:
-        place, _, rest = name.rpartition(".")
-        owner = importlib.import_module(name) if rest.islower() else getattr(importlib.import_module(place), rest)
+    for kind, name, members in found:
+        module, _, attribute = name.rpartition(".")
+        owner = (
+            importlib.import_module(name) if kind == "module" else getattr(importlib.import_module(module), attribute)
+        )
         assert [x for x in members.split(", ") if not hasattr(owner, x)] == [], name
 
 

@@ -20,9 +20,9 @@ def reason(result: dict[str, Any]) -> str:
     message = result["message"]
     if message.startswith("a trial run of") or ", expected input_ids" in message or "no vocab_size" in message:
         return NO_INPUTS
-    if "once its attention" in message:
+    if "no longer runs once its attention" in message or "something else once its attention" in message:
         return OWN_WAY
-    if "no longer be built" in message or "cannot be built any more" in message:
+    if "no longer be built" in message:
         return "the name of the attention implementation selects its classes"
     if "is not a Transformer" in message:
         return "no attention ran"

@@ -215,8 +215,8 @@ def match_keys(model: PreTrainedModel) -> None:
     """
     matched = 0
     for module in model.modules():
-        for name in ("query", "q_proj", "q_lin"):
-            query, key = (getattr(module, x, None) for x in (name, name.replace("query", "key").replace("q_", "k_")))
+        for names in (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin")):
+            query, key = (getattr(module, name, None) for name in names)
             if isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and query.weight.shape == key.weight.shape:
                 key.load_state_dict(query.state_dict())
                 matched += 1
