@@ -36,23 +36,21 @@ class Native:
             why = "its gradient does not pass through states"
         if why := why or unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
             return why
-        if step and not _writable(mixer, call):
+        if not step or call.state is None:
+            return ""
+        inputs, state = (call.q, call.k, call.v), call.state
+        if mixer.window is not None:
+            writable = loaded().supports_window_step(*inputs, state)
+        else:
+            writable = loaded().supports_step(*inputs, state["kv"], state["log_scale"])
+        if not writable:
             return "it cannot write into this state"
-        return "rows of different lengths fade differently" if step and _uneven(mixer, call) else ""
+        return "rows of different lengths fade differently" if _uneven(mixer, call) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         if call.one_step:
             return _step(mixer, call)
         return _attend(mixer, call) if mixer.window is None else _attend_window(mixer, call)
-
-
-def _writable(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
-    state, inputs = call.state, (call.q, call.k, call.v)
-    if state is None:
-        return False
-    if mixer.window is not None:
-        return bool(loaded().supports_window_step(*inputs, state))
-    return bool(loaded().supports_step(*inputs, state["kv"], state["log_scale"]))
 
 
 def _uneven(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
@@ -104,7 +102,10 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     scale = mixer.input_scale(call.scaling)
     options = AttendOptions(form.causal, scale, mixer.eps, mask, log_scale=scales[1], query_scale=scales[0])
     if form.exact_keys:
-        options = options._replace(priority=_priority(mixer, k, call.scaling, scales[1]))
+        # The log-scales of the keys' features decide the exact keys.
+        scaled = _maps(mixer)[0].scaled
+        priority = mixer.map_tokens(k, call.scaling).log_scale if scaled else scales[1]
+        options = options._replace(priority=torch.zeros(k.shape[:3]) if priority is None else priority)
     if torch.is_grad_enabled():
         out = attend_window_with_gradient(_maps(mixer), (q, k, v), mixer.features(call, scales), options, form)
         return out if order is None else put_back(out, order), None
@@ -115,15 +116,6 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     kept = None if attended.until is None else attended.until == NEVER
     past = State(attended.kv, attended.log_scale)
     return out, state_after(k, v, mask, form, past, lambda k: mixer.map_tokens(k, call.scaling), kept).present()
-
-
-def _priority(mixer: FeatureMapMixer, k: Tensor, scaling: float, learned: Tensor | None) -> Tensor:
-    """Return the log-scales [B, K, T] of the keys' features, which decide the exact keys."""
-    if _maps(mixer)[0].scaled:
-        log_scale = mixer.map_tokens(k, scaling).log_scale
-        assert log_scale is not None
-        return log_scale
-    return torch.zeros(k.shape[:3]) if learned is None else learned
 
 
 def _unknown_maps(mixer: FeatureMapMixer) -> str:

@@ -18,24 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer, default_scale
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import SWITCH, engine, forget, locate, switched
 from linearize.attention.native.calls import Engine
-from linearize.attention.native.locate import (
-    FAILED,
-    FLAGS,
-    SOURCES,
-    cache_folder,
-    describe,
-    objection,
-    read_record,
-    record_file,
-    write_record,
-)
+from linearize.attention.native.locate import FAILED, cache_folder, objection, record_file, write_record
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
 from linearize.core.registry import PLAIN, Hybrid, kernel_info, kernel_infos, make_config
@@ -70,7 +59,22 @@ def build() -> Path:
             "or set CC; everything works without the native op"
         )
     path = _writable_record()
-    library = _compile_into(program, path)
+    try:
+        with (
+            _one_build_at_a_time(path.parent),
+            tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder,
+        ):
+            compiled = Path(folder) / f"{path.stem}.so"
+            if error := compile_library(program, compiled, locate.NATIVE_FLAGS):
+                raise ConfigError(f"native op: {program} failed; everything works without it. Output: {error[-500:]}")
+            entry = locate.describe(compiled)
+            # Named by its content, so that simultaneous builds never mix up each other's library and record.
+            entry["file"] = f"{path.stem}-{entry['sha256'][:16]}.so"
+            os.chmod(compiled, 0o644)
+            library = compiled.replace(path.parent / entry["file"])
+            write_record(path, entry)
+    except OSError as error:
+        raise ConfigError(f"native op: {path.parent} cannot be written ({error.strerror or error})") from None
     forget()
     return library
 
@@ -94,27 +98,6 @@ def _writable_record() -> Path:
     if why := objection(path.parent):
         raise ConfigError(f"native op: {why}, so nothing in it would be loaded; fix that, or set XDG_CACHE_HOME")
     return path
-
-
-def _compile_into(program: str, path: Path) -> Path:
-    """Compile the library, write it, then write its record."""
-    try:
-        with (
-            _one_build_at_a_time(path.parent),
-            tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder,
-        ):
-            compiled = Path(folder) / f"{path.stem}.so"
-            if error := compile_library(program, compiled, locate.NATIVE_FLAGS):
-                raise ConfigError(f"native op: {program} failed; everything works without it. Output: {error[-500:]}")
-            entry = describe(compiled)
-            # Named by its content, so that simultaneous builds never mix up each other's library and record.
-            entry["file"] = f"{path.stem}-{entry['sha256'][:16]}.so"
-            os.chmod(compiled, 0o644)
-            library = compiled.replace(path.parent / entry["file"])
-            write_record(path, entry)
-    except OSError as error:
-        raise ConfigError(f"native op: {path.parent} cannot be written ({error.strerror or error})") from None
-    return library
 
 
 @contextlib.contextmanager
@@ -167,9 +150,9 @@ def compile_library(program: str, made: Path, processor_flags: tuple[str, ...], 
 
 def _compile(program: str, made: Path, extra: tuple[str, ...], load: bool) -> str:
     """Compile, link and load; return the error."""
-    source, unit = Path(__file__).parent / SOURCES[0], made.with_suffix(".o")
+    source, unit = Path(__file__).parent / locate.SOURCES[0], made.with_suffix(".o")
     steps = (
-        [program, *FLAGS, *extra, "-c", str(source), "-o", str(unit)],
+        [program, *locate.FLAGS, *extra, "-c", str(source), "-o", str(unit)],
         # Link without -fopenmp, so that no second OpenMP library with its own threads is loaded.
         [program, "-shared", str(unit), "-lm", "-o", str(made)],
     )
@@ -206,18 +189,14 @@ def obstacle() -> str:
     try:
         folder = next(part for part in path.parents if part.exists())
         why = objection(folder) or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written")
-        return f"{why}; fix that, or set XDG_CACHE_HOME to another folder" if why else _failed_before(path)
     except OSError as error:
         return f"{path.parent} cannot be read ({error.strerror})"
-
-
-def _failed_before(path: Path) -> str:
-    try:
-        return (
-            "it failed before; linearize native --build tries again and says why" if FAILED in read_record(path) else ""
-        )
-    except OSError:
-        return ""
+    if why:
+        return f"{why}; fix that, or set XDG_CACHE_HOME to another folder"
+    with contextlib.suppress(OSError):
+        if FAILED in locate.read_record(path):
+            return "it failed before; linearize native --build tries again and says why"
+    return ""
 
 
 def note_failure(error: Exception) -> None:
@@ -280,17 +259,15 @@ def agreement() -> list[Agreement]:
     k, v = (torch.randn(2, KEY_HEADS, TOKENS, SIZE, generator=generator) for _ in range(2))
     mask = torch.ones(2, TOKENS, dtype=torch.bool)
     mask[1, 100:] = False
+    call = AttentionCall(q, k, v, SIZE**-0.5)
     rows = []
     for name in native_kernels():
         for ending, hybrid in (("", PLAIN), (", window", WINDOW)):
             for causal in (False, True):
                 mixer = _mixer(name, causal, generator, hybrid)
-                ours, theirs = (_attend(mixer, q, k, v, mask, native) for native in (True, False))
-                # Outputs at padding do not matter.
-                ours, theirs = (x[mask[:, None].expand(-1, HEADS, -1)] for x in (ours, theirs))
-                rows.append(Agreement(name, ("causal" if causal else "bidirectional") + ending, _error(ours, theirs)))
-            ours, theirs = (_step(mixer, q, k, v, native) for native in (True, False))
-            rows.append(Agreement(name, "one token" + ending, _error(ours, theirs)))
+                error = _error(mixer, replace(call, key_padding_mask=mask))
+                rows.append(Agreement(name, ("causal" if causal else "bidirectional") + ending, error))
+            rows.append(Agreement(name, "one token" + ending, _error(mixer, call, one_token=True)))
     return rows
 
 
@@ -319,20 +296,21 @@ def _mixer(name: str, causal: bool, generator: torch.Generator, hybrid: Hybrid) 
     return mixer
 
 
-def _attend(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, native: bool) -> Tensor:
-    with switched(native):
-        out: Tensor = mixer(AttentionCall(q, k, v, SIZE**-0.5, mask))[0]
-        return out
+def _error(mixer: Mixer, call: AttentionCall, one_token: bool = False) -> float:
+    """Return the largest difference between the native op and PyTorch, relative to the largest output.
 
-
-def _step(mixer: Mixer, q: Tensor, k: Tensor, v: Tensor, native: bool) -> Tensor:
-    """Process all tokens but the last, then decode the last."""
-    with switched(native):
-        call = AttentionCall(q, k, v, SIZE**-0.5)
-        _, state = mixer(replace(call.part(slice(0, -1)), needs_state=True))
-        out: Tensor = mixer(replace(call.part(slice(-1, None)), state=state, needs_state=True))[0]
-        return out
-
-
-def _error(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    With `one_token` the last token is decoded after all others.
+    """
+    outputs = []
+    for native in (True, False):
+        with switched(native):
+            if one_token:
+                _, state = mixer(replace(call.part(slice(0, -1)), needs_state=True))
+                outputs.append(mixer(replace(call.part(slice(-1, None)), state=state, needs_state=True))[0])
+            else:
+                outputs.append(mixer(call)[0])
+    ours, theirs = outputs
+    if (mask := call.key_padding_mask) is not None:
+        # Outputs at padding do not matter.
+        ours, theirs = (x[mask[:, None].expand(-1, HEADS, -1)] for x in (ours, theirs))
+    return float((ours - theirs).abs().max() / theirs.abs().max())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linearize.attention.native import structures
 from linearize.attention.native.locate import compiled, shipped
 from linearize.attention.native.options import Attended, Attending, AttendOptions, Gradients, WindowAttended
-from linearize.attention.native.structures import (
-    NO_MEMORY,
-    NO_STATES,
-    STEEP,
-    TYPES,
-    Back,
-    Learned,
-    Maps,
-    WindowBack,
-    WindowBuffers,
-    call,
-    given,
-    masks,
-    open_library,
-    packed,
-)
+from linearize.attention.native.structures import NO_STATES, Back, Maps, WindowBuffers, call, masks, packed
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Window
 
@@ -53,7 +40,7 @@ class Engine:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.library, self.parallel = open_library(path)
+        self.library, self.parallel = structures.open_library(path)
         self.pairs = bool(self.library.linearize_pairs())
 
     @property
@@ -67,14 +54,13 @@ class Engine:
             type(q) is Tensor
             and q.is_cpu
             and q.dtype == k.dtype
-            and q.dtype in TYPES
-            and v.dtype in TYPES
+            and q.dtype in structures.TYPES
+            and v.dtype in structures.TYPES
             and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         )
 
-    def pack(self, maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = ()) -> Maps:
-        """Describe maps and log-scales for `step` and `window_step`."""
-        return packed(maps, scale, learned)
+    pack = staticmethod(packed)
+    """Describe maps and log-scales for `step` and `window_step`."""
 
     def supports_step(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
         """Tell whether it accepts such tensors and can update such a state in place."""
@@ -158,7 +144,7 @@ class Engine:
         ready, extra = _ready(maps, q, options), (*masks(q, k, options), *NO_STATES)
         numbers = (options.eps, self.threads, True)
         function = getattr(self.library, f"linearize_{'causal' if options.causal else 'bidirectional'}_gradient")
-        if _run(function, call(ready, q, k, v, attended.out, extra, numbers), back) == STEEP:
+        if _run(function, call(ready, q, k, v, attended.out, extra, numbers), byref(back)) == structures.STEEP:
             return None
         weights = [_summed(map, buffers) for map, buffers in zip(maps, all_buffers, strict=True)]
         return Gradients(grads[0], grads[1], grads[2], tuple(itertools.chain(*weights)), scales)
@@ -208,7 +194,7 @@ class Engine:
             back.dlog_scale = grad_scale.data_ptr()
         buffers = _gradient_buffers(map, x, back)
         data = call(ready, x, x, x, x, (None, None, None, *NO_STATES), (0.0, self.threads, True))
-        _run(self.library.linearize_features_gradient, data, back)
+        _run(self.library.linearize_features_gradient, data, byref(back))
         return grad_x, _summed(map, buffers)
 
     def window(
@@ -243,7 +229,8 @@ class Engine:
             priority = options.priority.float().contiguous()
             until = torch.empty(priority.shape, dtype=torch.int32)
             buffers.priority, buffers.until = priority.data_ptr(), until.data_ptr()
-        _run(self.library.linearize_window, call(ready, q, k, v, out, extra, (form.eps, self.threads, True)), buffers)
+        data = call(ready, q, k, v, out, extra, (form.eps, self.threads, True))
+        _run(self.library.linearize_window, data, byref(buffers))
         return WindowAttended(out, kv, log_scale, tops, sums, until)
 
     def window_gradient(
@@ -273,7 +260,7 @@ class Engine:
         grad, slope, tops = _whole(grad), slope.contiguous(), tops.contiguous()
         real = real.to(torch.int64).contiguous()
         (batch, heads, tokens, size), key_heads = given.q.shape, given.k.shape[1]
-        back = WindowBack(batch, heads, key_heads, tokens, size, given.phi_q.shape[3], given.v.shape[3])
+        back = structures.WindowBack(batch, heads, key_heads, tokens, size, given.phi_q.shape[3], given.v.shape[3])
         back.window, back.sinks, back.causal, back.threads = form.size, form.sinks, form.causal, self.threads
         for name, tensor in (*given._asdict().items(), ("grad", grad), ("slope", slope), ("top", tops), ("real", real)):
             setattr(back, name, tensor.data_ptr())
@@ -281,7 +268,7 @@ class Engine:
             setattr(back, f"d{name}", tensor.data_ptr())
         if until is not None:
             back.exact_keys, back.until = form.exact_keys, until.data_ptr()
-        _run(self.library.linearize_window_gradient, back)
+        _run(self.library.linearize_window_gradient, byref(back))
         return Attending(*(x[..., :size] for x, size in zip(grads, sizes, strict=True)))
 
     def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
@@ -324,7 +311,8 @@ class Engine:
             if name not in ("kv", "log_scale"):
                 setattr(buffers, name, tensor.data_ptr())
         before = (mask, None, None, None, None, state["kv"], state["log_scale"])
-        _run(self.library.linearize_window_step, call(maps, q, k, v, out, before, (eps, self.threads, True)), buffers)
+        data = call(maps, q, k, v, out, before, (eps, self.threads, True))
+        _run(self.library.linearize_window_step, data, byref(buffers))
         return out
 
 
@@ -335,14 +323,14 @@ def _run(function: Callable[..., int], *arguments: Any) -> int:
         MemoryError: if there was not enough memory for its buffers.
     """
     result = function(*arguments)
-    if result == NO_MEMORY:
+    if result == structures.NO_MEMORY:
         raise MemoryError("native op: no memory for its buffers")
     return result
 
 
 def _ready(maps: Sequence[MapSpec], q: Tensor, options: AttendOptions) -> Maps:
     """Describe the maps; an empty list means that q and k are features."""
-    return packed(maps, options.scale) if maps else given(q.shape[3])
+    return packed(maps, options.scale) if maps else structures.given(q.shape[3])
 
 
 def _gradient_buffers(map: MapSpec, x: Tensor, back: Back, prefix: str = "") -> list[Tensor | None]:

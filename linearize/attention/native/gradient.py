@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.native import engine
-from linearize.attention.native.options import NEVER, Attended, Attending, AttendOptions
+from linearize.attention.native.options import NEVER, Attended, Attending, AttendOptions, WindowAttended
 from linearize.kernels.base import MAP_WEIGHTS, Features, MapSpec
 from linearize.ops import Mapped, Window, window_attention
 from linearize.ops.state import FLOOR, without_padding
@@ -58,11 +58,10 @@ class _Native(torch.autograd.Function):
         *log_scale_and_weights: Tensor | None,
     ) -> Tensor:
         ctx.maps, ctx.fallback, ctx.options, ctx.engine = maps, fallback, options, engine()
-        attended = ctx.engine.attend(maps, q, k, v, options._replace(log_scale=log_scale_and_weights[0]))
+        attended: Attended = ctx.engine.attend(maps, q, k, v, options._replace(log_scale=log_scale_and_weights[0]))
         # Save the weights too, so that autograd notices if they are changed in place before the backward pass.
         ctx.save_for_backward(*attended, q, k, v, *log_scale_and_weights)
-        out: Tensor = attended.out
-        return out
+        return attended.out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -158,10 +157,9 @@ class _Windowed(torch.autograd.Function):
         *features: Tensor | None,
     ) -> Tensor:
         ctx.form, ctx.engine = form, engine()
-        result = ctx.engine.window(maps, q, k, v, options, form)
+        result: WindowAttended = ctx.engine.window(maps, q, k, v, options, form)
         ctx.save_for_backward(q, k, v, *features, options.mask, result.out, result.tops, result.sums, result.until)
-        out: Tensor = result.out
-        return out
+        return result.out
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -12,7 +12,6 @@ planted, truncated or half-written file is rejected.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -48,7 +47,11 @@ def cache_folder() -> Path | None:
 def record_file() -> Path | None:
     """Return the path of the record of this code and processor, whether it exists or not."""
     folder = cache_folder()
-    return None if folder is None else folder / f"native-{_fingerprint()}.json"
+    if folder is None:
+        return None
+    # Machines with different processors may share a home folder.
+    text = f"{sources_hash()} {' '.join(NATIVE_FLAGS)} {platform.machine()} {processor()}"
+    return folder / f"native-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def sources_hash() -> str:
@@ -57,13 +60,6 @@ def sources_hash() -> str:
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()
-
-
-@functools.lru_cache(maxsize=1)
-def _fingerprint() -> str:
-    # Machines with different processors may share a home folder.
-    text = f"{sources_hash()} {' '.join(NATIVE_FLAGS)} {platform.machine()} {processor()}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def compiled() -> Path | None:

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,13 +121,10 @@ def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = (
 
 
 def _packed(map: MapSpec, scale: float, held: list[Tensor], learned: Learned) -> bytes:
-    pointers: list[int] = []
-    for tensor in (*(getattr(map, name) for name in MAP_WEIGHTS), *(learned or [None] * 5)):
-        if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
-            tensor = tensor.float().contiguous()
-        if tensor is not None:
-            held.append(tensor)
-        pointers.append(0 if tensor is None else tensor.data_ptr())
+    weights = (*(getattr(map, name) for name in MAP_WEIGHTS), *(learned or [None] * 5))
+    tensors = [None if weight is None else weight.float().contiguous() for weight in weights]
+    held += [tensor for tensor in tensors if tensor is not None]
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     hidden = learned[2] if learned else None
     heads, rows, size = map.first.shape
     channels, width = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
@@ -191,52 +188,24 @@ def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, 
     return None if mask is None else mask.to(torch.bool).contiguous(), key, query
 
 
-FUNCTIONS: Mapping[str, type[ctypes.Structure] | None] = {
-    "bidirectional": None,
-    "causal": None,
-    "step": None,
-    "features": None,
-    "window": WindowBuffers,
-    "window_step": WindowBuffers,
-    "bidirectional_gradient": Back,
-    "causal_gradient": Back,
-    "features_gradient": Back,
-}
-"""The functions of the library; the value is the type of a second argument after the call, if any."""
-
 OMP_PAUSE_HARD = 2
 """A value of OpenMP's `omp_pause_resource_t`."""
 
 
 def open_library(path: Path) -> tuple[ctypes.CDLL, bool]:
-    """Load a library and declare its functions; also return whether it shares torch's threads.
+    """Load a library; also return whether it shares torch's threads.
 
     Raises:
         OSError: if it cannot be loaded or was built from other code.
     """
     shared = _share_threads()
     library = ctypes.CDLL(str(path))
-    sizes = {
-        "call": CALL_SIZE,
-        "back": ctypes.sizeof(Back),
-        "window": ctypes.sizeof(WindowBuffers),
-        "window_back": ctypes.sizeof(WindowBack),
-    }
-    for name, size in sizes.items():
-        function = getattr(library, f"linearize_{name}_size")
-        function.restype = ctypes.c_int64
-        if function() != size:
-            raise OSError(f"{path} was built from other code")
+    kinds = {"back": Back, "window": WindowBuffers, "window_back": WindowBack}
+    sizes = {"call": CALL_SIZE} | {name: ctypes.sizeof(kind) for name, kind in kinds.items()}
+    same = all(getattr(library, f"linearize_{name}_size")() == size for name, size in sizes.items())
     library.linearize_names.restype = ctypes.c_char_p
-    if library.linearize_names().decode() != NAMES:
+    if not same or library.linearize_names().decode() != NAMES:
         raise OSError(f"{path} was built from other code")
-    for name, second in FUNCTIONS.items():
-        function = getattr(library, f"linearize_{name}")
-        more = [] if second is None else [ctypes.POINTER(second)]
-        function.argtypes, function.restype = [ctypes.c_char_p, *more], ctypes.c_int
-    # This function takes features instead of a call.
-    function = library.linearize_window_gradient
-    function.argtypes, function.restype = [ctypes.POINTER(WindowBack)], ctypes.c_int
     return library, bool(shared and library.linearize_parallel())
 
 
