@@ -202,7 +202,7 @@ import warnings
 warnings.simplefilter("error", RuntimeWarning)
 import linearize.attention.native.build as building
 # What the compiler makes of it is not the question here, and -O3 takes ten times as long.
-building.FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS)
+building.locate.FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in building.locate.FLAGS)
 building.build()
 from linearize.attention.native import engine
 print(engine().path)
