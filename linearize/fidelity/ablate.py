@@ -101,14 +101,6 @@ def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
     return undo
 
 
-def _without_window(layer: LinearAttention) -> Callable[[], None] | None:
-    return _changed(layer, window=None, sinks=0, exact_keys=0) if _has_kernel_and_window(layer) else None
-
-
-def _without_exact_keys(layer: LinearAttention) -> Callable[[], None] | None:
-    return _changed(layer, exact_keys=0) if layer.hybrid.exact_keys else None
-
-
 def _changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
     mixer: Any = layer.mixer
     before = mixer.hybrid
@@ -116,16 +108,17 @@ def _changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
     return lambda: mixer.change(before)
 
 
-def _without_attention(layer: LinearAttention) -> Callable[[], None] | None:
-    return layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)).remove
-
-
-_REMOVE = {
+_REMOVE: Mapping[str, Callable[[LinearAttention], Callable[[], None] | None]] = {
     "kernel": without_kernel,
-    "window": _without_window,
-    "exact-keys": _without_exact_keys,
-    "attention": _without_attention,
+    "window": lambda layer: (
+        _changed(layer, window=None, sinks=0, exact_keys=0) if _has_kernel_and_window(layer) else None
+    ),
+    "exact-keys": lambda layer: _changed(layer, exact_keys=0) if layer.hybrid.exact_keys else None,
+    "attention": lambda layer: (
+        layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)).remove
+    ),
 }
+"""How to remove each part from a layer; returns a function that restores it, or None if the layer lacks the part."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,33 +114,26 @@ def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable
     batches = [shortened(batch, causal) for batch in batches]
     if causal:
         batches += [repeated(batch) for batch in batches]
-    can_keep = {layer.module for layer in plan.converted if hasattr(_layer(model, layer.module).mixer, "softmax_heads")}
-    shares = head_shares(model, batches)
+    layers = linear_attentions(model)
+    shares = {
+        name: x for name, x in head_shares(model, batches).items() if hasattr(layers[name].mixer, "softmax_heads")
+    }
     ranked = sorted(
         ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True
     )
-    ranked = [entry for entry in ranked if _module(model, entry[1]) in can_keep]
     if count > len(ranked):
         raise ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {len(ranked)} heads")
+    # Names in a plan start at the base model.
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     chosen: dict[str, list[int]] = {}
     for _, name, head in ranked[:count]:
-        chosen.setdefault(_module(model, name), []).append(head)
+        chosen.setdefault(name.removeprefix(prefix), []).append(head)
     kept = {
         layer.module: replace(layer.hybrid, softmax_heads=tuple(sorted(chosen[layer.module])))
         for layer in plan.converted
         if layer.module in chosen
     }
     return change_hybrids(model, kept)
-
-
-def _layer(model: PreTrainedModel, module: str) -> Any:
-    return model.base_model.get_submodule(f"{module}.linear_attention")
-
-
-def _module(model: PreTrainedModel, name: str) -> str:
-    """Return the name of a host module as used in a plan, where names start at the base model."""
-    prefix = f"{model.base_model_prefix}."
-    return name.removeprefix(prefix) if model.base_model is not model else name
 
 
 def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:

@@ -70,25 +70,20 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
     def visit(
         name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     ) -> None:
-        maps.append(_maps(name, layer, q, k, mask, scaling))
+        tokens = k.shape[2]
+        if q.shape[0] != 1 or tokens > MAX_TOKENS:
+            raise DataError(
+                f"attention maps: got {q.shape[0]} inputs of {tokens} tokens, expected one input of at most "
+                f"{MAX_TOKENS} tokens; shorten it"
+            )
+        rows = Rows(slice(0, tokens), torch.arange(tokens, device=q.device), tokens, layer.shape.causal)
+        softmax = score_rows(group_queries(q, k.shape[1]), k, rows, scaling).softmax(dim=-1).flatten(1, 2)
+        linear = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
+        if not layer.mixer.info.normalized:
+            # Without a denominator the sum of the weights may be negative; the sum of magnitudes is not.
+            linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
+        softmax, linear, q, k = (x[0].float().cpu() for x in (softmax, linear, q, k))
+        maps.append(LayerMaps(name, layer, softmax, linear, q, k, scaling))
 
     show(model, [batch], visit)
     return maps
-
-
-def _maps(name: str, layer: LinearAttention, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> LayerMaps:
-    if q.shape[0] != 1 or k.shape[2] > MAX_TOKENS:
-        raise DataError(
-            f"attention maps: got {q.shape[0]} inputs of {k.shape[2]} tokens, expected one input of at most "
-            f"{MAX_TOKENS} tokens; shorten it"
-        )
-    tokens = k.shape[2]
-    rows = Rows(slice(0, tokens), torch.arange(tokens, device=q.device), tokens, layer.shape.causal)
-    queries = group_queries(q, k.shape[1])
-    softmax = score_rows(queries, k, rows, scaling).softmax(dim=-1).flatten(1, 2)
-    linear = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
-    if not layer.mixer.info.normalized:
-        # Without a denominator the sum of the weights may be negative; the sum of magnitudes is not.
-        linear = linear / linear.abs().sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    softmax, linear = (x[0].float().cpu() for x in (softmax, linear))
-    return LayerMaps(name, layer, softmax, linear, q[0].float().cpu(), k[0].float().cpu(), scaling)

@@ -14,18 +14,8 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
+from linearize.fidelity import teacher
 from linearize.fidelity.ablate import without_kernel
-from linearize.fidelity.teacher import (
-    Rows,
-    all_rows,
-    exact_states,
-    has_rows,
-    pieces,
-    score_rows,
-    show,
-    softmax_output,
-    take,
-)
 from linearize.ops import Mapped, Window, kernel_weights
 from linearize.ops.state import group_queries
 from linearize.ops.window import NearKeys
@@ -174,7 +164,7 @@ def output_difference(
     for batch in batches:
         limit = current_length(original) if "input_ids" in batch else None
         cut = {name: value if limit is None else value[:, :limit] for name, value in batch.items()}
-        first, second = (exact_states(model, cut) for model in (original, converted))
+        first, second = (teacher.exact_states(model, cut) for model in (original, converted))
         if first is None or second is None or first.shape != second.shape:
             return None
         mask = cut.get("attention_mask")
@@ -243,47 +233,43 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
     layers = linear_attentions(model)
     sums = {name: _Sums(layer.shape.heads) for name, layer in layers.items()}
 
-    def visit(name: str, layer: LinearAttention, *inputs: Any) -> Tensor | None:
-        target = _add(sums[name], layer, *inputs)
+    def visit(
+        name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        add = sums[name].add
+        valid = torch.ones_like(q[:, :1, :, 0], dtype=torch.float32) if mask is None else mask[:, None].float()
+        valid = valid.expand(-1, q.shape[1], -1)
+        add("queries", valid)
+        target = teacher.softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
+        add("error", (layer(q, k, v, mask, scaling).float() - target).square().sum(dim=-1) * valid)
+        add("power", target.square().sum(dim=-1) * valid)
+        restore = without_kernel(layer)
+        if restore is not None:
+            alone = layer(q, k, v, mask, scaling).float()
+            restore()
+            add("window_error", (alone - target).square().sum(dim=-1) * valid)
+        if layer.mixer.info.normalized:
+            for batch, tokens in teacher.pieces(mask):
+                queries, keys = (teacher.take(x, batch, tokens) for x in (q, k))
+                _add_weights(sums[name], layer, queries, keys, scaling)
         # For causal attention with padding the host itself would build a T x T mask.
-        return target if layer.shape.causal else None
+        return target.to(v.dtype) if layer.shape.causal else None
 
-    show(model, batches, visit)
+    teacher.show(model, batches, visit)
     queries = max((int(s.values["queries"].max()) for s in sums.values() if s.values), default=0)
     return Fidelity(tuple(sums[name].result(name, layer.kernel) for name, layer in layers.items()), queries)
-
-
-def _add(
-    sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor:
-    """Add a layer's figures for a batch, and return softmax's head outputs for the rest of the model."""
-    valid = torch.ones_like(q[:, :1, :, 0], dtype=torch.float32) if mask is None else mask[:, None].float()
-    valid = valid.expand(-1, q.shape[1], -1)
-    sums.add("queries", valid)
-    target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
-    sums.add("error", (layer(q, k, v, mask, scaling).float() - target).square().sum(dim=-1) * valid)
-    sums.add("power", target.square().sum(dim=-1) * valid)
-    restore = without_kernel(layer)
-    if restore is not None:
-        alone = layer(q, k, v, mask, scaling).float()
-        restore()
-        sums.add("window_error", (alone - target).square().sum(dim=-1) * valid)
-    if layer.mixer.info.normalized:
-        for batch, tokens in pieces(mask):
-            _add_weights(sums, layer, take(q, batch, tokens), take(k, batch, tokens), scaling)
-    return target.to(v.dtype)
 
 
 def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -> None:
     """Add the figures that compare normalised weights, block by block; there is no padding."""
     mixer: Any = layer.mixer
-    window = mixer.form(scaling) if has_rows(layer) else None
+    window = mixer.form(scaling) if teacher.has_rows(layer) else None
     softmax_heads, key_heads = list(layer.hybrid.softmax_heads), k.shape[1]
     queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
     # Exact keys count as far.
     near = None if window is None else NearKeys(replace(window, exact_keys=0), k[..., 0])
-    for rows in all_rows(q, layer.shape.causal):
-        scores = score_rows(queries, k, rows, scaling)
+    for rows in teacher.all_rows(q, layer.shape.causal):
+        scores = teacher.score_rows(queries, k, rows, scaling)
         t, w = scores.softmax(dim=-1), weights(rows, scores)
         if softmax_heads:
             w.flatten(1, 2)[:, softmax_heads] = t.flatten(1, 2)[:, softmax_heads]
@@ -300,10 +286,10 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
 
 def _weight_rows(
     layer: LinearAttention, q: Tensor, k: Tensor, scaling: float, window: Window | None
-) -> Callable[[Rows, Tensor], Tensor]:
+) -> Callable[[teacher.Rows, Tensor], Tensor]:
     """Return a function that maps a block of rows and its scores to signed normalised weights [B, K, G, C, seen]."""
     mixer: Any = layer.mixer
-    if not has_rows(layer) or (window is not None and not mixer.positive):
+    if not teacher.has_rows(layer) or (window is not None and not mixer.positive):
         whole = group_queries(mixer.weights(q, k, scaling=scaling), k.shape[1])
         return lambda rows, scores: whole[:, :, :, rows.part, : rows.seen].clone()
     queries, keys = mixer.mapped(q, k, scaling=scaling)
@@ -311,7 +297,7 @@ def _weight_rows(
         scales = Mapped(q, *queries).scale(), Mapped(k, *keys).scale()
         return functools.partial(_hybrid_rows, queries.phi, keys.phi, scales, NearKeys(window, scales[1]))
 
-    def rows_of(rows: Rows, scores: Tensor) -> Tensor:
+    def rows_of(rows: teacher.Rows, scores: Tensor) -> Tensor:
         # The queries of a causal block are the last tokens that it sees.
         weights = kernel_weights(
             queries.phi[:, :, rows.part],
@@ -327,7 +313,7 @@ def _weight_rows(
 
 
 def _hybrid_rows(
-    phi_q: Tensor, phi_k: Tensor, scales: tuple[Tensor, Tensor], near_keys: NearKeys, rows: Rows, scores: Tensor
+    phi_q: Tensor, phi_k: Tensor, scales: tuple[Tensor, Tensor], near_keys: NearKeys, rows: teacher.Rows, scores: Tensor
 ) -> Tensor:
     """Return the weights of a positive kernel combined with a window, as defined in `linearize.ops.window`."""
     key_heads, (query_scale, key_scale) = phi_k.shape[1], scales

@@ -25,7 +25,7 @@ from pathlib import Path
 from PIL import Image
 
 import linearize
-from linearize.attention.native import build
+from linearize.attention.native import locate
 from linearize.cli import main
 from linearize.cli.main import build_parser
 from support.checkpoints import WORDS as VOCABULARY
@@ -251,7 +251,7 @@ def make_cheap(patch, root: Path) -> None:
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     patch.setattr("linearize.jobs.demo.minilm_folder", lambda: root / "MINILM")
     patch.setattr("linearize.jobs.demo.smollm2", lambda: root / "SMOLLM2")
-    patch.setattr("linearize.attention.native.build.FLAGS", tuple("-O0" if f == "-O3" else f for f in build.FLAGS))
+    patch.setattr("linearize.attention.native.locate.FLAGS", tuple("-O0" if f == "-O3" else f for f in locate.FLAGS))
     patch.setattr("linearize.evaluation.bench.memory.in_fresh_process", lambda *_: 1)
     cheap_pictures(patch)
     patch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
