@@ -184,9 +184,8 @@ class LinearStateLayer(CacheLayerMixin):
         """Return -1: there is no limit."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """Return -1: there is no limit (older name)."""
-        return -1
+    get_max_cache_shape = get_max_length
+    """The older name."""
 
     def nbytes(self) -> int:
         """Return the size in bytes of the state and of the tensors kept for a crop."""
@@ -199,10 +198,10 @@ class LinearStateLayer(CacheLayerMixin):
         self.base, self.recorded, self._cropped = None, None, False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.state is not None:
-            self.state = {name: change(tensor) for name, tensor in self.state.items()}
-        if self.base is not None:
-            self.base = {name: change(tensor) for name, tensor in self.base.items()}
+        self.state, self.base = (
+            None if state is None else {name: change(tensor) for name, tensor in state.items()}
+            for state in (self.state, self.base)
+        )
         if self.recorded is not None:
             self.recorded = Recorded(*map(change, self.recorded))
 

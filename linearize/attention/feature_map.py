@@ -18,7 +18,7 @@ from linearize.attention.native.gradient import map_with_gradient
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
 from linearize.kernels.base import FeatureMap, Features, Inputs
-from linearize.ops import Mapped, Window, kernel_weights, window_weights
+from linearize.ops import LinearOptions, Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS
 
 OWN = (*CACHED, "seen")
@@ -139,6 +139,16 @@ class FeatureMapMixer(Mixer):
         query_positions = None if positions is None else positions[:, -q.shape[2] :]
         queries = self.map_tokens(q, call.scaling, query_positions, learned[0], queries=True)
         return queries, self.map_tokens(k, call.scaling, positions, learned[1])
+
+    def options(self, call: AttentionCall, log_scale: Tensor | None) -> LinearOptions:
+        """Return the options of an op that computes the call, given the log-scales of the keys' features."""
+        return {
+            "key_padding_mask": call.key_padding_mask,
+            "log_scale": log_scale,
+            "initial_state": call.linear_state,
+            "normalize": self.keys.normalize,
+            "eps": self.eps,
+        }
 
     def log_scales(self, call: AttentionCall) -> Scales:
         """Return the learned log-scales of queries [B, H, T] and keys [B, K, S], for a kernel without `inputs`."""

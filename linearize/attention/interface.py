@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -188,9 +188,8 @@ def softmax_forward(
     """
     wanted = _weights_wanted(kwargs)
     kwargs.pop("output_attentions", None)
-    if causal is None:
-        causal = bool(kwargs.pop("is_causal", None) or getattr(module, "is_causal", False))
-    kwargs.pop("is_causal", None)
+    stated = kwargs.pop("is_causal", None)
+    causal = bool(stated or getattr(module, "is_causal", False)) if causal is None else causal
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None].bool()
     if mask is not None and mask.shape[2] == 1:
@@ -199,9 +198,16 @@ def softmax_forward(
     if mask is None or (mask.shape[2] == 1 and (mask.dtype == torch.bool or (causal and query.shape[2] > 1))):
         mask = visible_keys(query, key, mask, causal=causal)
     causal = causal and mask is None
-    eager = _eager_of(module) if any(kwargs.get(name) is not None for name in _ONLY_EAGER) else None
-    if eager is not None:
-        return eager(module, query, key, value, _added(mask, query, key, causal), scaling=scaling, **kwargs)
+    if any(kwargs.get(name) is not None for name in _ONLY_EAGER):
+        files = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+        eager: Any = next(filter(callable, (getattr(file, "eager_attention_forward", None) for file in files)), None)
+        if eager is not None:
+            if causal:
+                mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
+                    None, None
+                ]
+            out, weights = eager(module, query, key, value, _to_add(mask, query.dtype), scaling=scaling, **kwargs)
+            return out, weights
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     out, _ = sdpa(module, query, key, value, mask, scaling=scaling, is_causal=causal, **kwargs)
     return out, softmax_weights(query, key, mask, scaling=scaling, causal=causal) if wanted else None
@@ -211,24 +217,11 @@ _ONLY_EAGER = ("softcap", "s_aux")
 """Changes of the scores that SDPA does not support but a modeling file's own function does."""
 
 
-def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Return the eager attention function of a host's modeling file, or None."""
-    for base in type(module).__mro__:
-        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
-        if callable(function):
-            return function  # type: ignore[no-any-return]
-    return None
-
-
-def _added(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """Turn a mask (true where a key is seen) into numbers to add to the scores."""
-    if causal:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+def _to_add(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Turn a mask (true where a key is seen) into numbers to add to the scores: 0, or else the lowest number."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
-        ~mask, torch.finfo(query.dtype).min
-    )
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
 
 def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
@@ -248,10 +241,7 @@ def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any
 
 def mask_to_add(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
     """Return the mask of `mask_function` as eager softmax expects it: 0 where a key is seen, else the lowest number."""
-    mask = mask_function(*args, dtype=dtype, **kwargs)
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    return _to_add(mask_function(*args, dtype=dtype, **kwargs), dtype)
 
 
 def mask_function(

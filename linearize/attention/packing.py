@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,18 +27,9 @@ _SHORT = 64
 """Documents of up to this many tokens share one layout; longer documents are grouped by powers of two."""
 
 
-class Bucket(NamedTuple):
-    """Documents of similar lengths.
-
-    Attributes:
-        tokens: [N, L] indices of their tokens among the B T tokens of the batch.
-        mask: [N, L], true at tokens; None if there is no padding.
-        documents: row, first token and length of each document.
-    """
-
-    tokens: Tensor
-    mask: Tensor | None
-    documents: list[tuple[int, int, int]]
+Bucket = tuple[Tensor, Tensor | None, list[tuple[int, int, int]]]
+"""Documents of similar lengths: indices [N, L] of their tokens among the B T tokens of the batch; their mask [N, L],
+true at tokens, or None if there is no padding; and the row, first token and length of each document."""
 
 
 def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -198,14 +189,14 @@ def _lay_out(segments: Tensor) -> list[Bucket]:
                 size = max(_SHORT, 1 << (length - 1).bit_length())
                 by_size.setdefault(size, []).append((row, start, length))
             start += length
-    layout = []
+    layout: list[Bucket] = []
     for documents in by_size.values():
         row, start, length = torch.tensor(documents).T
         counted = torch.arange(int(length.max()))
         mask = counted < length[:, None]
         tokens = torch.where(mask, row[:, None] * segments.shape[1] + start[:, None] + counted, 0)
         whole = bool(mask.all())
-        layout.append(Bucket(tokens.to(segments.device), None if whole else mask.to(segments.device), documents))
+        layout.append((tokens.to(segments.device), None if whole else mask.to(segments.device), documents))
     return layout
 
 

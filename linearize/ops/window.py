@@ -88,8 +88,7 @@ def window_attention(
         parts, state = causal_parts(side, run, window, initial_state, op)
         out = divide(join(parts), window.eps)
     else:
-        turns = _turns(side, run)
-        outputs = [divide(join(bidirectional_parts(*turn, window)), window.eps) for turn in turns]
+        outputs = [divide(join(bidirectional_parts(*turn, window)), window.eps) for turn in _turns(side, run)]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return (out if order is None else put_back(out, order)).to(v.dtype), state
 
@@ -102,8 +101,8 @@ def _turns(queries: Queries, keys: Keys) -> list[tuple[Queries, Keys]]:
     tokens, key_heads = queries.q.shape[2], keys.k.shape[1]
     if torch.is_grad_enabled() or keys.k.device.type != "cpu" or is_tracing() or tokens < LONG:
         return [(queries, keys)]
-    group = queries.q.shape[1] // key_heads
-    return [(queries.heads(h * group, (h + 1) * group), keys.heads(h, h + 1)) for h in range(key_heads)]
+    groups = zip(*(x.chunk(key_heads, dim=1) for x in queries), strict=True)
+    return [(Queries(*group), keys.head(number)) for number, group in enumerate(groups)]
 
 
 LEAST = 32

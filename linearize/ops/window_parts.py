@@ -123,11 +123,7 @@ class Queries(NamedTuple):
     scale: Tensor
 
     def taken(self, order: Tensor) -> Queries:
-        return Queries(take(self.q, order), take(self.phi, order), take(self.scale, order))
-
-    def heads(self, first: int, last: int) -> Queries:
-        """Return some of the heads."""
-        return Queries(self.q[:, first:last], self.phi[:, first:last], self.scale[:, first:last])
+        return Queries(*(take(x, order) for x in self))
 
 
 class Keys(NamedTuple):
@@ -146,9 +142,8 @@ class Keys(NamedTuple):
         k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
         return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
 
-    def heads(self, first: int, last: int) -> Keys:
-        """Return some of the heads."""
-        return self._each(lambda x: x[:, first:last], self.mask)
+    def head(self, number: int) -> Keys:
+        return self._each(lambda x: x[:, number : number + 1], self.mask)
 
     def picked(self, tokens: Tensor, mask: Tensor) -> Keys:
         """Return tokens [B, K, N] that each head chose for itself; `mask` [B, N] is false where there is no token."""

@@ -12,7 +12,6 @@ from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import (
     Floor,
     LinearOp,
-    LinearOptions,
     Mapped,
     WindowState,
     advance,
@@ -21,7 +20,6 @@ from linearize.ops import (
     recurrent_attention,
     window_attention,
 )
-from linearize.ops.state import without_padding
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
@@ -41,14 +39,7 @@ class Eager:
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         queries, keys = mixer.features(call)
         # Stay in fp32 until the output: sums without a denominator would overflow fp16.
-        tensors = queries.phi, keys.phi, call.v.float()
-        options: LinearOptions = {
-            "key_padding_mask": call.key_padding_mask,
-            "log_scale": keys.log_scale,
-            "initial_state": call.linear_state,
-            "normalize": mixer.keys.normalize,
-            "eps": mixer.eps,
-        }
+        tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
         op: LinearOp = bidirectional_attention
         if mixer.shape.causal:
             chosen, one_token = causal_op(mixer, call), call.k.shape[2] == 1
@@ -101,9 +92,8 @@ class OneStep:
         return "" if call.one_step else "the call is not a decoding step"
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        mask = call.key_padding_mask
         if mixer.symmetric and call.q.shape[1] == call.k.shape[1]:
-            both = torch.cat([without_padding(x, mask) for x in (call.q, call.k)], dim=2)
+            both = torch.cat(call.without_padding(), dim=2)
             features = mixer.map_tokens(both, call.scaling)
             phi_q, phi_k = features.phi[:, :, :1], features.phi[:, :, 1:]
             log_scale = None if features.log_scale is None else features.log_scale[..., 1:]
@@ -111,11 +101,5 @@ class OneStep:
             queries, keys = mixer.features(call)
             phi_q, phi_k, log_scale = queries.phi, keys.phi, keys.log_scale
         assert call.linear_state is not None
-        out, state = advance(
-            *(phi_q, phi_k, call.v, call.linear_state),
-            key_padding_mask=mask,
-            log_scale=log_scale,
-            normalize=mixer.keys.normalize,
-            eps=mixer.eps,
-        )
+        out, state = advance(phi_q, phi_k, call.v, call.linear_state, **mixer.options(call, log_scale))
         return mixer.cast_output(out, call.v.dtype), state._asdict()

@@ -15,7 +15,7 @@ from linearize.attention.native import loaded, unreadable
 from linearize.attention.native.gradient import attend_window_with_gradient, attend_with_gradient
 from linearize.attention.native.options import NEVER, AttendOptions
 from linearize.kernels.base import FeatureMap, MapSpec
-from linearize.ops import LinearOptions, State, causal_attention
+from linearize.ops import State, causal_attention
 from linearize.ops.state import put_back, real_first, take
 from linearize.ops.window_causal import state_after
 
@@ -81,8 +81,7 @@ def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerS
 
     def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
         queries, keys = mixer.features(replace(call, q=q, k=k, v=v), (None, log_scale))
-        more: LinearOptions = {"key_padding_mask": mask, "log_scale": keys.log_scale, "eps": mixer.eps}
-        return causal_attention(queries.phi, keys.phi, v.float(), **more)[0].to(v.dtype)
+        return causal_attention(queries.phi, keys.phi, v.float(), **mixer.options(call, keys.log_scale))[0].to(v.dtype)
 
     return attend_with_gradient(_maps(mixer), q, k, v, fallback, options), None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from linearize.attention.backends.causal import CausalOp, causal_op
 from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.ops import State, gather_keys, read_state
+from linearize.ops import LinearOptions, State, gather_keys, read_state
 from linearize.ops.state import is_tracing, without_padding
 
 if TYPE_CHECKING:
@@ -98,14 +98,8 @@ def _causal_part(
 ) -> tuple[Tensor, State]:
     """Attend causally from a part of the tokens to those before and in it."""
     queries, keys = mixer.features(call)
-    out, after = op.attend(
-        *(queries.phi, keys.phi, call.v.float()),
-        key_padding_mask=call.key_padding_mask,
-        log_scale=keys.log_scale,
-        initial_state=state,
-        normalize=mixer.keys.normalize,
-        eps=mixer.eps,
-    )
+    options: LinearOptions = {**mixer.options(call, keys.log_scale), "initial_state": state}
+    out, after = op.attend(queries.phi, keys.phi, call.v.float(), **options)
     return mixer.cast_output(out, call.v.dtype), after
 
 
@@ -114,14 +108,8 @@ def _gather_part(
 ) -> State:
     """Add a part of the keys to a state."""
     keys = mixer.map_tokens(without_padding(call.k, call.key_padding_mask), call.scaling, call.positions)
-    return gather_keys(
-        *(keys.phi, call.v),
-        key_padding_mask=call.key_padding_mask,
-        log_scale=keys.log_scale,
-        initial_state=state,
-        normalize=mixer.keys.normalize,
-        shift=shift,
-    )
+    options: LinearOptions = {**mixer.options(call, keys.log_scale), "initial_state": state}
+    return gather_keys(keys.phi, call.v, shift=shift, **options)
 
 
 def _read_part(mixer: FeatureMapMixer, call: AttentionCall, state: State) -> Tensor:
