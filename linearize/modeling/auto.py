@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -40,13 +41,7 @@ def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwarg
 
 def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
     """Register the converted counterpart of `base` with every Auto class that knows it."""
-    from transformers.models.auto import (
-        feature_extraction_auto,
-        image_processing_auto,
-        modeling_auto,
-        processing_auto,
-        tokenization_auto,
-    )
+    from transformers.models.auto import modeling_auto
 
     from linearize.modeling.model import model_class
 
@@ -59,12 +54,13 @@ def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedCo
             else:
                 mapping.register(config, model_class(originals, config), exist_ok=True)
     # Auto classes find the original's tokenizers and processors by the converted config.
-    processors: list[Any] = [
-        getattr(tokenization_auto, "TOKENIZER_MAPPING", None),
-        getattr(feature_extraction_auto, "FEATURE_EXTRACTOR_MAPPING", None),
-        getattr(image_processing_auto, "IMAGE_PROCESSOR_MAPPING", None),
-        getattr(processing_auto, "PROCESSOR_MAPPING", None),
-    ]
-    for mapping in processors:
+    processors = {
+        "tokenization_auto": "TOKENIZER_MAPPING",
+        "feature_extraction_auto": "FEATURE_EXTRACTOR_MAPPING",
+        "image_processing_auto": "IMAGE_PROCESSOR_MAPPING",
+        "processing_auto": "PROCESSOR_MAPPING",
+    }
+    for module, name in processors.items():
+        mapping: Any = getattr(importlib.import_module(f"transformers.models.auto.{module}"), name, None)
         if mapping is not None and base in mapping:
             mapping.register(config, mapping[base], exist_ok=True)

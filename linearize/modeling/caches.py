@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +76,13 @@ def check_generation(generation_config: GenerationConfig) -> None:
 
 def add_default_caches(root: PreTrainedModel) -> None:
     """Make forwards that would create a cache of all keys create one of constant size: the body's and its towers'."""
-    for part in (root, *_towers_with_caches(root)):
-        part.register_forward_pre_hook(
-            functools.partial(_default_cache, own=_has_own_cache(part)),  # type: ignore[arg-type]
-            with_kwargs=True,
-        )
+    parts = [part for part in root.modules() if isinstance(part, PreTrainedModel) and part is not root]
+    # Parts other than the text model, such as a tower for streamed audio, may create their own cache.
+    towers = [part for part in parts if part.config is not _text_config(root) and part.config is not root.config]
+    for part in (root, *(part for part in towers if cache_name(part.forward) and _cache_indices(part))):
+        files = [sys.modules[base.__module__] for base in type(part).__mro__ if base.__module__ in sys.modules]
+        if not any(_is_own_cache(kind) for file in files for kind in vars(file).values() if isinstance(kind, type)):
+            part.register_forward_pre_hook(_default_cache, with_kwargs=True)  # type: ignore[arg-type]
 
 
 def hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,29 +124,17 @@ def _is_own_cache(kind: type) -> bool:
     return issubclass(kind, DynamicCache) and kind.__module__.startswith("transformers.models.")
 
 
-def _has_own_cache(model: nn.Module) -> bool:
-    modules = [sys.modules[base.__module__] for base in type(model).__mro__ if base.__module__ in sys.modules]
-    return any(_is_own_cache(one) for module in modules for one in vars(module).values() if isinstance(one, type))
-
-
-def _towers_with_caches(root: PreTrainedModel) -> list[PreTrainedModel]:
-    """List the parts, other than the text model, that create their own cache, such as a tower for streamed audio."""
-    parts = [one for one in root.modules() if isinstance(one, PreTrainedModel) and one is not root]
-    towers = [part for part in parts if part.config is not _text_config(root) and part.config is not root.config]
-    return [part for part in towers if cache_name(part.forward) and _cache_indices(part)]
-
-
-def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Arguments | None:
+def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Return a forward's arguments with a cache of constant size, if it would create its own cache of all keys.
 
-    Return None for an `own` cache class, or if attention weights are requested: they need all keys in later steps.
+    Return None if attention weights are requested: they need all keys in later steps.
     """
     use_cache, weights = kwargs.get("use_cache"), kwargs.get("output_attentions")
     if use_cache is None:
         use_cache = getattr(root.config, "use_cache", getattr(_text_config(root), "use_cache", False))
     if weights is None:
         weights = root.config.output_attentions
-    if weights or not use_cache or root.training or given_cache(kwargs) is not None or own:
+    if weights or not use_cache or root.training or given_cache(kwargs) is not None:
         return None
     cache: Cache = make_cache(root)
     if kwargs.get("encoder_hidden_states") is not None:

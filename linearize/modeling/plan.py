@@ -70,6 +70,11 @@ class LayerPlan:
         """The arguments of `build_mixer` and `LinearAttention`, which fully determine the layer's computation."""
         return self.kernel, self.arguments, self.shape, self.hybrid
 
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data without unused additions, so that older versions can read it."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name != "hybrid"}
+        return values | {"window": self.hybrid.window} | self.hybrid.changed
+
     def bare(self, kernel: str = SOFTMAX, reason: str = "") -> LayerPlan:
         """Return the layer with another kernel, or with softmax, without arguments."""
         return dataclasses.replace(self, kernel=kernel, arguments={}, hybrid=PLAIN, reason=reason)
@@ -117,7 +122,7 @@ class Plan:
             "base_model_type": self.base_model_type,
             "base_architecture": self.architecture,
             "seed": self.seed,
-            "layers": [_layer_to_dict(layer) for layer in self.layers],
+            "layers": [layer.to_dict() for layer in self.layers],
         }
 
     @classmethod
@@ -180,13 +185,6 @@ def _stated(host: nn.Module, name: str) -> Any:
     return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not set")
 
 
-def _layer_to_dict(layer: LayerPlan) -> dict[str, object]:
-    """Return plain data without unused additions, so that older versions can read it."""
-    values = dataclasses.asdict(layer)
-    del values["hybrid"]
-    return values | {"window": layer.hybrid.window} | layer.hybrid.changed
-
-
 def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     known, got = {f.name for f in dataclasses.fields(LayerPlan)} - {"hybrid"} | {"window"}, set(data)
     # Checkpoints without a checksum also lack `host` (see `linearize.modeling.config.check_checksum`).
@@ -205,11 +203,8 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     numbers = [hybrid.sinks, hybrid.exact_keys, *hybrid.softmax_heads]
     _expect(all(map(_count, numbers)), "sinks, exact_keys and softmax_heads of a layer", numbers)
     _expect(isinstance(hybrid.scale, str), "scale of a layer", hybrid.scale)
-    _expect(
-        hybrid.trained_length is None or _count(hybrid.trained_length),
-        "trained_length of a layer",
-        hybrid.trained_length,
-    )
+    length = hybrid.trained_length
+    _expect(length is None or _count(length), "trained_length of a layer", length)
     _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
