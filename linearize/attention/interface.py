@@ -190,12 +190,14 @@ def softmax_forward(
     kwargs.pop("output_attentions", None)
     stated = kwargs.pop("is_causal", None)
     causal = bool(stated or getattr(module, "is_causal", False)) if causal is None else causal
+    # A single query is the last token and sees every key.
+    causal = causal and query.shape[2] > 1
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None].bool()
     if mask is not None and mask.shape[2] == 1:
         mask = mask[..., -key.shape[2] :]
     # A mask with a row per query already contains the causal structure.
-    if mask is None or (mask.shape[2] == 1 and (mask.dtype == torch.bool or (causal and query.shape[2] > 1))):
+    if mask is None or (mask.shape[2] == 1 and (mask.dtype == torch.bool or causal)):
         mask = visible_keys(query, key, mask, causal=causal)
     causal = causal and mask is None
     if any(kwargs.get(name) is not None for name in _ONLY_EAGER):
@@ -203,9 +205,8 @@ def softmax_forward(
         eager: Any = next(filter(callable, (getattr(file, "eager_attention_forward", None) for file in files)), None)
         if eager is not None:
             if causal:
-                mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
-                    None, None
-                ]
+                past = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+                mask = past[None, None]
             out, weights = eager(module, query, key, value, _to_add(mask, query.dtype), scaling=scaling, **kwargs)
             return out, weights
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -177,13 +177,15 @@ def test_continuous_batching_is_refused_before_it_starts():
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_softmax": [0]}], ids=["linear", "mixed"])
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_attention_weights_while_generating(name, options):
+def test_attention_weights_while_generating(name, padded, options):
     """They are those of full forwards, [B, H, 1, S] at a step: the cache keeps all keys where they are asked for."""
-    model, inputs = causal(name, **options), prompts()
+    model, inputs = causal(name, **options), prompts(padded=padded)
     out = generate_and_check(model, inputs, **GREEDY, output_attentions=True)
     mask = torch.ones_like(out.sequences)
-    mask[:, :9] = inputs["attention_mask"]
+    if padded:
+        mask[:, :9] = inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     more = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], "output_attentions": True}
     with torch.no_grad():
