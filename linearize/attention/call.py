@@ -58,12 +58,6 @@ class AttentionCall:
 
     def part(self, tokens: slice) -> AttentionCall:
         """Return the call for some of the tokens, without a state."""
-        mask, positions = self.key_padding_mask, self.positions
-        return AttentionCall(
-            self.q[:, :, tokens],
-            self.k[:, :, tokens],
-            self.v[:, :, tokens],
-            self.scaling,
-            None if mask is None else mask[:, tokens],
-            None if positions is None else positions[:, tokens],
-        )
+        q, k, v = (x[:, :, tokens] for x in (self.q, self.k, self.v))
+        mask, positions = (None if x is None else x[:, tokens] for x in (self.key_padding_mask, self.positions))
+        return AttentionCall(q, k, v, self.scaling, mask, positions)

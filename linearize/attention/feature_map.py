@@ -248,16 +248,8 @@ class FeatureMapMixer(Mixer):
         if window is not None:
             weights = window_weights(Mapped(q, *queries), Mapped(k, *keys), window, key_padding_mask=key_padding_mask)
         else:
-            weights = kernel_weights(
-                queries.phi,
-                keys.phi,
-                key_padding_mask=key_padding_mask,
-                log_scale=keys.log_scale,
-                causal=self.shape.causal,
-                normalize=self.keys.normalize,
-                eps=self.eps,
-                floor=self.floor,
-            )
+            options = self.options(AttentionCall(q, k, k, scaling, key_padding_mask), keys.log_scale)
+            weights = kernel_weights(queries.phi, keys.phi, causal=self.shape.causal, floor=self.floor, **options)
         if self.softmax_heads is None:
             return weights
         index = torch.tensor(self.softmax_heads.heads, device=weights.device)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.masks import softmax_weights, visible_keys
+from linearize.ops.state import real_tokens
 
 UNITS = 16
 """Hidden units of a network."""
@@ -108,8 +109,7 @@ class SoftmaxHeads:
         """Return the heads' outputs [B, n, T, V], and the keys and values so far (empty unless `call.needs_state`)."""
         k, v, mask = call.k[:, self.key_heads], call.v[:, self.key_heads], call.key_padding_mask
         if call.state is not None or call.needs_state:
-            everywhere = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-            mask = everywhere if mask is None else mask.bool()
+            mask = real_tokens(k, mask)
         if call.state is not None:
             k, v = torch.cat([call.state["softmax_k"], k], dim=2), torch.cat([call.state["softmax_v"], v], dim=2)
             assert mask is not None

@@ -16,7 +16,7 @@ from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import Hybrid
-from linearize.ops.state import is_tracing
+from linearize.ops.state import is_tracing, real_tokens
 
 Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
@@ -126,9 +126,8 @@ class LinearAttention(nn.Module):
         for part in (slice(0, cut), slice(cut, count)) if cut else (slice(0, count),):
             piece = replace(call.part(part), state=state, needs_state=True)
             if part.stop == count:
-                mask = piece.key_padding_mask
-                mask = piece.k.new_ones(piece.k.shape[0], piece.k.shape[2]).bool() if mask is None else mask
-                cache.record(Recorded(piece.k, piece.v, mask), state, None if cut else fold)
+                tokens = Recorded(piece.k, piece.v, real_tokens(piece.k, piece.key_padding_mask))
+                cache.record(tokens, state, None if cut else fold)
             out, state = self.mixer(piece)
             outputs.append(out)
         cache.store(state)

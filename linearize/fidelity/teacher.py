@@ -116,13 +116,9 @@ def softmax_heads_output(
     """
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
     for batch, tokens in pieces(mask):
+        queries, keys, values = (take(x, batch, tokens) for x in (q, k, v))
         outputs = nnf.scaled_dot_product_attention(
-            take(q, batch, tokens),
-            take(k, batch, tokens),
-            take(v, batch, tokens),
-            is_causal=layer.shape.causal,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+            queries, keys, values, is_causal=layer.shape.causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         if batch is None:
             return outputs

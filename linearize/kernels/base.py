@@ -149,13 +149,11 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
 
     def forward_queries(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """Map queries; calls `forward` by default."""
-        features: Features = self(x, positions)
-        return features
+        return self.forward(x, positions)
 
     def forward_keys(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """Map keys; calls `forward` by default."""
-        features: Features = self(x, positions)
-        return features
+        return self.forward(x, positions)
 
     @property
     def symmetric(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, put_back, real_first, take, without_padding
+from linearize.ops.state import FLOOR, put_back, real_first, real_tokens, take, without_padding
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ def block_attention(
         Output [B, H, T, V] in fp32 and the state after the last token, from which a causal attention continues.
     """
     tokens, size = q.shape[2], blocks.size
-    mask = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device)
-    mask = mask if key_padding_mask is None else key_padding_mask.bool()
+    mask = real_tokens(q, key_padding_mask)
     q, k, v = (without_padding(x, key_padding_mask) for x in (q, k, v))
     order = None
     if initial_state is not None:
@@ -133,8 +132,7 @@ def block_weights(
     The queries are the last T of the S tokens.
     """
     queries, keys = q.shape[2], k.shape[2]
-    real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device)
-    real = real if key_padding_mask is None else key_padding_mask.bool()
+    real = real_tokens(k, key_padding_mask)
     number = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // blocks.size
     visible = (number[:, -queries:, None] == number[:, None, :]) & real[:, None]
     if blocks.causal:

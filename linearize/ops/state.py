@@ -122,6 +122,13 @@ def without_padding(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return x if key_padding_mask is None else x.masked_fill(~key_padding_mask[:, None, :, None].bool(), 0.0)
 
 
+def real_tokens(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Return the mask [B, T] of x [B, H, T, D] as bool, true at tokens; all true if there is no padding."""
+    if key_padding_mask is not None:
+        return key_padding_mask.bool()
+    return torch.ones(x.shape[0], x.shape[2], dtype=torch.bool, device=x.device)
+
+
 def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None) -> Tensor:
     """Return `v` in fp32 with a column of ones appended, which sums up the denominator: [B, K, T, V (+ 1)].
 

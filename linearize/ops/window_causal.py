@@ -136,7 +136,7 @@ def causal_parts(
 def state_after(
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Tensor,
     window: Window,
     past: State,
     features: Callable[[Tensor], tuple[Tensor, Tensor | None]],
@@ -147,14 +147,12 @@ def state_after(
     Args:
         k: keys; the padding of `mask` comes last.
         v: values.
-        mask: [B, T] bool, or None.
+        mask: [B, T] bool.
         window: the form of the attention.
         past: the linear state of the tokens that have left the window.
         features: maps keys [B, K, W, D] -> features [B, K, W, F] and log-scales [B, K, W] or None.
         kept: [B, K, T] bool, the exact keys after these tokens, the same number for each head; None without exact keys.
     """
-    if mask is None:
-        mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
     k, v = without_padding(k, mask), without_padding(v, mask)
     count = mask.sum(dim=1)
     place = count[:, None] - window.size + torch.arange(window.size, device=k.device)

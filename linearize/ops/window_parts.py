@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, divide, group_queries, take, with_ones, without_padding
+from linearize.ops.state import EPS, FLOOR, divide, group_queries, real_tokens, take, with_ones, without_padding
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
@@ -255,8 +255,7 @@ def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding
     (q, phi_q, query_log_scale), (k, phi_k, log_scale) = queries, keys
     groups = q.shape[1] // k.shape[1]
     rows, columns = q.shape[2], k.shape[2]
-    real = torch.ones(q.shape[0], columns, dtype=torch.bool, device=q.device)
-    real = real if key_padding_mask is None else key_padding_mask.bool()
+    real = real_tokens(k, key_padding_mask)
     k, phi_k = (without_padding(x, key_padding_mask) for x in (k, phi_k))
     q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -rows:])
     log_scale = None if log_scale is None else log_scale.float().masked_fill(~real[:, None], 0.0)

@@ -1,23 +1,52 @@
-"""Chooses the backend for a call, in this one place, and explains the choice for `--explain-backend`."""
+"""Chooses the backend for a call, in this one place, and explains the choice for `--explain-backend`.
+
+To add a backend, write a file with a class that implements `Backend` and add an instance to `BACKENDS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from linearize.attention.backends import Backend
 from linearize.attention.backends.causal import CAUSAL_OPS, CausalOp
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
-from linearize.attention.call import AttentionCall
+from linearize.attention.call import AttentionCall, MixerState
 from linearize.kernels.base import FeatureMap
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
+
+
+class Backend(Protocol):
+    """One way to compute the call of a feature-map kernel.
+
+    Attributes:
+        name: its name in `--explain-backend` and tests.
+        uses_op: whether its causal calls go through one of `causal.CAUSAL_OPS`.
+    """
+
+    name: str
+    uses_op: bool
+
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it.
+
+        This is called at every decoding step, so do the cheap checks first and return constant texts.
+        """
+
+    def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] in the dtype of the values, and the state after (None without `needs_state`).
+
+        Called only after `why_not` returned an empty text.
+        """
+
+
 T = TypeVar("T", Backend, CausalOp)
 
 BACKENDS: tuple[Backend, ...] = (Native(), OneStep(), Windowed(), Streamed(), Eager())

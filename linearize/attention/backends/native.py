@@ -11,12 +11,11 @@ from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import fade
-from linearize.attention.native import loaded, unreadable
+from linearize.attention.native import NEVER, AttendOptions, loaded, unreadable
 from linearize.attention.native.gradient import attend_window_with_gradient, attend_with_gradient
-from linearize.attention.native.options import NEVER, AttendOptions
 from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import State, causal_attention
-from linearize.ops.state import put_back, real_first, take
+from linearize.ops.state import put_back, real_first, real_tokens, take
 from linearize.ops.window_causal import state_after
 
 if TYPE_CHECKING:
@@ -114,7 +113,8 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
         return out, None
     kept = None if attended.until is None else attended.until == NEVER
     past = State(attended.kv, attended.log_scale)
-    return out, state_after(k, v, mask, form, past, lambda k: mixer.map_tokens(k, call.scaling), kept).present()
+    real, features = real_tokens(k, mask), lambda k: mixer.map_tokens(k, call.scaling)
+    return out, state_after(k, v, real, form, past, features, kept).present()
 
 
 def _unknown_maps(mixer: FeatureMapMixer) -> str:

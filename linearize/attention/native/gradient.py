@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.attention.native import engine
-from linearize.attention.native.options import NEVER, Attended, Attending, AttendOptions, WindowAttended
+from linearize.attention.native import NEVER, Attended, Attending, AttendOptions, WindowAttended, engine
 from linearize.kernels.base import MAP_WEIGHTS, Features, MapSpec
 from linearize.ops import Mapped, Window, window_attention
-from linearize.ops.state import FLOOR, without_padding
+from linearize.ops.state import FLOOR, real_tokens, without_padding
 
 MOST = 60.0
 """Exponent beyond which a row's kernel weights, which cannot exceed its level, are too small to matter."""
@@ -48,19 +47,13 @@ def attend_with_gradient(
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        maps: Sequence[MapSpec],
-        fallback: Fallback,
-        options: AttendOptions,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *log_scale_and_weights: Tensor | None,
+        ctx: Any, maps: Sequence[MapSpec], fallback: Fallback, options: AttendOptions, *tensors: Tensor | None
     ) -> Tensor:
+        """Attend; `tensors` are q, k, v, the log-scales and the weights of the maps."""
         ctx.maps, ctx.fallback, ctx.options, ctx.engine = maps, fallback, options, engine()
-        attended: Attended = ctx.engine.attend(maps, q, k, v, options._replace(log_scale=log_scale_and_weights[0]))
+        attended: Attended = ctx.engine.attend(maps, *tensors[:3], options._replace(log_scale=tensors[3]))
         # Save the weights too, so that autograd notices if they are changed in place before the backward pass.
-        ctx.save_for_backward(*attended, q, k, v, *log_scale_and_weights)
+        ctx.save_for_backward(*attended, *tensors)
         return attended.out
 
     @staticmethod
@@ -147,18 +140,12 @@ def attend_window_with_gradient(
 class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        maps: Sequence[MapSpec],
-        options: AttendOptions,
-        form: Window,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *features: Tensor | None,
+        ctx: Any, maps: Sequence[MapSpec], options: AttendOptions, form: Window, *tensors: Tensor | None
     ) -> Tensor:
+        """Attend; `tensors` are q, k and v, and the features and log-scales of queries and keys."""
         ctx.form, ctx.engine = form, engine()
-        result: WindowAttended = ctx.engine.window(maps, q, k, v, options, form)
-        ctx.save_for_backward(q, k, v, *features, options.mask, result.out, result.tops, result.sums, result.until)
+        result: WindowAttended = ctx.engine.window(maps, *tensors[:3], options, form)
+        ctx.save_for_backward(*tensors, options.mask, result.out, result.tops, result.sums, result.until)
         return result.out
 
     @staticmethod
@@ -166,8 +153,7 @@ class _Windowed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until = ctx.saved_tensors
         form, groups = ctx.form, q.shape[1] // k.shape[1]
-        if mask is None:
-            mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool)
+        mask = real_tokens(k, mask)
         linear = (mask & (torch.arange(k.shape[2]) >= form.sinks))[:, None]
         linear = linear if until is None else linear & (until != NEVER)
         scale = torch.zeros(k.shape[:3]) if key_scale is None else key_scale.float()
