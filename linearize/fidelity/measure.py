@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -206,9 +205,7 @@ class _Sums:
         return LayerFidelity(
             module,
             kernel,
-            kl=mean.get("kl"),
-            total_variation=mean.get("total_variation"),
-            negative_share=mean.get("negative_share"),
+            **{name: mean.get(name) for name in ("kl", "total_variation", "negative_share")},
             output_error=whole("error"),
             heads={name: value.tolist() for name, value in heads.items()},
             far_mass=float((v["far"] / queries).mean()) if "far" in v else None,
@@ -294,39 +291,37 @@ def _weight_rows(
         return lambda rows, scores: whole[:, :, :, rows.part, : rows.seen].clone()
     queries, keys = mixer.mapped(q, k, scaling=scaling)
     if window is not None:
-        scales = Mapped(q, *queries).scale(), Mapped(k, *keys).scale()
-        return functools.partial(_hybrid_rows, queries.phi, keys.phi, scales, NearKeys(window, scales[1]))
+        return _hybrid_rows(Mapped(q, *queries), Mapped(k, *keys), window)
 
     def rows_of(rows: teacher.Rows, scores: Tensor) -> Tensor:
         # The queries of a causal block are the last tokens that it sees.
-        weights = kernel_weights(
-            queries.phi[:, :, rows.part],
-            keys.phi[:, :, : rows.seen],
-            log_scale=None if keys.log_scale is None else keys.log_scale[:, :, : rows.seen],
-            causal=rows.causal,
-            eps=mixer.eps,
-            floor=mixer.floor,
-        )
+        phi_q, phi_k = queries.phi[:, :, rows.part], keys.phi[:, :, : rows.seen]
+        scale = None if keys.log_scale is None else keys.log_scale[:, :, : rows.seen]
+        weights = kernel_weights(phi_q, phi_k, log_scale=scale, causal=rows.causal, eps=mixer.eps, floor=mixer.floor)
         return group_queries(weights, k.shape[1])
 
     return rows_of
 
 
-def _hybrid_rows(
-    phi_q: Tensor, phi_k: Tensor, scales: tuple[Tensor, Tensor], near_keys: NearKeys, rows: teacher.Rows, scores: Tensor
-) -> Tensor:
-    """Return the weights of a positive kernel combined with a window, as defined in `linearize.ops.window`."""
-    key_heads, (query_scale, key_scale) = phi_k.shape[1], scales
-    near = near_keys.rows(rows.places, rows.seen)
-    near = near.unflatten(0, (-1, key_heads)) if near.ndim == 4 else near
-    factors = group_queries(phi_q[:, :, rows.part].float(), key_heads) @ phi_k[:, :, None, : rows.seen].float().mT
-    factors.masked_fill_(near, 1.0)
-    if rows.visible is not None:
-        factors.masked_fill_(~rows.visible, 0.0)
-    of_queries = group_queries(query_scale[:, :, rows.part, None], key_heads)
-    exponents = torch.where(near, scores, of_queries + key_scale[:, :, None, None, : rows.seen])
-    # A key without weight must not determine the row's shift.
-    exponents.masked_fill_(factors <= TINY, -torch.inf)
-    exponents -= exponents.amax(dim=-1, keepdim=True)
-    weights = factors.mul_(exponents.exp_())
-    return weights.div_(weights.sum(dim=-1, keepdim=True))
+def _hybrid_rows(queries: Mapped, keys: Mapped, window: Window) -> Callable[[teacher.Rows, Tensor], Tensor]:
+    """Return the function for a positive kernel combined with a window, as defined in `linearize.ops.window`."""
+    query_scale, key_scale, key_heads = queries.scale(), keys.scale(), keys.x.shape[1]
+    near_keys = NearKeys(window, key_scale)
+
+    def rows_of(rows: teacher.Rows, scores: Tensor) -> Tensor:
+        near = near_keys.rows(rows.places, rows.seen)
+        near = near.unflatten(0, (-1, key_heads)) if near.ndim == 4 else near
+        phi_q, phi_k = queries.phi[:, :, rows.part].float(), keys.phi[:, :, None, : rows.seen].float()
+        factors = group_queries(phi_q, key_heads) @ phi_k.mT
+        factors.masked_fill_(near, 1.0)
+        if rows.visible is not None:
+            factors.masked_fill_(~rows.visible, 0.0)
+        of_queries = group_queries(query_scale[:, :, rows.part, None], key_heads)
+        exponents = torch.where(near, scores, of_queries + key_scale[:, :, None, None, : rows.seen])
+        # A key without weight must not determine the row's shift.
+        exponents.masked_fill_(factors <= TINY, -torch.inf)
+        exponents -= exponents.amax(dim=-1, keepdim=True)
+        weights = factors.mul_(exponents.exp_())
+        return weights.div_(weights.sum(dim=-1, keepdim=True))
+
+    return rows_of

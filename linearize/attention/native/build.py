@@ -143,30 +143,26 @@ def compile_library(program: str, made: Path, processor_flags: tuple[str, ...], 
     Returns:
         The error; empty on success.
     """
+    source, unit, first = Path(__file__).parent / locate.SOURCES[0], made.with_suffix(".o"), ""
     # Use OpenMP's pragmas if the compiler supports them; the functions they call are in torch's own library.
-    error = _compile(program, made, (*processor_flags, "-fopenmp"), load)
-    return error if error and _compile(program, made, processor_flags, load) else ""
-
-
-def _compile(program: str, made: Path, extra: tuple[str, ...], load: bool) -> str:
-    """Compile, link and load; return the error."""
-    source, unit = Path(__file__).parent / locate.SOURCES[0], made.with_suffix(".o")
-    steps = (
-        [program, *locate.FLAGS, *extra, "-c", str(source), "-o", str(unit)],
-        # Link without -fopenmp, so that no second OpenMP library with its own threads is loaded.
-        [program, "-shared", str(unit), "-lm", "-o", str(made)],
-    )
-    try:
-        for command in steps:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-            if done.returncode:
-                raise OSError(done.stderr.strip())
-        if load:
-            Engine(made)
-    except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
-        made.unlink(missing_ok=True)
-        return str(error) or f"{program} failed without a message"
-    return ""
+    for extra in ((*processor_flags, "-fopenmp"), processor_flags):
+        steps = (
+            [program, *locate.FLAGS, *extra, "-c", str(source), "-o", str(unit)],
+            # Link without -fopenmp, so that no second OpenMP library with its own threads is loaded.
+            [program, "-shared", str(unit), "-lm", "-o", str(made)],
+        )
+        try:
+            for command in steps:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+                if done.returncode:
+                    raise OSError(done.stderr.strip())
+            if load:
+                Engine(made)
+            return ""
+        except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
+            made.unlink(missing_ok=True)
+            first = first or str(error) or f"{program} failed without a message"
+    return first
 
 
 def worth_building() -> bool:
