@@ -33,7 +33,6 @@ def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, 
     config = make_config(info, arguments)
     check_shape(info, shape)
     check_hybrid(info, config, hybrid, shape)
-    assert info.build is not None
     build: Any = info.build
     if issubclass(build, Kernel):
         build = BlockMixer if issubclass(build, BlockKernel) else FeatureMapMixer

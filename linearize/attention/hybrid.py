@@ -110,10 +110,9 @@ class SoftmaxHeads:
         k, v, mask = call.k[:, self.key_heads], call.v[:, self.key_heads], call.key_padding_mask
         if call.state is not None or call.needs_state:
             mask = real_tokens(k, mask)
-        if call.state is not None:
-            k, v = torch.cat([call.state["softmax_k"], k], dim=2), torch.cat([call.state["softmax_v"], v], dim=2)
-            assert mask is not None
-            mask = torch.cat([call.state["softmax_mask"], mask], dim=1)
+            if call.state is not None:
+                k, v = torch.cat([call.state["softmax_k"], k], dim=2), torch.cat([call.state["softmax_v"], v], dim=2)
+                mask = torch.cat([call.state["softmax_mask"], mask], dim=1)
         q, keys, values = call.q[:, self.heads], k[:, self.key_of], v[:, self.key_of]
         visible = visible_keys(q, keys, None if mask is None else mask[:, None, None].bool(), causal=self.causal)
         causal = self.causal and visible is None and q.shape[2] > 1

@@ -98,7 +98,6 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         labels = [style.safe_label(token) for token in tokens]
         axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(len(tokens)), labels, fontsize=size)
-    assert image is not None
     style.weight_bar(figure, image, panels)
     style.headline(figure, title or f"{layer.module}, head {head}")
     return figure

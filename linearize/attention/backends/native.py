@@ -12,7 +12,7 @@ from torch import Tensor
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import fade
 from linearize.attention.native import NEVER, AttendOptions, loaded, unreadable
-from linearize.attention.native.gradient import attend_window_with_gradient, attend_with_gradient
+from linearize.attention.native.gradient import WindowedAttention, attend_with_gradient
 from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import State, causal_attention
 from linearize.ops.state import put_back, real_first, real_tokens, take
@@ -105,7 +105,8 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
         priority = mixer.map_tokens(k, call.scaling).log_scale if scaled else scales[1]
         options = options._replace(priority=torch.zeros(k.shape[:3]) if priority is None else priority)
     if torch.is_grad_enabled():
-        out = attend_window_with_gradient(_maps(mixer), (q, k, v), mixer.features(call, scales), options, form)
+        queries, keys = mixer.features(call, scales)
+        out: Tensor = WindowedAttention.apply(_maps(mixer), options, form, q, k, v, *queries, *keys)
         return out if order is None else put_back(out, order), None
     attended = loaded().window(_maps(mixer), q, k, v, options, form)
     out = attended.out if order is None else put_back(attended.out, order)

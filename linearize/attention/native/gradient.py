@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.native import NEVER, Attended, Attending, AttendOptions, WindowAttended, engine
-from linearize.kernels.base import MAP_WEIGHTS, Features, MapSpec
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Mapped, Window, window_attention
 from linearize.ops.state import FLOOR, real_tokens, without_padding
 
@@ -115,34 +115,18 @@ def _differentiated(
     return [None if x is None else next(grads) for x in asked]
 
 
-def attend_window_with_gradient(
-    maps: Sequence[MapSpec],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    features: tuple[Features, Features],
-    options: AttendOptions,
-    form: Window,
-) -> Tensor:
-    """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
+class WindowedAttention(torch.autograd.Function):
+    """Attention with a softmax window; the gradient reaches the maps through the features.
 
-    Args:
-        maps: the maps of keys and queries, or the single map that they share.
-        inputs: q, k and v, with the padding of each row last.
-        features: the features of q and of k; through them the gradient reaches the maps.
-        options: options of `Engine.window`.
-        form: the window.
+    Its inputs are the maps of keys and queries (or the single map that they share), the options of `Engine.window`, the
+    window, q [B, H, T, D], k [B, K, T, D] and v [B, K, T, V] with the padding of each row last, and the features and
+    log-scales of queries and keys. Its output is [B, H, T, V].
     """
-    queries, keys = features
-    tensors = (*inputs, queries.phi, queries.log_scale, keys.phi, keys.log_scale)
-    out: Tensor = _Windowed.apply(maps, options, form, *tensors)
-    return out
 
-
-class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, maps: Sequence[MapSpec], options: AttendOptions, form: Window, *tensors: Tensor | None
     ) -> Tensor:
-        """Attend; `tensors` are q, k and v, and the features and log-scales of queries and keys."""
         ctx.form, ctx.engine = form, engine()
         result: WindowAttended = ctx.engine.window(maps, *tensors[:3], options, form)
         ctx.save_for_backward(*tensors, options.mask, result.out, result.tops, result.sums, result.until)
