@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from linearize.attention.backends.fla import chunk_kernel, exact_enough, fla_attention
-from linearize.attention.call import AttentionCall
 from linearize.attention.native import AttendOptions, absence, engine, unreadable
 from linearize.attention.native.gradient import attend_with_gradient
 from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.state import EPS, is_tracing
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 
 class CausalOp:
@@ -98,13 +94,12 @@ CAUSAL_OPS: tuple[CausalOp, ...] = (FlaOp(), NativeOp(), CausalOp())
 """The first op that accepts a call is used; the last one accepts every call."""
 
 
-def causal_op(mixer: FeatureMapMixer, call: AttentionCall) -> CausalOp:
-    """Return the op that computes a mixer's causal call."""
-    return next(op for op in CAUSAL_OPS if not op.why_not(call.k, call.v, normalize=mixer.divides))
+def causal_op(x: Tensor, v: Tensor, *, normalize: bool) -> CausalOp:
+    """Return the op that attends causally with tensors such as x and v."""
+    return next(op for op in CAUSAL_OPS if not op.why_not(x, v, normalize=normalize))
 
 
 def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
     """Attend causally on given features, like `linearize.ops.causal_attention`, with the fastest op available."""
-    normalize = options.get("normalize", True)
-    op = next(op for op in CAUSAL_OPS if not op.why_not(phi_k, v, normalize=normalize))
+    op = causal_op(phi_k, v, normalize=options.get("normalize", True))
     return op.output(phi_q, phi_k, v, **options)

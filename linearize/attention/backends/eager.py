@@ -42,7 +42,7 @@ class Eager:
         tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
         op: LinearOp = bidirectional_attention
         if mixer.shape.causal:
-            chosen, one_token = causal_op(mixer, call), call.k.shape[2] == 1
+            chosen, one_token = causal_op(call.k, call.v, normalize=mixer.divides), call.k.shape[2] == 1
             if mixer.floor == 0.0 and not call.needs_state and not one_token:
                 return mixer.cast_output(chosen.output(*tensors, **options), call.v.dtype), None
             op = recurrent_attention if one_token else chosen.attend
@@ -73,7 +73,7 @@ class Windowed:
             window,
             key_padding_mask=call.key_padding_mask,
             initial_state=None if call.state is None else WindowState.of(call.state),
-            op=causal_op(mixer, call).attend,
+            op=causal_op(call.k, call.v, normalize=mixer.divides).attend,
         )
         after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after

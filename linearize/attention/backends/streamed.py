@@ -71,7 +71,7 @@ class Streamed:
         out = v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
         cuts = parts(q, mixer.feature_dim)
         if mixer.shape.causal:
-            op = causal_op(mixer, call)
+            op = causal_op(call.k, call.v, normalize=mixer.divides)
             for part in cuts:
                 if before is not None and state is not None:
                     before += state
@@ -210,7 +210,7 @@ def _causal_backward(
 ) -> None:
     """Go through the parts from the last to the first, carrying the gradient of the state before each part."""
     grad_kv: Tensor | None = None
-    cuts, op = parts(call.q, mixer.feature_dim), causal_op(mixer, call)
+    cuts, op = parts(call.q, mixer.feature_dim), causal_op(call.k, call.v, normalize=mixer.divides)
     for number, part in reversed(list(enumerate(cuts))):
         piece = _leaves(call, part)
         leaves, before = [piece.q, piece.k, piece.v], None
