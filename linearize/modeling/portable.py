@@ -40,7 +40,9 @@ def code_files(plan: Plan) -> dict[str, str]:
     Raises:
         CheckpointError: if the code of a kernel cannot be saved.
     """
-    kernels = sorted({_kernel_module(layer.kernel) for layer in plan.converted})
+    if reason := why_not(plan):
+        raise CheckpointError(reason)
+    kernels = sorted({f"linearize.kernels.{layer.kernel}" for layer in plan.converted})
     modules = _closure([*ROOTS, *kernels])
     files = {f"{flat_name(module)}.py": flat_text(source_of(module)) for module in modules}
     return {f"{ENTRY}.py": _entry(kernels)} | files
@@ -48,11 +50,14 @@ def code_files(plan: Plan) -> dict[str, str]:
 
 def why_not(plan: Plan) -> str:
     """Return why the code cannot be saved in a checkpoint (a kernel is the user's own); empty if it can."""
-    try:
-        for name in {layer.kernel for layer in plan.converted}:
-            _kernel_module(name)
-    except CheckpointError as error:
-        return str(error)
+    for name in filter(_is_outside, (layer.kernel for layer in plan.converted)):
+        origin, cure = "a script", "run the code that registers it before loading"
+        if package := _package(name):
+            origin, cure = f"package {package}", f"install {package} to load it, and import it first"
+        return (
+            f"kernel {name!r} of {origin} is not part of linearize, so its code does not travel with the checkpoint: "
+            f"{cure}"
+        )
     return ""
 
 
@@ -74,19 +79,6 @@ def _package(name: str) -> str:
     info = kernel_info(name)
     package = (info.build or info.config).__module__.partition(".")[0]
     return "" if package in ("__main__", "linearize") else package
-
-
-def _kernel_module(name: str) -> str:
-    """Return the module that registers a kernel: the file with its name."""
-    if _is_outside(name):
-        origin, cure = "a script", "run the code that registers it before loading"
-        if package := _package(name):
-            origin, cure = f"package {package}", f"install {package} to load it, and import it first"
-        raise CheckpointError(
-            f"kernel {name!r} of {origin} is not part of linearize, so its code does not travel with the checkpoint: "
-            f"{cure}"
-        )
-    return f"linearize.kernels.{name}"
 
 
 def flat_name(module: str) -> str:

@@ -38,7 +38,8 @@ def name_of(mixer, one_call):
     backend = choose(mixer, one_call)
     if not backend.uses_op:
         return backend.name
-    return f"{backend.name}, {causal_op(one_call.k, one_call.v, normalize=mixer.divides).name if mixer.shape.causal else 'pytorch'}"
+    op = causal_op(one_call.k, one_call.v, normalize=mixer.divides).name if mixer.shape.causal else "pytorch"
+    return f"{backend.name}, {op}"
 
 
 def chosen(mixer, *, grad, **more):
