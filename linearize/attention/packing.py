@@ -173,15 +173,11 @@ _BUCKETS = WeakIdKeyDictionary()
 
 def buckets(segments: Tensor) -> list[Bucket]:
     """Lay out the documents of packed rows [B, 1, T], once for all layers."""
-    layout = _BUCKETS.get(segments)
-    if layout is None:
-        _BUCKETS[segments] = layout = _lay_out(segments[:, 0])
-    return layout
-
-
-def _lay_out(segments: Tensor) -> list[Bucket]:
+    layout: list[Bucket] = _BUCKETS.get(segments, [])
+    if layout:
+        return layout
     by_size: dict[int, list[tuple[int, int, int]]] = {}
-    for row, numbers in enumerate(segments):
+    for row, numbers in enumerate(segments[:, 0]):
         values, lengths = torch.unique_consecutive(numbers, return_counts=True)
         start = 0
         for value, length in zip(values.tolist(), lengths.tolist(), strict=True):
@@ -189,14 +185,14 @@ def _lay_out(segments: Tensor) -> list[Bucket]:
                 size = max(_SHORT, 1 << (length - 1).bit_length())
                 by_size.setdefault(size, []).append((row, start, length))
             start += length
-    layout: list[Bucket] = []
     for documents in by_size.values():
         row, start, length = torch.tensor(documents).T
         counted = torch.arange(int(length.max()))
         mask = counted < length[:, None]
-        tokens = torch.where(mask, row[:, None] * segments.shape[1] + start[:, None] + counted, 0)
+        tokens = torch.where(mask, row[:, None] * segments.shape[2] + start[:, None] + counted, 0)
         whole = bool(mask.all())
         layout.append((tokens.to(segments.device), None if whole else mask.to(segments.device), documents))
+    _BUCKETS[segments] = layout
     return layout
 
 

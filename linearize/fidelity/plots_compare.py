@@ -12,9 +12,7 @@ from linearize.core.errors import DataError, printable
 from linearize.fidelity.plots_style import FIGURES, axes_grid, new_figure, tidy
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.typing import ColorType as Colour
 
 COLUMNS = 3
 NAME = 100
@@ -47,7 +45,18 @@ def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]],
     # From dark to light: distinguishable for the colour-blind and in greyscale.
     colours = [colormaps[FIGURES](place) for place in np.linspace(0.05, 0.85, len(names))]
     for axes, (key, label) in zip(axes_grid(figure, len(labels), COLUMNS), labels.items(), strict=True):
-        _bars(axes, [row.get(key) for row in rows], colours)
+        values = [row.get(key) for row in rows]
+        axes.barh(range(len(values)), [value or 0.0 for value in values], color=colours, height=0.7)
+        for place, value in enumerate(values):
+            # A dash stands for a missing figure.
+            text, end = "-" if value is None else f"{value:.3g}", (value or 0.0, place)
+            axes.annotate(text, end, xytext=(3, 0), textcoords="offset points", va="center", fontsize=SIZE)
+        axes.set_yticks(range(len(values)), [str(number) for number in range(1, len(values) + 1)])
+        axes.invert_yaxis()
+        if not any(values):
+            axes.set_xlim(0, 1)
+        axes.margins(x=0.25)
+        axes.locator_params(axis="x", nbins=4)
         tidy(axes, label)
         axes.title.set_fontsize(SIZE)
         axes.tick_params(labelsize=SIZE)
@@ -55,20 +64,3 @@ def compare_conversions(names: Sequence[str], rows: Sequence[Mapping[str, Any]],
     handles = [Patch(color=colour) for colour in colours]
     figure.legend(handles, captions, loc="outside upper left", ncols=1, fontsize=SIZE, frameon=False, handlelength=3)
     return figure
-
-
-def _bars(axes: Axes, values: Sequence[float | None], colours: Sequence[Colour]) -> None:
-    """Draw one bar per conversion with its number; a dash for a missing one."""
-    places = range(len(values))
-    axes.barh(places, [value or 0.0 for value in values], color=colours, height=0.7)
-    for place, value in zip(places, values, strict=True):
-        text = "-" if value is None else f"{value:.3g}"
-        axes.annotate(
-            text, (value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=SIZE
-        )
-    axes.set_yticks(places, [str(place + 1) for place in places])
-    axes.invert_yaxis()
-    if not any(values):
-        axes.set_xlim(0, 1)
-    axes.margins(x=0.25)
-    axes.locator_params(axis="x", nbins=4)

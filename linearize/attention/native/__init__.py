@@ -1,7 +1,7 @@
 """The native op: linear attention on the CPU in C, map included. Optional; `linearize native --build` compiles it.
 
 The modules that call the compiled code are not saved in checkpoints. If they are missing, or nothing was built,
-`engine` returns None and the ops in PyTorch do the work.
+`engine` returns None and the ops in PyTorch do the work. The options and results of its calls are here too.
 """
 
 from __future__ import annotations
