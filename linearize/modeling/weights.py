@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -279,18 +279,8 @@ def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Store
         if os.path.isdir(folder) and not any(file.endswith(endings) for file in os.listdir(folder)):
             raise CheckpointError(f"{str(name)!r} has no weights file ({SINGLE}); copy or download it again")
         return None
-    try:
-        with open(index, encoding="utf-8") as handle:
-            shards = set(json.load(handle)["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{INDEX} cannot be read ({first_line(error)}); download the checkpoint again") from None
-    for shard in shards:
-        if not isinstance(shard, str) or os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{INDEX} names {shard!r}, expected safetensors files next to it; the file was edited"
-            )
     header: dict[str, Stored] = {}
-    for shard in sorted(shards):
+    for shard in _shards(index):
         path = find_file(name, shard, hub)
         if path is None:
             raise CheckpointError(f"the weights file {shard!r} is missing; download the checkpoint again")
@@ -302,6 +292,18 @@ def find_file(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> s
     """Return the path of a file in a checkpoint, downloading it if needed; None if there is no such file."""
     silent = ("gated_repo", "missing_entries", "connection_errors")
     return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in silent}, **hub)
+
+
+def _shards(index: str) -> Iterable[str]:
+    try:
+        with open(index, encoding="utf-8") as handle:
+            files = set(json.load(handle)["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{INDEX} cannot be read ({first_line(error)}); download the checkpoint again") from None
+    for file in files:
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{INDEX} names {file!r}, expected safetensors files next to it; the file was edited")
+    return sorted(files)
 
 
 def _file_header(path: str) -> dict[str, Stored]:
