@@ -61,6 +61,6 @@ def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedCo
         "processing_auto": "PROCESSOR_MAPPING",
     }
     for module, name in processors.items():
-        mapping: Any = getattr(importlib.import_module(f"transformers.models.auto.{module}"), name, None)
-        if mapping is not None and base in mapping:
-            mapping.register(config, mapping[base], exist_ok=True)
+        table: Any = getattr(importlib.import_module(f"transformers.models.auto.{module}"), name, None)
+        if table is not None and base in table:
+            table.register(config, table[base], exist_ok=True)

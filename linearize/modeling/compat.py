@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.core.errors import ConfigError
@@ -149,10 +150,6 @@ def share_classes(base: type[PreTrainedModel], names: tuple[str, ...]) -> None:
 
 def record_outputs(model: PreTrainedModel) -> None:
     """Register a model's new class with transformers' output recorder, which looks models up by class."""
-    try:
-        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-    except ImportError:
-        from transformers.utils.generic import _CAN_RECORD_REGISTRY  # type: ignore[attr-defined,no-redef]
     registry: dict[Any, Any] = _CAN_RECORD_REGISTRY
     # The keys are class names; newer releases derive the name from the model that is passed as the key.
     registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
