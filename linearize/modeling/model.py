@@ -200,12 +200,13 @@ _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 _INNER = "Inner"
 
 
-@functools.cache
 def _inner_class(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of a converted body inside a model with a head, creating it once."""
-    name, base = f"{whole.__name__}{_INNER}", whole.__mro__[2]
-    share_renamings(name, base, inner=True)
-    return type(name, (whole,), {"__module__": __name__, "__doc__": whole.__doc__, "whole": whole})
+    if whole not in _CLASSES:
+        name, base = f"{whole.__name__}{_INNER}", whole.__mro__[2]
+        share_renamings(name, base, inner=True)
+        _CLASSES[whole] = type(name, (whole,), {"__module__": __name__, "__doc__": whole.__doc__, "whole": whole})
+    return _CLASSES[whole]
 
 
 def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedModel]:
