@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.fla import chunk_kernel, exact_enough, fla_attention
-from linearize.attention.native import AttendOptions, absence, engine, unreadable
+from linearize.attention.native import absence, engine, unreadable
 from linearize.attention.native.gradient import attend_with_gradient
+from linearize.attention.native.options import AttendOptions
 from linearize.ops import LinearOptions, State, causal_attention
 from linearize.ops.state import EPS, is_tracing
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import fade
-from linearize.attention.native import NEVER, AttendOptions, loaded, unreadable
+from linearize.attention.native import loaded, unreadable
 from linearize.attention.native.gradient import WindowedAttention, attend_with_gradient
+from linearize.attention.native.options import NEVER, AttendOptions
 from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import State, causal_attention
 from linearize.ops.state import put_back, real_first, real_tokens, take

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.attention.native import Attended, Attending, AttendOptions, Gradients, WindowAttended, structures
+from linearize.attention.native import structures
 from linearize.attention.native.locate import compiled, shipped
+from linearize.attention.native.options import Attended, Attending, AttendOptions, Gradients, WindowAttended
 from linearize.attention.native.structures import NO_STATES, Back, Maps, WindowBuffers, call, masks, packed
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Window

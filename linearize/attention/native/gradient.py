@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.attention.native import NEVER, Attended, Attending, AttendOptions, WindowAttended, engine
+from linearize.attention.native import engine
+from linearize.attention.native.options import NEVER, Attended, Attending, AttendOptions, WindowAttended
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Mapped, Window, window_attention
 from linearize.ops.state import FLOOR, real_tokens, without_padding

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.attention.native import AttendOptions
+from linearize.attention.native.options import AttendOptions
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 
 KINDS = ("given", "relu", "softmax_both", "exp_both", "waves", "wave_pairs", "damped_waves", "bank", "positive_waves")
