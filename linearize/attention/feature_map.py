@@ -14,10 +14,10 @@ from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import CACHED, LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import unreadable
-from linearize.attention.native.gradient import map_with_gradient
+from linearize.attention.native.gradient import MappedTokens
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
-from linearize.kernels.base import FeatureMap, Features, Inputs
+from linearize.kernels.base import MAP_WEIGHTS, FeatureMap, Features, Inputs
 from linearize.ops import LinearOptions, Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS
 
@@ -197,7 +197,7 @@ class FeatureMapMixer(Mixer):
         scale = self.input_scale(scaling)
         spec = None if unreadable(x, x, x) else map.map_spec()
         if spec is not None:
-            phi, log_scale = map_with_gradient(spec, x, scale)
+            phi, log_scale = MappedTokens.apply(spec, scale, x, *(getattr(spec, name) for name in MAP_WEIGHTS))
         else:
             x = x.float() if scale == 1.0 else x.float() * scale
             own: Callable[..., Features] = map

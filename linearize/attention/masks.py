@@ -31,8 +31,7 @@ def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
         return None
     visible = mask[:, 0]
     if mask.dtype != torch.bool:
-        plain = (visible == 0) | (visible <= _HIDDEN)
-        if not bool(plain.all()):
+        if not bool(((visible == 0) | (visible <= _HIDDEN)).all()):
             return None
         visible = visible == 0
     count, keys = visible.shape[1:]

@@ -205,7 +205,10 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     _expect(isinstance(hybrid.scale, str), "scale of a layer", hybrid.scale)
     length = hybrid.trained_length
     _expect(length is None or _count(length), "trained_length of a layer", length)
-    _expect(isinstance(arguments, dict) and all(map(_plain, arguments.values())), "arguments of a layer", arguments)
+    _expect(isinstance(arguments, dict), "arguments of a layer", arguments)
+    for value in arguments.values():
+        finite = isinstance(value, float) and math.isfinite(value)
+        _expect(value is None or isinstance(value, str | bool | int) or finite, "arguments of a layer", arguments)
     _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
     _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
     if kernel != SOFTMAX:
@@ -229,11 +232,6 @@ def _one_direction(host: Collection[object]) -> bool:
 
 def _count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**31
-
-
-def _plain(value: object) -> bool:
-    """Tell whether an argument is a plain, finite value."""
-    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _expect(good: object, name: str, got: object) -> None:

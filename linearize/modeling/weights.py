@@ -64,7 +64,12 @@ def check_weights(
     stored = read_header(name, **options)
     if stored is None:
         return set(), None
-    _check_depth(config, stored)
+    # Before modules are built, check that config.json does not ask for more layers than the file has tensors.
+    configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
+    for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
+        for count in (getattr(part, key, None) for part in configs):
+            if isinstance(count, int) and count > len(stored):
+                raise damaged(f"got {key} {count}, but the weights file holds only {len(stored)} tensors")
     absent = set(config.linearize.get(ABSENT, ()))
     try:
         with torch.device("meta"):
@@ -244,15 +249,6 @@ def _finite(x: Tensor) -> bool:
 
 def _some(names: list[str]) -> str:
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _check_depth(config: PreTrainedConfig, header: Mapping[str, Stored]) -> None:
-    """Check, before modules are built, that config.json does not ask for more layers than the file has tensors."""
-    configs = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})]
-    for key in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers"):
-        for count in (getattr(one, key, None) for one in configs):
-            if isinstance(count, int) and count > len(header):
-                raise damaged(f"got {key} {count}, but the weights file holds only {len(header)} tensors")
 
 
 def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Stored] | None:

@@ -86,17 +86,13 @@ def block_attention(
     out = _attend(q.float() * scaling, k, v, mask, blocks)
     if order is not None:
         out = put_back(out, order)
-    return out[:, :, -tokens:], _last_block(k, v, mask, size)
-
-
-def _last_block(k: Tensor, v: Tensor, mask: Tensor, size: int) -> BlockState:
-    """Return the tokens of the block that is not full; the padding of `mask` [B, T] comes last."""
+    # The block that is not full; padding comes last.
     count = mask.sum(dim=1)
     index = (count // size * size)[:, None] + torch.arange(size, device=k.device)
     absent = (index >= count[:, None])[:, None, :, None]
     index = index.clamp(max=k.shape[2] - 1)
     last_k, last_v = (take(x, index).masked_fill(absent, 0.0) for x in (k, v))
-    return BlockState(last_k, last_v, count % size)
+    return out[:, :, -tokens:], BlockState(last_k, last_v, count % size)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blocks: Blocks) -> Tensor:

@@ -366,7 +366,14 @@ def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tens
             scores.transpose(1, 2), row
         )
         if weights is not None:
-            weights[:, :, chunk.part] = _weight_gradient(chunks, part, chunk)
+            # Use the values before weighting, because a weight may be zero.
+            plain = chunks.real(chunks.v[:, :, chunk.part], chunk.part).reshape(chunks.n, -1, size).float()
+            total = (part[..., :size] * plain).sum(dim=-1)
+            total = (total + part[..., -1] if chunks.plan.normalize else total).view(*shape, -1)
+            if chunks.plan.key_rescale is not None and chunk.key_rescale is None:
+                # The gradient of a steep chunk already contains key_rescale.
+                total = total * chunks.plan.key_rescale[..., chunk.part]
+            weights[:, :, chunk.part] = total
         part = part if chunk.factor is None else part.mul_(chunk.factor)
         grad_v[:, :, chunk.part] = part[..., :size].view(*shape, -1, size)
         if chunk.row_rescale is not None and chunk.decay is not None:
@@ -375,22 +382,6 @@ def _key_gradients(chunks: _Chunks, rows: Tensor, grad_kv: Tensor) -> tuple[Tens
             state.baddbmm_(chunk.q.transpose(1, 2), row)
             state = state if chunk.decay is None else state.mul_(chunk.decay)
     return grad_k, grad_v, weights, state
-
-
-def _weight_gradient(chunks: _Chunks, grad: Tensor, chunk: _Chunk) -> Tensor:
-    """Return the gradient of a chunk's weights [B, K, C] from that of its weighted values, `grad` [N, C, V (+ 1)]."""
-    size = chunks.v.shape[-1]
-    # Use the values before weighting, because a weight may be zero.
-    plain = chunks.real(chunks.v[:, :, chunk.part], chunk.part).reshape(chunks.n, -1, size).float()
-    total = (grad[..., :size] * plain).sum(dim=-1)
-    total = total + grad[..., -1] if chunks.plan.normalize else total
-    total = total.view(*chunks.k.shape[:2], -1)
-    # The gradient of a steep chunk already contains key_rescale.
-    return (
-        total
-        if chunks.plan.key_rescale is None or chunk.key_rescale is not None
-        else total * chunks.plan.key_rescale[..., chunk.part]
-    )
 
 
 def recurrent_attention(

@@ -48,9 +48,13 @@ class Native:
         return "rows of different lengths fade differently" if _uneven(mixer, call) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        if call.one_step:
-            return _step(mixer, call)
-        return _attend(mixer, call) if mixer.window is None else _attend_window(mixer, call)
+        if not call.one_step or call.state is None:
+            return _attend(mixer, call) if mixer.window is None else _attend_window(mixer, call)
+        native, state, mask = loaded(), call.state, call.key_padding_mask
+        inputs = (_packed_maps(mixer, call.scaling, call.positions), call.q, call.k, call.v)
+        if mixer.window is not None:
+            return native.window_step(*inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
+        return native.step(*inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
 
 
 def _uneven(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
@@ -60,15 +64,6 @@ def _uneven(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
         return False
     least, most = positions.aminmax()
     return float(most) >= length and bool(least != most)
-
-
-def _step(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-    native, state, mask = loaded(), call.state, call.key_padding_mask
-    assert state is not None
-    inputs = (_packed_maps(mixer, call.scaling, call.positions), call.q, call.k, call.v)
-    if mixer.window is not None:
-        return native.window_step(*inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
-    return native.step(*inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
 
 
 def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:

@@ -242,9 +242,9 @@ class Agreement(NamedTuple):
 
 def native_kernels() -> list[str]:
     """Return the kernels whose map the native op supports; kernels that need a window are left out."""
-    builds = {info.name: info.build for info in kernel_infos() if not info.needs_window}
-    own = {name: getattr(build, "map_spec", FeatureMap.map_spec) for name, build in builds.items()}
-    return [name for name, map_spec in own.items() if map_spec is not FeatureMap.map_spec]
+    none = FeatureMap.map_spec
+    infos = (info for info in kernel_infos() if not info.needs_window)
+    return [info.name for info in infos if getattr(info.build, "map_spec", none) is not none]
 
 
 @torch.no_grad()

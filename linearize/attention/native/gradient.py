@@ -74,18 +74,13 @@ class _Native(torch.autograd.Function):
         return None, None, None, grads.q, grads.k, grads.v, scale, *grads.weights
 
 
-def map_with_gradient(map: MapSpec, x: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Map x [B, K, T, D] times `scale` -> features [B, K, T, F] and log-scales [B, K, T] or None, both fp32.
+class MappedTokens(torch.autograd.Function):
+    """The map of x [B, K, T, D] times `scale`: features [B, K, T, F] and log-scales [B, K, T] or None, both fp32.
 
     The gradient relies on how features are used: of a key, only exp(log-scale) phi matters; of a query, either that or
     only the direction of phi.
     """
-    weights = tuple(getattr(map, name) for name in MAP_WEIGHTS)
-    found: tuple[Tensor, Tensor | None] = _Mapped.apply(map, scale, x, *weights)
-    return found
 
-
-class _Mapped(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
