@@ -43,7 +43,7 @@ class Stored(NamedTuple):
 
 
 def check_weights(
-    name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **options: Any
+    name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **hub: Any
 ) -> tuple[set[str], dict[str, str] | None]:
     """Check that the weights of a checkpoint fit the model that its config.json describes.
 
@@ -51,7 +51,7 @@ def check_weights(
         name: folder, or name on the Hub.
         model: class of the saved model.
         config: the checkpoint's own config, without the caller's changes.
-        **options: options of `from_pretrained`; those about the Hub are used.
+        **hub: those of `HUB_OPTIONS` that the caller gave to `from_pretrained`.
 
     Returns:
         The names of the model's weights, empty if they are not in safetensors files with the usual names; and the
@@ -61,7 +61,7 @@ def check_weights(
         CheckpointError: if a file is missing or truncated, or a tensor is missing, unexpected, or has the wrong size or
             type.
     """
-    stored = read_header(name, **options)
+    stored = read_header(name, **hub)
     if stored is None:
         return set(), None
     # Before modules are built, check that config.json does not ask for more layers than the file has tensors.
@@ -251,12 +251,12 @@ def _some(names: list[str]) -> str:
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Stored] | None:
+def read_header(name: str | os.PathLike[str], **hub: Any) -> dict[str, Stored] | None:
     """Return the names, shapes and types of all tensors in a checkpoint, after checking that no file is truncated.
 
     Args:
         name: folder, or name on the Hub.
-        **options: options of `from_pretrained`; those about the Hub are used.
+        **hub: those of `HUB_OPTIONS` that the caller gave to `from_pretrained`.
 
     Returns:
         The stored tensors by name; None if the weights are not in safetensors files with the usual names.
@@ -264,7 +264,6 @@ def read_header(name: str | os.PathLike[str], **options: Any) -> dict[str, Store
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    hub = {key: value for key, value in options.items() if key in HUB_OPTIONS and value is not None}
     single = find_file(name, SINGLE, hub)
     if single is not None:
         return _file_header(single)

@@ -18,7 +18,7 @@ def bidirectional_attention(
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, S, F], `v` [B, K, S, V] -> [B, H, T, V]. Sums over tokens are fp32.
     """
     given = Options(**options)
-    state = _gather(phi_k, v, given, None)
+    state = gather_keys(phi_k, v, **options)
     return read_state(phi_q, state, normalize=given.normalize, eps=given.eps).to(v.dtype), state
 
 
@@ -31,19 +31,16 @@ def gather_keys(phi_k: Tensor, v: Tensor, *, shift: Tensor | None = None, **opti
         shift: [B, K] log-scale of the new state; by default the largest so far.
         **options: the fields of `Options`.
     """
-    return _gather(phi_k, v, Options(**options), shift)
-
-
-def _gather(phi_k: Tensor, v: Tensor, options: Options, shift: Tensor | None) -> State:
-    scale, before = options.scale(phi_k), options.initial_state
+    given = Options(**options)
+    scale, before = given.scale(phi_k), given.initial_state
     if shift is None:
         shift = phi_k.new_zeros(phi_k.shape[:2], dtype=torch.float32) if scale is None else scale.detach().amax(dim=-1)
         if before is not None:
             shift = torch.maximum(shift, before.log_scale)
-    values = options.values(v)
+    values = given.values(v)
     if scale is not None:
         values = values * torch.exp(scale - shift[..., None])[..., None]
-    kv = options.keys(phi_k).transpose(-1, -2) @ values
+    kv = given.keys(phi_k).transpose(-1, -2) @ values
     if before is not None:
         kv = kv + before.kv * torch.exp(before.log_scale - shift)[..., None, None]
     return State(kv, shift)
