@@ -190,15 +190,16 @@ def softmax_forward(
     kwargs.pop("output_attentions", None)
     stated = kwargs.pop("is_causal", None)
     causal = bool(stated or getattr(module, "is_causal", False)) if causal is None else causal
-    # A single query is the last token and sees every key.
-    causal = causal and query.shape[2] > 1
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None].bool()
     if mask is not None and mask.shape[2] == 1:
         mask = mask[..., -key.shape[2] :]
     # A mask with a row per query already contains the causal structure.
-    if mask is None or (mask.shape[2] == 1 and (mask.dtype == torch.bool or causal)):
-        mask = visible_keys(query, key, mask, causal=causal)
+    if mask is None or mask.shape[2] == 1:
+        # A single query is the last token and sees every key.
+        causal = causal and query.shape[2] > 1
+        if mask is None or mask.dtype == torch.bool or causal:
+            mask = visible_keys(query, key, mask, causal=causal)
     causal = causal and mask is None
     if any(kwargs.get(name) is not None for name in _ONLY_EAGER):
         files = (sys.modules.get(base.__module__) for base in type(module).__mro__)
