@@ -13,7 +13,6 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.fingerprint import fingerprint
 from linearize.checkpoint.loading import move
 from linearize.conversion.plan import apply
 from linearize.conversion.plan import plan as make_plan
@@ -121,8 +120,7 @@ def search(
     carrier = carrier_of(model, base)
     with frozen(carrier):
         run = _Search(carrier, data, config, layout, max_length, on_step, on_event, accelerator)
-        if run.identifiable:
-            run.identity = fingerprint(model=model, data=data, options=run.options())
+        run.identify(model)
         return run.run(held_out)
 
 
@@ -265,13 +263,13 @@ class _Search(Run):
         report = SearchStep(
             self.before + step,
             self.config.steps,
-            self.number + 1,
-            self.table.rungs,
-            self.table.left - len(trainer.dropped),
-            sum(losses) / max(1, len(losses)),
-            short(self.best or ()),
             rate,
             self.seconds,
+            rung=self.number + 1,
+            rungs=self.table.rungs,
+            candidates_left=self.table.left - len(trainer.dropped),
+            loss=sum(losses) / max(1, len(losses)),
+            best=short(self.best or ()),
         )
         self.finish_step(report)
 

@@ -27,34 +27,27 @@ PLAN, EVERYWHERE = "the plan", " everywhere"
 """Parts of the names of points."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchStep(Report):
     """Reported to the caller after every step.
 
     Attributes:
         stage: "search".
-        step: number of steps done.
-        steps: number of steps planned.
         rung: round of halving, from 1.
         rungs: number of rounds.
         candidates_left: number of candidates still in training, over all layers.
         loss: their mean loss.
         best: the best plan so far in short form; empty before the end of the first rung.
-        seconds: time since the start, including earlier parts of a resumed run.
         losses: always empty, as there are too many.
         held_out: always None, as errors are measured at the end of a rung.
     """
 
     stage: ClassVar[str] = "search"
-    step: int
-    steps: int
     rung: int
     rungs: int
     candidates_left: int
     loss: float
     best: str
-    learning_rate: float
-    seconds: float
     losses: dict[str, float] = field(default_factory=dict)
     held_out: float | None = None
 

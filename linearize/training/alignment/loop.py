@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.fingerprint import fingerprint, weights_digest
+from linearize.checkpoint.fingerprint import weights_digest
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
@@ -187,28 +187,16 @@ class AlignTrainer(Trainer):
 
 @dataclass(frozen=True)
 class AlignStep(Report):
-    """The report of a step.
+    """The report of a step: `losses` are the terms by block; end to end also "output", "pooled" and "logits/...".
 
     Attributes:
-        step: steps done, over both phases.
-        steps: steps planned.
         phase: "blockwise" or "end to end".
-        losses: the terms of the loss by block; end to end also "output", "pooled" and "logits/...".
         loss: the loss that is minimised.
-        held_out: the same loss on held-out data, at the steps that evaluate it.
-        learning_rate: learning rate of the kernels.
-        seconds: seconds since the start, including those before a resumed run was interrupted.
         stage: "alignment".
     """
 
-    step: int
-    steps: int
     phase: str
-    losses: dict[str, float]
     loss: float
-    held_out: float | None
-    learning_rate: float
-    seconds: float
     stage: ClassVar[str] = "alignment"
 
 
@@ -276,7 +264,7 @@ def align(
         )
     move(student, accelerator.device)
     pair = make_pair(student, teacher, shared=config.train == "kernels")
-    return _Run(pair, data, config, on_step, accelerator).run()
+    return _Run(data, config, on_step, accelerator).run(pair)
 
 
 @dataclass
@@ -299,28 +287,18 @@ class _Run(Run):
     config: AlignConfig
     trainer: AlignTrainer
     progress: _Progress
+    pair: Pair
+    objective: Objective
 
-    def __init__(
-        self,
-        pair: Pair,
-        data: Batches,
-        config: AlignConfig,
-        on_step: Callable[[AlignStep], None] | None,
-        accelerator: Accelerator,
-    ) -> None:
-        super().__init__(data, config, on_step, accelerator)
-        self.pair = pair
-        self.objective = Objective(pair, config)
-        if self.identifiable:
-            self.identity = fingerprint(model=pair.student, data=data, options=self.options())
-
-    def run(self) -> AlignResult:
+    def run(self, pair: Pair) -> AlignResult:
         """Measure, train, measure again."""
+        self.pair, self.objective = pair, Objective(pair, self.config)
+        self.identify(pair.student)
         held_out = [
             {name: value.to(self.accelerator.device) for name, value in batch.items()}
             for batch in self.data.holdout_batches()
         ]
-        with frozen(self.pair.student):
+        with frozen(pair.student):
             self.objective.measure_scales(held_out)
             before = measure(self.objective, held_out)
             if not self.config.phases():
@@ -395,7 +373,7 @@ class _Run(Run):
                 trainer.restore(self.best_weights)
                 self._slow_down()
         done = self.before + step
-        self.finish_step(AlignStep(done, config.steps, trainer.phase, terms, loss, held_out_loss, rate, self.seconds))
+        self.finish_step(AlignStep(done, config.steps, terms, held_out_loss, rate, self.seconds, trainer.phase, loss))
 
     def _slow_down(self) -> None:
         progress, trainer = self.progress, self.trainer
@@ -406,9 +384,6 @@ class _Run(Run):
 
     def options(self) -> dict[str, object]:
         return super().options() | {"teacher weights": weights_digest(self.pair.teacher, kernel=False)}
-
-    def weights(self) -> dict[str, Tensor]:
-        return self.trainer.snapshot()
 
     def last_state(self) -> RunState | None:
         if self.number < len(self.config.phases()) - 1:

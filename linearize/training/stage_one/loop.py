@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
-from linearize.checkpoint.fingerprint import fingerprint
 from linearize.checkpoint.loading import Loaded, move
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
@@ -36,25 +35,13 @@ from linearize.training.stage_one.start import start_scales
 
 @dataclass(frozen=True)
 class StepReport(Report):
-    """The report of a step.
+    """The report of a step: `losses` are means per layer, by host module, and `held_out` is their mean over layers.
 
     Attributes:
-        step: steps done.
-        steps: steps planned.
-        losses: mean loss per layer, by host module.
-        held_out: mean held-out loss over layers, at the steps that evaluate it.
-        learning_rate: learning rate of the first layer.
-        seconds: seconds since the start, including those before a resumed run was interrupted.
         stage: "stage one".
         phase: empty.
     """
 
-    step: int
-    steps: int
-    losses: dict[str, float]
-    held_out: float | None
-    learning_rate: float
-    seconds: float
     stage: ClassVar[str] = "stage one"
     phase: ClassVar[str] = ""
 
@@ -120,7 +107,7 @@ def distill(
     """
     config = config or DistillConfig()
     check_inputs("stage one", model, data)
-    return _Run(model, data, config, on_step, accelerator or make_accelerator(model)).run()
+    return _Run(data, config, on_step, accelerator or make_accelerator(model)).run(model)
 
 
 def make_accelerator(model: PreTrainedModel) -> Accelerator:
@@ -140,46 +127,34 @@ class _Run(Run):
     trainer: KernelTrainer
     progress: Progress
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        data: Batches,
-        config: DistillConfig,
-        on_step: Callable[[StepReport], None] | None,
-        accelerator: Accelerator,
-    ) -> None:
-        super().__init__(data, config, on_step, accelerator)
-        self.model = self.frozen = model
-        layers = linear_attentions(model)
-        self.layers = [layer_loss(name, layer, config) for name, layer in layers.items() if layer.mixer.learnable]
-
-    def run(self) -> DistillResult:
+    def run(self, model: PreTrainedModel) -> DistillResult:
         """Measure, train, measure again."""
-        home = next(self.model.parameters()).device
-        if self.identifiable:
-            self.identity = fingerprint(model=self.model, data=self.data, options=self.options())
-        self.frozen = frozen_model(self.model, self.accelerator)
+        named = linear_attentions(model).items()
+        layers = [layer_loss(name, layer, self.config) for name, layer in named if layer.mixer.learnable]
+        home = next(model.parameters()).device
+        self.identify(model)
+        passed = frozen_model(model, self.accelerator)
         held_out = self.data.holdout_batches()
-        before = measure_layers(self.frozen, held_out)
-        if not self.layers or self.config.steps == 0:
-            return DistillResult(0, 0, None, "steps" if self.layers else "nothing to learn", before, before)
-        with frozen(self.model):
+        before = measure_layers(passed, held_out)
+        if not layers or self.config.steps == 0:
+            return DistillResult(0, 0, None, "steps" if layers else "nothing to learn", before, before)
+        with frozen(model):
             # `frozen` does not cover a sharded copy, which is discarded afterwards.
-            self.frozen.eval().requires_grad_(False)
-            saved = self.load(kernels_of(self.layers))
-            for loss in self.layers:
+            passed.eval().requires_grad_(False)
+            saved = self.load(kernels_of(layers))
+            for loss in layers:
                 loss.layer.train().requires_grad_(True)
-            trainer, start = KernelTrainer(self.frozen, self.layers, self.config, self.accelerator), math.inf
+            trainer, start = KernelTrainer(passed, layers, self.config, self.accelerator), math.inf
             if saved is None:
                 process = self.accelerator.process_index, self.accelerator.num_processes
                 start_scales(trainer, self.data.train_batches(0, *process), held_out)
                 start = trainer.evaluate(held_out)
             self.begin(0, 0, self.config.steps, trainer, saved, start)
             self.train(held_out)
-        after = measure_layers(self.frozen, held_out)
-        if self.frozen is not self.model:
+        after = measure_layers(passed, held_out)
+        if passed is not model:
             # The kernels were on the accelerator; they return to the rest of the given model.
-            move(self.model, home)
+            move(model, home)
         steps, done = len(self.history), self.progress
         return DistillResult(
             steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, self.seconds, self.state
@@ -200,12 +175,6 @@ class _Run(Run):
 
     def options(self) -> dict[str, object]:
         return super().options() | {"data": getattr(self.data, "description", None)}
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in kernels_of(self.layers).items()}
-
-    def last_state(self) -> RunState | None:
-        return self.current_state()
 
 
 def within(loaded: Loaded, length: int) -> int:

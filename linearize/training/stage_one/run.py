@@ -15,7 +15,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import Field, asdict, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from linearize.checkpoint.fingerprint import check_same
+from linearize.checkpoint.fingerprint import check_same, fingerprint
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, remove_parts
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError, TrainingError, interrupted_run
@@ -60,10 +60,6 @@ class Trainer(ABC):
     @abstractmethod
     def trained(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, not copied."""
-
-    @abstractmethod
-    def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
-        """Return the loss on held-out batches."""
 
     def reduce(self, values: Tensor) -> Tensor:
         """Add up values over the processes, which together compute one step."""
@@ -124,10 +120,18 @@ def check_batches(stage: str, data: object) -> None:
         )
 
 
+@dataclass(frozen=True)
 class Report:
-    """The report of a step; a frozen dataclass."""
+    """The report of a step.
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    Attributes:
+        step: steps done, over all parts.
+        steps: steps planned.
+        losses: the losses by layer, block or term.
+        held_out: the held-out loss, at the steps that evaluate it.
+        learning_rate: learning rate of the first group of weights.
+        seconds: seconds since the start, including those before a resumed run was interrupted.
+    """
 
     step: int
     steps: int
@@ -214,10 +218,10 @@ class Run(ABC):
         """Seconds since the start, including those before a resumed run was interrupted."""
         return self.earlier + time.perf_counter() - self.start
 
-    @property
-    def identifiable(self) -> bool:
-        """Whether the run has an `identity`: states need it, and data with a `digest` allows it."""
-        return self.states is not None or hasattr(self.data, "digest")
+    def identify(self, model: nn.Module) -> None:
+        """Set `identity`, before the model's first step: states need it, and data with a `digest` allows it."""
+        if self.states is not None or hasattr(self.data, "digest"):
+            self.identity = fingerprint(model=model, data=self.data, options=self.options())
 
     def options(self) -> dict[str, object]:
         """Return the options that must be the same when a run is resumed."""
@@ -230,13 +234,13 @@ class Run(ABC):
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         """Do one step: train, advance `progress`, and finish with `finish_step`."""
 
-    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """Return the current weights for a state."""
+        return self.trainer.snapshot()
 
-    @abstractmethod
     def last_state(self) -> RunState | None:
         """Return the state of the finished run; None unless the part is the last one."""
+        return self.current_state()
 
     def load(self, weights: Mapping[str, Tensor]) -> RunState | None:
         """Read the newest state of a run to resume, if there is one, and put its weights into the model.
