@@ -43,7 +43,7 @@ from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.loop import AlignResult
 from linearize.training.alignment.pair import check_teacher
-from linearize.training.stage_one.loop import DistillResult, usual_length, within
+from linearize.training.stage_one.loop import DistillResult, within
 from linearize.training.stage_one.processes import is_main, under_fsdp
 from linearize.training.stage_two.load import check_processor
 
@@ -163,7 +163,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     if job.image_size is not None:
         made_from["image_size"] = job.image_size
     context = Context(job, loaded, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
-    length = job.distill_length or usual_length(loaded)
+    length = job.distill_length or within(loaded)
     if job.kernel == AUTO:
         # The search reads rows that the model takes now; positions are extended afterwards (`put_in_kernels`).
         shorter = length if job.max_length is None else within(loaded, length)

@@ -32,14 +32,7 @@ from linearize.training.stage_two.save import (
     tuning_files,
     tuning_record,
 )
-from linearize.training.stage_two.trainer import (
-    TuneResult,
-    check_adapter,
-    check_checkpointing,
-    check_fsdp,
-    check_trains,
-    finetune,
-)
+from linearize.training.stage_two.trainer import TuneResult, check_options, check_trainable, finetune
 from linearize.training.trackers import check_report_to
 
 ADAPTER = "adapter"
@@ -133,9 +126,8 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
         change: called with the loaded model before its length is checked (dry runs).
     """
     target, data_options = job.target(), job.data
-    check_fsdp()
+    check_options(job.tune, _adapter_of(job))
     device = own_device(job.device)
-    check_adapter(job.tune, _adapter_of(job))
     check_report_to(job.tune.report_to)
     if data_options.extra_pairs and job.teacher is None:
         raise ConfigError(
@@ -158,8 +150,7 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
     teacher = None
     if job.teacher is not None:
         teacher = load_teacher(job.teacher, data, model, processor, data_options.max_length)
-    check_trains(data)
-    check_checkpointing(model, job.tune.gradient_checkpointing)
+    check_trainable(model, data, job.tune)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
     return Opened(work, earlier, model, processor, data, teacher)
 

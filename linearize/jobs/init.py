@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import load_processor
 from linearize.checkpoint.output import claim
 from linearize.checkpoint.ownership import check_links
 from linearize.conversion.plan import convert
-from linearize.core.errors import ConfigError
+from linearize.core.errors import ConfigError, first_line
 from linearize.core.heads import Processor
 from linearize.core.parsing import parse_json, parse_yaml, read_text
 from linearize.jobs.config import InitJob
 from linearize.modeling.plan import Plan
-from linearize.training.stage_two.load import fresh_model
+from linearize.training.stage_two.load import label_options, ready
 from linearize.training.stage_two.save import save_model
-from linearize.training.stage_two.tasks import task
+from linearize.training.stage_two.tasks import Task, task
 
 
 def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | None:
@@ -67,3 +72,60 @@ def read_config(name: str) -> dict[str, object]:
     for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
         values.pop(name, None)
     return values
+
+
+def fresh_model(
+    config: Mapping[str, object], chosen: Task, num_labels: int | None, *, seed: int = 0, matching_keys: bool = False
+) -> PreTrainedModel:
+    """Make an untrained softmax model from a config.
+
+    Args:
+        config: `model_type` and the values that differ from its defaults.
+        chosen: the task, which decides the head.
+        num_labels: outputs of the head, if it has one per label.
+        seed: seed of the weights.
+        matching_keys: whether keys start with the weights of the queries (`match_keys`).
+
+    Raises:
+        ConfigError: if the config does not describe a model with such a head.
+    """
+    values = dict(config)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ConfigError("model config: got no model_type, expected one such as bert, gpt2, llama or vit; add it")
+    if num_labels is not None:
+        values |= label_options(chosen, num_labels)
+    transformers.set_seed(seed)
+    try:
+        full = transformers.AutoConfig.for_model(kind, **values)
+        model = getattr(transformers, chosen.head.auto_class).from_config(full)
+    except Exception as error:  # Configs are checked by each architecture in its own way.
+        problem = f"model config of type {kind!r} makes no model for {chosen.head.name}"
+        raise ConfigError(f"{problem}: {first_line(error)}") from error
+    if matching_keys:
+        match_keys(model)
+    return ready(model)
+
+
+def match_keys(model: PreTrainedModel) -> None:
+    """Start the keys of an untrained model with the weights of the queries, in place.
+
+    Equal tokens then attend to each other from the first step (Trockman & Kolter 2023, "Mimetic Initialization of
+    Self-Attention Layers", https://arxiv.org/abs/2305.09828, where W_q W_k^T starts near a multiple of the identity).
+
+    Raises:
+        ConfigError: if no layer has separate projections of the same size.
+    """
+    matched = 0
+    for module in model.modules():
+        for names in (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin")):
+            query, key = (getattr(module, name, None) for name in names)
+            if isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and query.weight.shape == key.weight.shape:
+                key.load_state_dict(query.state_dict())
+                matched += 1
+    if not matched:
+        raise ConfigError(
+            f"matching_keys: got a model of type {model.config.model_type!r} without separate query and key "
+            "projections of the same size, expected one such as bert or vit, or llama with as many key heads as query "
+            "heads; leave it out"
+        )

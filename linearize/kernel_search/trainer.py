@@ -84,9 +84,9 @@ class SearchTrainer(KernelTrainer):
                 losses.append(loss)
         super().__init__(model, losses, config, accelerator)
 
-    def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
-        """Return the optimizer, an empty one in rungs that have nothing left to train."""
-        return super()._optimizer() if self.layers else (torch.optim.AdamW([{"params": []}]), [(0.0, 0.0)])
+    def _groups(self) -> list[dict[str, object]]:
+        """Return one parameter group per candidate; an empty one in rungs that have nothing left to train."""
+        return super()._groups() or [{"params": [], "peak": 0.0, "warmup": 0.0}]
 
     def finish_gradient(self, loss: LayerLoss, step: int) -> None:
         """Turn a candidate's gradient into that of the mean loss, and clip it; drop a candidate that diverged."""

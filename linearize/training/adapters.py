@@ -47,15 +47,12 @@ def parse_lora(text: str) -> LoraConfig:
     return build(LoraConfig, values, "lora", "option")
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     """Add low-rank updates to a model, and train only them, the kernels and the head.
 
     Args:
         model: a softmax or converted model.
         config: rank, scale and targets.
-
-    Returns:
-        Names of the modules that got an update.
 
     Raises:
         ConfigError: if no module fits the targets.
@@ -74,7 +71,6 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     embedding = model.get_input_embeddings()
     if embedding is not None:
         embedding.weight.requires_grad_(False)
-    return targets
 
 
 def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str], **more: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError, unknown_name
 
@@ -64,22 +64,20 @@ def reporter(
         UnknownNameError: for an unknown name.
         ConfigError: if a tracker's package is not installed.
     """
+    kinds: list[Any] = []
     trackers: list[GeneralTracker] = []
     if value.strip() not in ("", NONE):
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
         installed = [str(name) for name in get_available_trackers()]
         kinds = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
-        # Without a run's name the files go into the folder itself.
-        trackers = [kind("", str(folder)) if kind.requires_logging_directory else kind("linearize") for kind in kinds]
-    started = False
 
     def write(report: StepReport | AlignStep) -> None:
         # Start at the first step: trackers need the process's state, which the loop's Accelerator sets up.
-        nonlocal started
-        for tracker in () if started else trackers:
-            tracker.start()
-        started = True
+        for kind in () if trackers else kinds:
+            # Without a run's name the files go into the folder itself.
+            trackers.append(kind("", str(folder)) if kind.requires_logging_directory else kind("linearize"))
+            trackers[-1].start()
         values = {"loss": report.loss, "learning_rate": report.learning_rate, "held_out": report.held_out}
         values |= {f"layer/{name}": loss for name, loss in report.losses.items()}
         scalars = {f"{tag}/{name}": value for name, value in values.items() if value is not None}
@@ -90,7 +88,7 @@ def reporter(
     try:
         yield write
     finally:
-        for tracker in trackers if started else ():
+        for tracker in trackers:
             tracker.finish()
 
 

@@ -60,8 +60,8 @@ def test_dry_run(name, capsys):
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_models_from_scratch_can_be_built(name):
     """Shrunk in depth and width, every config still makes a model of its task, with every kernel of the recipe."""
+    from linearize.jobs.init import fresh_model
     from linearize.jobs.recipes.stages import convert
-    from linearize.training.stage_two.load import fresh_model
 
     recipe = load_recipe(name)
     if recipe.model.pretrained:

@@ -31,6 +31,7 @@ from linearize.data.columns import column_kinds, find_column
 from linearize.data.source import RowBatches
 from linearize.jobs.evaluate import rows_per_batch
 from linearize.jobs.events import DataOpened, Logged, StepDone
+from linearize.jobs.init import fresh_model
 from linearize.jobs.recipes.recipe import PRETRAIN, Cell, Job, resolve
 from linearize.jobs.recipes.schema import SOFTMAX, Batches, Model, Recipe, Row
 from linearize.jobs.stages import alignment_record, distillation_record, without_heads
@@ -43,7 +44,6 @@ from linearize.training.stage_two.load import (
     beyond_training,
     check_length,
     fit_tokenizer,
-    fresh_model,
     load_for_task,
     load_teacher,
 )

@@ -26,7 +26,6 @@ from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, blockwise_loss, measure, size_of
 from linearize.training.alignment.pair import Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
-from linearize.training.stage_one.observer import warm_cosine
 from linearize.training.stage_one.processes import Interrupts, autocast
 from linearize.training.stage_one.run import (
     Batches,
@@ -97,9 +96,8 @@ class AlignTrainer(Trainer):
         kernels = [p for name, p in self.masters.items() if is_kernel(name)]
         rest = [p for name, p in self.masters.items() if not is_kernel(name)]
         groups = [(kernels, config.kernel_learning_rate), (rest, config.learning_rate)]
-        self.rates = [rate for members, rate in groups if members]
         self.optimizer = torch.optim.AdamW(
-            [{"params": members, "lr": rate} for members, rate in groups if members],
+            [{"params": members, "peak": rate, "warmup": config.warmup} for members, rate in groups if members],
             weight_decay=config.weight_decay,
         )
 
@@ -112,8 +110,7 @@ class AlignTrainer(Trainer):
         Raises:
             Diverged: if a loss or gradient is not finite; then no weight has changed.
         """
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = self.factor * rate * warm_cosine(step - 1, self.steps, self.config.warmup)
+        self.set_rates(step, self.steps, self.factor)
         for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
         micro_batches = [

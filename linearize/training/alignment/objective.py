@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher import run_body
+from linearize.fidelity.teacher import frozen_output, run_body
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper
 
@@ -46,9 +46,10 @@ def variance(states: Tensor, mask: Tensor | None = None) -> Tensor:
     return (rows - rows.mean(dim=0)).square().sum(dim=-1).mean().clamp(min=TINY)
 
 
-def squared_error(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the squared difference of two states [B, T, C], summed over channels and tokens (mask [B, T])."""
-    return (masked_rows(student, mask) - masked_rows(teacher, mask)).square().sum()
+def relative_error(student: Tensor, teacher: Tensor, mask: Tensor | None, scale: Tensor | float) -> Tensor:
+    """Return the mean over tokens (mask [B, T]) of the squared difference of two states [B, T, C], over `scale`."""
+    mine, target = masked_rows(student, mask), masked_rows(teacher, mask)
+    return (mine - target).square().sum() / (max(len(target), 1) * scale)
 
 
 def hidden_state_loss(
@@ -66,11 +67,8 @@ def hidden_state_loss(
     Returns:
         A scalar: 0 if all are equal, 1 if the student knows no more than the teacher's mean.
     """
-    terms = []
-    for mine, target in zip(student, teacher, strict=True):
-        tokens = masked_rows(target, mask).shape[0]
-        terms.append(squared_error(mine, target, mask) / (max(tokens, 1) * variance(target, mask)))
-    return torch.stack(terms).mean()
+    pairs = zip(student, teacher, strict=True)
+    return torch.stack([relative_error(mine, target, mask, variance(target, mask)) for mine, target in pairs]).mean()
 
 
 def pooled(states: Tensor, mask: Tensor | None) -> Tensor:
@@ -219,7 +217,7 @@ class Objective:
         taught = self.pair.teach(batch, head=self.head)
         learned = self.pair.learn(batch, head=self.head)
         terms = {
-            name: share.tokens * self._error(learned.states[name], target, taught.mask, self.states[name])
+            name: share.tokens * relative_error(learned.states[name], target, taught.mask, self.states[name])
             for name, target in taught.states.items()
         }
         mine, target = (self._pooled(side) for side in (learned, taught))
@@ -255,9 +253,9 @@ class Objective:
                 target, attended = first_tensor(output).detach(), kept[name]
                 with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, own) as mine:
                     state = first_tensor(module(*args, **kwargs))
-                    error = self._error(state, target, mask, self.states[name])
+                    error = relative_error(state, target, mask, self.states[name])
                     if attention != name:
-                        error = error + self._error(mine[name], attended, mask, self.attentions[name])
+                        error = error + relative_error(mine[name], attended, mask, self.attentions[name])
                     error = share.tokens * error
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
@@ -270,7 +268,8 @@ class Objective:
 
         teacher, blocks = self.pair.teacher, self.pair.blocks
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
-        with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), self.pair.softmax(), torch.no_grad():
+        softmax = observed(teacher, frozen_output)
+        with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax, torch.no_grad():
             run_body(teacher, batch)
         return terms
 
@@ -292,10 +291,6 @@ class Objective:
             return states[:, 0]
         return states[torch.arange(len(states), device=states.device), side.mask.long().argmax(dim=1)]
 
-    def _error(self, mine: Tensor, target: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        rows = masked_rows(target, mask).shape[0]
-        return squared_error(mine, target, mask) / (max(rows, 1) * scale)
-
     def _logits(self, name: str, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share) -> Tensor:
         per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
         if name in self.numbers:
@@ -304,8 +299,7 @@ class Objective:
         if mask is not None and not per_token and target.shape == mask.shape:
             # One logit per token: the chosen token (the start of an answer) must not be padding.
             mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
-        first, second = masked_rows(mine, mask), masked_rows(target, mask)
-        mean = divergence(first, second, temperature=self.config.temperature) / max(len(first), 1)
+        mean = logits_loss(mine, target, temperature=self.config.temperature, mask=mask)
         return (share.tokens if per_token else share.rows) * mean
 
 
@@ -353,9 +347,7 @@ def measure(objective: Objective, batches: list[dict[str, Tensor]]) -> Closeness
             sums[name] = sums[name] + term if name in sums else term
     logits = [float(value) for name, value in sums.items() if name.startswith(LOGITS)]
     layers = {
-        name: math.sqrt(max(float(value), 0.0)) if math.isfinite(float(value)) else float(value)
-        for name, value in sums.items()
-        if name != POOLED and not name.startswith(LOGITS)
+        name: math.sqrt(float(value)) for name, value in sums.items() if name != POOLED and not name.startswith(LOGITS)
     }
     return Closeness(
         layers,

@@ -95,31 +95,21 @@ class Pair:
     @torch.no_grad()
     def teach(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
         """Run the teacher on a batch; with `head` its logits too."""
-        with self.softmax():
+        with observed(self.teacher, frozen_output):
             return run(self.teacher, self.blocks, batch, head=head)
 
     def learn(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
         """Run the student on a batch, with gradients if they are enabled."""
         return run(self.student, self.blocks, batch, head=head)
 
-    @contextlib.contextmanager
-    def softmax(self) -> Iterator[None]:
-        """Make the teacher compute softmax inside the block."""
-        with observed(self.teacher, frozen_output):
-            yield
-
 
 @contextlib.contextmanager
 def hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
     """Register forward hooks (module, args, kwargs, output) by module name, and remove them afterwards."""
-    handles = []
-    try:
+    with contextlib.ExitStack() as stack:
         for name, hook in hooks.items():
-            handles.append(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+            stack.enter_context(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Callable[..., None]:

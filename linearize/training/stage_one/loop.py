@@ -177,15 +177,10 @@ class _Run(Run):
         return super().options() | {"data": getattr(self.data, "description", None)}
 
 
-def within(loaded: Loaded, length: int) -> int:
+def within(loaded: Loaded, length: int = DISTILL_LENGTH) -> int:
     """Return `length` tokens per row, or the model's current limit if that is smaller."""
     most = current_length(loaded.model) if loaded.modality == "text" else None
     return min(length, most or length)
-
-
-def usual_length(loaded: Loaded) -> int:
-    """Return the default tokens of a training row: `DISTILL_LENGTH`, or the model's current limit if smaller."""
-    return within(loaded, DISTILL_LENGTH)
 
 
 def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str) -> Source:
@@ -194,7 +189,7 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
     Args:
         loaded: model, processor, modality and name from `linearize.checkpoint.loading`.
         data: the data; its `max_length` is replaced.
-        length: tokens per row, at most the model's limit; None for `usual_length`.
+        length: tokens per row, at most the model's limit; None for `DISTILL_LENGTH`.
         skip: the option that avoids reading data, for error messages.
 
     Raises:

@@ -220,11 +220,7 @@ class _Walk:
         _hide(scores, edge, -math.inf)
         target = torch.softmax(scores, dim=-1, out=self._buffer("target", shape))
         near = None if unit.near is None else unit.near.rows(rows.places, seen)
-        exponents = None
-        if near is not None:
-            exponents = self._hybrid_exponents(unit, rows, scores, near)
-        elif unit.log_scale is not None:
-            exponents = _exponents(unit.log_scale[:, :seen], rows)
+        exponents = self._exponents(unit, rows, scores, near)
         products = self._product(features, unit.phi_k[:, :seen], shape)
         if near is not None:
             products.masked_fill_(near, 1.0)
@@ -246,17 +242,31 @@ class _Walk:
         unit.grad_q[:, :, rows.part] = (flat @ unit.phi_k[:, :seen]).view(*shape[:3], -1)
         unit.grad_k[:, :seen].baddbmm_(flat.transpose(1, 2), features)
 
-    def _hybrid_exponents(self, unit: _Unit, rows: Rows, scores: Tensor, near: Tensor) -> Tensor:
-        """Return softmax's scores of near keys and a_i + c_j of far ones, minus the row's largest: [n, G, C, S]."""
-        exponents = self._buffer("exponents", tuple(scores.shape)).zero_()
-        if unit.log_scale is not None:
-            exponents += unit.log_scale[:, None, None, : rows.seen]
-        if unit.query_scale is not None:
-            exponents += unit.query_scale[:, :, rows.part, None]
-        # Hidden keys have the score -inf here; a hidden far key must not determine the row's shift.
-        torch.where(near | scores.isneginf(), scores, exponents, out=exponents)
-        exponents -= exponents.amax(dim=-1, keepdim=True)
-        return exponents.clamp_(min=FLOOR)
+    def _exponents(self, unit: _Unit, rows: Rows, scores: Tensor, near: Tensor | None) -> Tensor | None:
+        """Return the exponents of the kernel's weights, minus the largest that a row sees; None if all are 0.
+
+        Without a window they are c_j, [n, 1, 1, S] or causal [n, 1, C, S], and `FLOOR` where hidden. With one they are
+        softmax's scores of near keys and a_i + c_j of far ones, [n, G, C, S].
+        """
+        log_scale = None if unit.log_scale is None else unit.log_scale[:, : rows.seen]
+        if near is not None:
+            exponents = self._buffer("exponents", tuple(scores.shape)).zero_()
+            if log_scale is not None:
+                exponents += log_scale[:, None, None]
+            if unit.query_scale is not None:
+                exponents += unit.query_scale[:, :, rows.part, None]
+            # Hidden keys have the score -inf here; a hidden far key must not determine the row's shift.
+            torch.where(near | scores.isneginf(), scores, exponents, out=exponents)
+            exponents -= exponents.amax(dim=-1, keepdim=True)
+            return exponents.clamp_(min=FLOOR)
+        if log_scale is None:
+            return None
+        if not rows.causal:
+            return (log_scale - log_scale.amax(dim=-1, keepdim=True)).clamp_(min=FLOOR)[:, None, None]
+        largest = log_scale.cummax(dim=-1).values[:, rows.places]
+        exponents = (log_scale[:, None] - largest[..., None]).clamp_(min=FLOOR)[:, None]
+        _hide(exponents, rows.edge, FLOOR)
+        return exponents
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return uninitialised memory of a shape: the same memory for the same name."""
@@ -293,16 +303,6 @@ def _hide(block: Tensor, edge: Tensor | None, value: float) -> None:
     """Set a block [n, G, C, S] to `value` at keys that a row does not see; `edge` covers the last ones."""
     if edge is not None:
         block[..., -edge.shape[1] :].masked_fill_(edge, value)
-
-
-def _exponents(log_scale: Tensor, rows: Rows) -> Tensor:
-    """Return c_ij minus the largest that row i sees: [n, 1, 1, S], causal [n, 1, C, S]; `FLOOR` where hidden."""
-    if not rows.causal:
-        return (log_scale - log_scale.amax(dim=-1, keepdim=True)).clamp_(min=FLOOR)[:, None, None]
-    largest = log_scale.cummax(dim=-1).values[:, rows.places]
-    exponents = (log_scale[:, None] - largest[..., None]).clamp_(min=FLOOR)[:, None]
-    _hide(exponents, rows.edge, FLOOR)
-    return exponents
 
 
 def positive_rows(

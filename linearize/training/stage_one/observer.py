@@ -204,21 +204,20 @@ class KernelTrainer(Trainer):
         self.sampler = torch.Generator().manual_seed(config.seed)
         self.drawn = self.sampler.get_state()
         self.interrupts = Interrupts()
-        self.optimizer, self.rates = self._optimizer()
+        self.optimizer = torch.optim.AdamW(self._groups())
 
-    def _optimizer(self) -> tuple[torch.optim.AdamW, list[tuple[float, float]]]:
-        """Make one parameter group per layer, with its kernel's defaults; also return their peak rates and warm-ups."""
+    def _groups(self) -> list[dict[str, object]]:
+        """Return one parameter group per layer, with its kernel's defaults."""
         config = self.config
         groups: list[dict[str, object]] = []
-        rates: list[tuple[float, float]] = []
         for loss in self.layers:
             defaults = loss.training
             decay = defaults.weight_decay if config.weight_decay is None else config.weight_decay
-            rate = defaults.learning_rate if config.learning_rate is None else config.learning_rate
+            peak = defaults.learning_rate if config.learning_rate is None else config.learning_rate
             warmup = defaults.warmup if config.warmup is None else config.warmup
-            groups.append({"params": list(loss.layer.parameters()), "lr": rate, "weight_decay": decay})
-            rates.append((rate, warmup))
-        return torch.optim.AdamW(groups), rates
+            parameters = list(loss.layer.parameters())
+            groups.append({"params": parameters, "weight_decay": decay, "peak": peak, "warmup": warmup})
+        return groups
 
     def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> float:
         """Do optimizer step number `step` (from 1), and return the first layer's learning rate.
@@ -226,8 +225,7 @@ class KernelTrainer(Trainer):
         Raises:
             TrainingError: if a loss or gradient is not finite.
         """
-        for group, (rate, warmup) in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * warm_cosine(step - 1, self.config.steps, warmup)
+        self.set_rates(step, self.config.steps)
         self.optimizer.zero_grad(set_to_none=True)
         for loss in self.layers:
             loss.reset()
@@ -329,14 +327,6 @@ def kernels_of(layers: Iterable[LayerLoss]) -> dict[str, Tensor]:
         for loss in layers
         for name, tensor in loss.layer.state_dict(keep_vars=True).items()
     }
-
-
-def warm_cosine(step: int, steps: int, warmup: float) -> float:
-    """Return the rate's factor at `step` (from 0): a linear rise for `warmup` of the steps, then a cosine to zero."""
-    rise = max(1, round(steps * warmup))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
 def diverged(layer: str, step: int, what: str) -> TrainingError:

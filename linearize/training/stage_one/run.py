@@ -49,7 +49,8 @@ class Trainer(ABC):
 
     Attributes:
         accelerator: an Accelerate object.
-        optimizer: optimizer of the trained tensors.
+        optimizer: optimizer of the trained tensors; each of its groups has a `peak` rate and a `warmup` (share of the
+            steps).
         interrupts: held from when a step starts to change these tensors until it ends.
     """
 
@@ -60,6 +61,16 @@ class Trainer(ABC):
     @abstractmethod
     def trained(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, not copied."""
+
+    def set_rates(self, step: int, steps: int, factor: float = 1.0) -> None:
+        """Set the rates of step number `step` (from 1), times `factor`: a linear rise, then a cosine to zero."""
+        for group in self.optimizer.param_groups:
+            rise = max(1, round(steps * group["warmup"]))
+            if step <= rise:
+                share = step / rise
+            else:
+                share = 0.5 * (1 + math.cos(math.pi * (step - 1 - rise) / max(1, steps - rise)))
+            group["lr"] = factor * group["peak"] * share
 
     def reduce(self, values: Tensor) -> Tensor:
         """Add up values over the processes, which together compute one step."""

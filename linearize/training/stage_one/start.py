@@ -24,7 +24,7 @@ from torch import Tensor
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.registry import SCALES
-from linearize.fidelity.teacher import all_rows, frozen_output, pieces, run_body, take
+from linearize.fidelity.teacher import all_rows, frozen_output, pieces, run_body, score_rows, take
 from linearize.ops.state import group_queries
 from linearize.ops.window import NearKeys, Window
 from linearize.training.stage_one.loss import Targets
@@ -173,9 +173,8 @@ def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterato
             hidden = hidden.unflatten(0, (-1, count)) if hidden.ndim == 4 else hidden
             x, phi = (group_queries(side.float(), count)[:, :, :, rows.part] for side in (q, queries.phi))
             seen, phi_k = (side[:, :, : rows.seen].float() for side in (k, keys.phi))
-            scores = (x * targets.scaling) @ seen[:, :, None].transpose(-1, -2)
+            scores = score_rows(group_queries(q, count), k, rows, targets.scaling)
             if rows.visible is not None:
-                scores.masked_fill_(~rows.visible, -torch.inf)
                 hidden = hidden | ~rows.visible
             total = scores.logsumexp(dim=-1, keepdim=True)
             products = (phi @ phi_k[:, :, None].transpose(-1, -2)).masked_fill_(hidden, 0.0)

@@ -1,4 +1,4 @@
-"""Load a checkpoint, softmax or converted, with the head that a task needs; or make a fresh model from a config.
+"""Load a checkpoint, softmax or converted, with the head that a task needs.
 
 This module also chooses the default length of rows, checks that a model can read them, and loads the teacher of stage
 two: the softmax model, tuned for the same task, which is compared with its student.
@@ -18,7 +18,7 @@ from linearize.checkpoint.loading import explained, load_processor, move, read_c
 from linearize.checkpoint.ownership import check_links
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
-from linearize.core.errors import CheckpointError, ConfigError, first_line, unknown_name
+from linearize.core.errors import CheckpointError, ConfigError, unknown_name
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.encode import copy_tokenizer
 from linearize.modeling.model import is_linearized
@@ -168,64 +168,6 @@ def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
     for tensor in (layers[0].weight, layers[0].bias):
         if tensor is not None:
             tensor.copy_(tensor[list(order)])
-
-
-def fresh_model(
-    config: Mapping[str, object], task: Task, num_labels: int | None, *, seed: int = 0, matching_keys: bool = False
-) -> PreTrainedModel:
-    """Make an untrained softmax model from a config.
-
-    Args:
-        config: `model_type` and the values that differ from its defaults.
-        task: the task, which decides the head.
-        num_labels: outputs of the head, if it has one per label.
-        seed: seed of the weights.
-
-    Raises:
-        ConfigError: if the config does not describe a model with such a head.
-    """
-    import transformers
-
-    values = dict(config)
-    kind = values.pop("model_type", None)
-    if not isinstance(kind, str):
-        raise ConfigError("model config: got no model_type, expected one such as bert, gpt2, llama or vit; add it")
-    if num_labels is not None:
-        values |= label_options(task, num_labels)
-    transformers.set_seed(seed)
-    try:
-        full = transformers.AutoConfig.for_model(kind, **values)
-        model = getattr(transformers, task.head.auto_class).from_config(full)
-    except Exception as error:  # Configs are checked by each architecture in its own way.
-        problem = f"model config of type {kind!r} makes no model for {task.head.name}"
-        raise ConfigError(f"{problem}: {first_line(error)}") from error
-    if matching_keys:
-        match_keys(model)
-    return ready(model)
-
-
-def match_keys(model: PreTrainedModel) -> None:
-    """Start the keys of an untrained model with the weights of the queries, in place.
-
-    Equal tokens then attend to each other from the first step (Trockman & Kolter 2023, "Mimetic Initialization of
-    Self-Attention Layers", https://arxiv.org/abs/2305.09828, where W_q W_k^T starts near a multiple of the identity).
-
-    Raises:
-        ConfigError: if no layer has separate projections of the same size.
-    """
-    matched = 0
-    for module in model.modules():
-        for names in (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin")):
-            query, key = (getattr(module, name, None) for name in names)
-            if isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and query.weight.shape == key.weight.shape:
-                key.load_state_dict(query.state_dict())
-                matched += 1
-    if not matched:
-        raise ConfigError(
-            f"matching_keys: got a model of type {model.config.model_type!r} without separate query and key "
-            "projections of the same size, expected one such as bert or vit, or llama with as many key heads as query "
-            "heads; leave it out"
-        )
 
 
 def label_options(task: Task, count: int) -> dict[str, object]:
@@ -425,8 +367,7 @@ def load_teacher(
 def freeze(teacher: PreTrainedModel, student: PreTrainedModel) -> PreTrainedModel:
     """Return the teacher in evaluation mode, without gradients, on its student's device and in its dtype."""
     like = next(student.parameters())
-    if getattr(teacher.config, "use_cache", False):
-        teacher.config.use_cache = False
+    teacher.config.use_cache = False
     return move(teacher, like.device, like.dtype).eval().requires_grad_(False)
 
 

@@ -195,22 +195,17 @@ def spans(agreements: np.ndarray) -> dict[str, float]:
 
 def agreement(guess: str, answers: Iterable[str]) -> tuple[float, float]:
     """Return exact match and word F1 of a text and the best of its references; no reference means "no answer"."""
-    known = list(answers) or [""]
-    exact = max(float(normalise(guess) == normalise(answer)) for answer in known)
-    return exact, max(_word_f1(guess, answer) for answer in known)
+    ours, exact, best = normalise(guess).split(), 0.0, 0.0
+    for theirs in [normalise(answer).split() for answer in answers] or [[]]:
+        same = float(ours == theirs)
+        common = sum((Counter(ours) & Counter(theirs)).values())
+        exact, best = max(exact, same), max(best, 2 * common / (len(ours) + len(theirs)) if common else same)
+    return exact, best
 
 
 def normalise(text: str) -> str:
     """Lower case, without punctuation, English articles and extra white space."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
-
-
-def _word_f1(guess: str, answer: str) -> float:
-    ours, theirs = normalise(guess).split(), normalise(answer).split()
-    if not ours or not theirs:
-        return float(ours == theirs)
-    common = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * common / (len(ours) + len(theirs))
 
 
 def retrieval(found: np.ndarray, best: np.ndarray | None = None) -> dict[str, float]:

@@ -107,7 +107,7 @@ class TaskData:
     facts: Facts = field(default_factory=dict)
     selection: RowSet | None = None
     extra: list[Row] | None = None
-    options: DataOptions | None = None
+    options: DataOptions = field(default_factory=DataOptions)
     chunkable: bool = False
 
     @property

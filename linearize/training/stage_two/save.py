@@ -88,9 +88,9 @@ def tuning_record(
         "columns": list(data.task.columns),
         "label_column": data.task.label,
         "split": data.task.validation[0] if data.task.exact_validation else None,
-        "seed": None if data.options is None else data.options.seed,
+        "seed": data.options.seed,
         "facts": data.facts,
-        "max_length": None if data.options is None else data.options.max_length,
+        "max_length": data.options.max_length,
         "metrics": result.metrics,
         "score": result.score,
         "interval": result.interval,
@@ -177,9 +177,7 @@ def describe(
     """Return the fingerprint of a tuning run, before its first step and before low-rank updates are added."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options |= {"task": data.task.name, "score": data.task.score}
-    if data.options is not None:
-        rows = asdict(data.options).items()
-        options |= {f"data {name}": value for name, value in rows if name not in MEASURED_ONLY}
+    options |= {f"data {name}": value for name, value in asdict(data.options).items() if name not in MEASURED_ONLY}
     if teacher is not None:
         options["teacher weights"] = weights_digest(teacher)
     return fingerprint(model=model, data=data, options=options)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -119,9 +118,8 @@ def finetune(
     """
     config = config or TuneConfig()
     start = time.perf_counter()
-    check_adapter(config, adapter_of)
-    check_fsdp()
-    check_trains(data)
+    check_options(config, adapter_of)
+    check_trainable(model, data, config)
     data = hold_out(data, config.selection_rows, seed=config.seed)
     if teacher is not None:
         check_teacher(teacher, model)
@@ -227,26 +225,18 @@ def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size:
 SHARE = re.compile(r"(.+_)?dropout(_p|_prob)?")
 """Attributes that attention modules pass to a function, as they have no dropout layer. Dropping whole layers
 (`layerdrop`, `drop_path`) is something else."""
-LOW_RANK = "lora_"
-"""Dropout of low-rank updates has a separate option."""
 
 
-def check_adapter(config: TuneConfig, adapter_of: str | None) -> None:
-    """Refuse to keep low-rank updates if the options have none.
+def check_options(config: TuneConfig, adapter_of: str | None) -> None:
+    """Refuse what needs no model to be refused: an adapter without low-rank updates, and FSDP.
+
+    Under FSDP a tuning would end with a part of the weights in every process.
 
     Raises:
-        ConfigError: if they are wanted and the options have none.
+        ConfigError: if low-rank updates are to be kept and the options have none, or FSDP was started.
     """
     if adapter_of is not None and config.lora is None:
         raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
-
-
-def check_fsdp() -> None:
-    """Refuse FSDP, under which a tuning would end with a part of the weights in every process.
-
-    Raises:
-        ConfigError: if it was started.
-    """
     if under_fsdp():
         raise ConfigError(
             "stage two: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, and save "
@@ -254,26 +244,18 @@ def check_fsdp() -> None:
         )
 
 
-def check_trains(data: TaskData) -> None:
-    """Refuse a task without anything to train.
+def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) -> None:
+    """Refuse a task without anything to train, and gradient checkpointing of a model that does not support it.
 
     Raises:
-        ConfigError: if it can only be measured.
+        ConfigError: if the task can only be measured, or gradient checkpointing is wanted and not supported.
     """
     if not data.type.trains:
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
             "`linearize align`, and measure it with `linearize evaluate`"
         )
-
-
-def check_checkpointing(model: PreTrainedModel, wanted: bool) -> None:
-    """Refuse gradient checkpointing of a model that does not support it.
-
-    Raises:
-        ConfigError: if it is wanted and the model does not.
-    """
-    if wanted and not getattr(model, "supports_gradient_checkpointing", False):
+    if config.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
             f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out, and lower batch_size "
             "with more gradient_accumulation instead"
@@ -282,12 +264,7 @@ def check_checkpointing(model: PreTrainedModel, wanted: bool) -> None:
 
 @contextlib.contextmanager
 def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
-    """Temporarily recompute each layer's activations for its gradients (Chen et al. 2016), if wanted.
-
-    Raises:
-        ConfigError: if the model does not support it.
-    """
-    check_checkpointing(model, wanted)
+    """Temporarily recompute each layer's activations for its gradients (Chen et al. 2016), if wanted."""
     if not wanted:
         yield
         return
@@ -304,11 +281,10 @@ def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def dropping(model: nn.Module, share: float | None) -> Iterator[None]:
     """Temporarily set the dropout rate everywhere in a model; None leaves it unchanged."""
-    before: list[tuple[Any, str, float]] = []
+    before = [] if share is None else [(module, name, getattr(module, name)) for module, name in places(model)]
+    for module, name, _ in before:
+        setattr(module, name, share)
     try:
-        for module, name in places(model) if share is not None else ():
-            before.append((module, name, getattr(module, name)))
-            setattr(module, name, share)
         yield
     finally:
         for module, name, value in before:
@@ -319,7 +295,8 @@ def places(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return where a model keeps its dropout rates: modules, and the names of their attributes."""
     result: list[tuple[nn.Module, str]] = []
     for path, module in model.named_modules():
-        if LOW_RANK in path:
+        # Dropout of low-rank updates has a separate option.
+        if "lora_" in path:
             continue
         if isinstance(module, _DropoutNd):
             result.append((module, "p"))

@@ -24,7 +24,6 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -91,8 +90,7 @@ class Tuner(Trainer):
             preprocess_logits_for_metrics=data.type.reduce,  # type: ignore[arg-type]
             callbacks=[LossMeter(), *stopping],
         )
-        for printing in (PrinterCallback, ProgressCallback):
-            self.remove_callback(printing)
+        self.remove_callback(PrinterCallback)
         if not data.type.next_token:
             # The loss of a pass is a mean over its batch, which accumulation has to divide. The trainer assumes that a
             # model with extra keywords divides by the labels of all passes; classifiers accept and ignore them.
@@ -154,15 +152,11 @@ class Tuner(Trainer):
         """Return the loss of a batch: the distance from the teacher while training with one, else the model's own."""
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        weight = self.label_weight()
-        fields = {name: value for name, value in inputs.items() if name not in self.data.type.label_fields}
-        unlabelled = weight == 0 or self.data.type.row_labels
-        hidden = self.tune.teacher_hidden_weight > 0
-        outputs = model(**(fields if unlabelled else inputs), output_hidden_states=hidden)
-        taught = self._taught(fields, hidden=hidden)
+        weight, hidden = self.label_weight(), self.tune.teacher_hidden_weight > 0
+        outputs, taught = self._outputs(model, inputs, labelled=weight > 0, hidden=hidden)
         parts = {}
         if hidden:
-            mask = fields.get("attention_mask")
+            mask = inputs.get("attention_mask")
             parts["hidden"] = hidden_state_loss(layer_states(outputs), layer_states(taught), mask)
         if self.tune.teacher_logits_weight:
             parts["logits"] = self.data.type.teacher_loss(outputs, taught, inputs, temperature=self.tune.temperature)
@@ -177,11 +171,9 @@ class Tuner(Trainer):
             self._parts.setdefault(name, []).append(part.detach().float())
         return (loss, outputs) if return_outputs else loss
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Do one step, and add its loss to the sum over the whole run, resumed or not."""
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        loss: Tensor = super().training_step(*args, **kwargs)
         meter_of(self).total += loss.detach().float()
         return loss
 
@@ -214,18 +206,11 @@ class Tuner(Trainer):
         if self.on_log is not None:
             self.on_log({"step": step, "steps": self.state.max_steps, **logs})
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Measure the validation rows, and the selection rows (`eval_selection`)."""
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        output = super().evaluation_loop(*args, **kwargs)
         if self.selection is not None:
-            output.metrics[f"{metric_key_prefix}_selection"] = self.measure_selection()  # type: ignore[index]
+            output.metrics["eval_selection"] = self.measure_selection()  # type: ignore[index]
         return output
 
     @torch.no_grad()
@@ -270,19 +255,27 @@ class Tuner(Trainer):
 
     def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the divergence from the teacher on a batch, and the loss on its labels if they join."""
-        fields = {name: value for name, value in inputs.items() if name not in self.data.type.label_fields}
         weight = self.tune.final_labels_weight
-        outputs = model(**(fields if self.data.type.row_labels or not weight else inputs))
-        value = self.data.type.teacher_loss(outputs, self._taught(fields), inputs)
+        outputs, taught = self._outputs(model, inputs, labelled=weight > 0)
+        value = self.data.type.teacher_loss(outputs, taught, inputs)
         if not weight:
             return value
         return self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(outputs, inputs)
 
-    def _taught(self, fields: Mapping[str, Tensor], *, hidden: bool = False) -> Any:
-        """Run the teacher on a batch in the student's precision."""
+    def _outputs(
+        self, model: nn.Module, inputs: dict[str, Tensor], *, labelled: bool, hidden: bool = False
+    ) -> tuple[Any, Any]:
+        """Return the outputs of the model and of its teacher on a batch, in the same precision.
+
+        The model gets the labels only if its own loss on them is needed (`labelled`): rows with one label each have
+        another loss (`TaskType.label_loss`).
+        """
         assert self.teacher is not None
+        fields = {name: value for name, value in inputs.items() if name not in self.data.type.label_fields}
+        given = inputs if labelled and not self.data.type.row_labels else fields
+        outputs = model(**given, output_hidden_states=hidden)
         with torch.no_grad(), self.accelerator.autocast():
-            return self.teacher(**fields, output_hidden_states=hidden)
+            return outputs, self.teacher(**fields, output_hidden_states=hidden)
 
     def restore(self, checkpoint: Path) -> None:
         """Load the kept weights and the state of a run that had ended."""

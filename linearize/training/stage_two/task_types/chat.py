@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import (
-    IGNORED,
-    Row,
-    TaskData,
-    row_facts,
-)
+from linearize.training.stage_two.prepared import IGNORED, Row, TaskData, row_facts
+from linearize.training.stage_two.task_types.language import CausalType
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
-from linearize.training.stage_two.task_types.language import CausalType
 
 ASSISTANT = "assistant"
 

@@ -99,6 +99,15 @@ class EmbeddedPairs(Texts):
         """Whether the rows can be trained on: no, as there is no head to train."""
         return False
 
+    def prepare(self, given: Given) -> TaskData:
+        """Read rows of two texts and their labels.
+
+        Raises:
+            DataError: if rows have only one text, or a label does not fit the task.
+        """
+        splits = self.open_splits(given)
+        return self.rows(splits, splits.description)
+
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
         """Return the first and the second texts of all rows, and their labels."""
         raise NotImplementedError
@@ -138,15 +147,6 @@ class Similarity(EmbeddedPairs, NumberLabels):
     """Similarity of two sentences by the cosine of their embeddings."""
 
     columns = 2
-
-    def prepare(self, given: Given) -> TaskData:
-        """Read pairs of sentences and their similarity.
-
-        Raises:
-            DataError: if rows have only one text, or a label is not a number.
-        """
-        splits = self.open_splits(given)
-        return self.rows(splits, splits.description)
 
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
         """Return the first and the second sentences of all rows, and the labels.
