@@ -169,9 +169,8 @@ def size_of(batch: Mapping[str, Tensor]) -> Share:
 
 def is_regression(config: PreTrainedConfig) -> bool:
     """Tell whether a head's logits are numbers, not classes."""
-    return getattr(config, "problem_type", None) == "regression" or (
-        getattr(config, "num_labels", 2) == 1 and getattr(config, "problem_type", None) is None
-    )
+    problem = getattr(config, "problem_type", None)
+    return problem == "regression" or (problem is None and getattr(config, "num_labels", 2) == 1)
 
 
 class Objective:

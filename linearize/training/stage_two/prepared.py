@@ -176,9 +176,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
     kept = [place for place in range(total) if place not in held]
     if not kept:
         raise DataError(f"{data.description}: all rows belong to one question; add rows, or set selection_rows to 0")
-    extra = data.extra
-    if extra is not None:
-        extra = [row for row in extra if not held.intersection(row["sources"])]
+    extra = None if data.extra is None else [row for row in data.extra if not held.intersection(row["sources"])]
     return replace(
         data, train=Chosen(data.train, kept), selection=Chosen(data.train, sorted(held), still=True), extra=extra
     )
@@ -200,9 +198,7 @@ def tokenise(
             verbose=False,
         )
         names = [name for name in TOKEN_FIELDS if name in fields]
-        rows += [
-            dict(zip(names, values, strict=True)) for values in zip(*(fields[name] for name in names), strict=True)
-        ]
+        rows += [{name: fields[name][place] for name in names} for place in range(len(fields["input_ids"]))]
     return rows
 
 

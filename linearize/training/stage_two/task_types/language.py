@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
@@ -157,12 +158,8 @@ class CausalLanguage(CausalType):
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return windows [B, T]; a shorter last window is padded with labels that do not count."""
-        width = max(len(row["input_ids"]) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        labels = torch.full((len(rows), width), IGNORED)
-        for place, row in enumerate(rows):
-            ids[place, : len(row["input_ids"])] = torch.from_numpy(row["input_ids"])
-            labels[place, : len(row["labels"])] = torch.from_numpy(row["labels"])
+        ids = pad_sequence([torch.from_numpy(row["input_ids"]) for row in rows], True)
+        labels = pad_sequence([torch.from_numpy(row["labels"]) for row in rows], True, IGNORED)
         # The padding comes after the text, where a causal model does not look, so no padding mask is needed.
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
