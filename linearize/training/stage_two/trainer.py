@@ -233,7 +233,7 @@ def check_options(config: TuneConfig, adapter_of: str | None) -> None:
     Under FSDP a tuning would end with a part of the weights in every process.
 
     Raises:
-        ConfigError: if low-rank updates are to be kept and the options have none, or FSDP was started.
+        ConfigError: if low-rank updates should be kept and the options have none, or FSDP was started.
     """
     if adapter_of is not None and config.lora is None:
         raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
