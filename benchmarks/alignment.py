@@ -67,7 +67,7 @@ class AlignmentSuite(OfModel):
         pair = make_pair(self.model.linear, None, shared=train == "kernels")
         objective = Objective(pair, config)
         objective.measure_scales([self.model.inputs(min(tokens, 64))])
-        return AlignTrainer(objective, _trained(pair, train), config, make_accelerator(pair.student), phase, 2)
+        return AlignTrainer(objective, _trained(pair, train), make_accelerator(pair.student), phase, 2)
 
     def figures(self, row: Row) -> dict[str, float | None]:
         """Return the steps' times divided by the passes', and the blockwise step's memory by that of a forward pass.

@@ -79,12 +79,11 @@ class AlignTrainer(Trainer):
         self,
         objective: Objective,
         parameters: Mapping[str, nn.Parameter],
-        config: AlignConfig,
         accelerator: Accelerator,
         phase: str,
         steps: int,
     ) -> None:
-        self.objective, self.parameters, self.config = objective, dict(parameters), config
+        self.objective, self.parameters, self.config = objective, dict(parameters), objective.config
         self.accelerator, self.phase, self.steps = accelerator, phase, steps
         self.device = accelerator.device
         self.factor = 1.0
@@ -95,10 +94,10 @@ class AlignTrainer(Trainer):
         }
         kernels = [p for name, p in self.masters.items() if is_kernel(name)]
         rest = [p for name, p in self.masters.items() if not is_kernel(name)]
-        groups = [(kernels, config.kernel_learning_rate), (rest, config.learning_rate)]
+        groups = [(kernels, self.config.kernel_learning_rate), (rest, self.config.learning_rate)]
         self.optimizer = torch.optim.AdamW(
-            [{"params": members, "peak": rate, "warmup": config.warmup} for members, rate in groups if members],
-            weight_decay=config.weight_decay,
+            [{"params": members, "peak": rate, "warmup": self.config.warmup} for members, rate in groups if members],
+            weight_decay=self.config.weight_decay,
         )
 
     def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> tuple[dict[str, float], float, float]:
@@ -321,7 +320,7 @@ class _Run(Run):
             done = 0
             for number, (phase, steps) in enumerate(config.phases()):
                 if saved is None or number >= saved.record["phase"]:
-                    trainer = AlignTrainer(self.objective, parameters, config, self.accelerator, phase, steps)
+                    trainer = AlignTrainer(self.objective, parameters, self.accelerator, phase, steps)
                     start = math.inf if saved is not None else trainer.evaluate(held_out)
                     self.begin(number, done, steps, trainer, saved, start)
                     if saved is not None:

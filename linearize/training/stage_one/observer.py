@@ -7,7 +7,7 @@ immediately, from those tensors alone; nothing is kept for later layers, and no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,8 +283,12 @@ class KernelTrainer(Trainer):
     def _pass(self, batch: Mapping[str, Tensor], *, train: bool) -> None:
         """Run the frozen model once; `_observe` computes losses and gradients on the way."""
         self.training = train
+        self.run_frozen(batch, self._observe)
+
+    def run_frozen(self, batch: Mapping[str, Tensor], observe: Callable[..., Tensor | None]) -> None:
+        """Run the frozen model on a batch, and show its layers to an observer."""
         moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-        with torch.no_grad(), observed(self.model, self._observe), autocast(self.accelerator, self.config.precision):
+        with torch.no_grad(), observed(self.model, observe), autocast(self.accelerator, self.config.precision):
             run_body(self.model, moved)
 
     def _observe(

@@ -77,10 +77,9 @@ class Trainer(ABC):
         return values if self.accelerator.num_processes == 1 else self.accelerator.reduce(values, "sum")  # type: ignore[no-any-return]
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up gradients over the processes."""
-        if self.accelerator.num_processes > 1:
-            for parameter in parameters:
-                parameter.grad = self.reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        """Add up gradients over several processes."""
+        for parameter in parameters:
+            parameter.grad = self.reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return copies of the trained tensors."""

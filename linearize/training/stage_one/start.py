@@ -21,15 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.registry import SCALES
-from linearize.fidelity.teacher import all_rows, frozen_output, pieces, run_body, score_rows, take
+from linearize.fidelity.teacher import all_rows, frozen_output, pieces, score_rows, take
 from linearize.ops.state import group_queries
 from linearize.ops.window import NearKeys, Window
 from linearize.training.stage_one.loss import Targets
 from linearize.training.stage_one.observer import KernelTrainer
-from linearize.training.stage_one.processes import autocast
 
 RIDGE = 1e-2
 """Penalty on squared parameters, as a share of the mean diagonal of the normal equations."""
@@ -68,9 +66,8 @@ def start_scales(
                 fit_scales(one, Targets(q, k, scaling, layer.shape.causal, mask))
         return frozen_output(layer, q, k, v, mask, scaling)
 
-    moved = {name: value[:ROWS].to(trainer.device) for name, value in next(batches).items()}
-    with torch.no_grad(), observed(trainer.model, observe), autocast(trainer.accelerator, trainer.config.precision):
-        run_body(trainer.model, moved)
+    trainer.run_frozen({name: value[:ROWS] for name, value in next(batches).items()}, observe)
+    with torch.no_grad():
         for loss in fresh:
             for tensor in _fitted(loss.layer):
                 tensor.copy_(trainer.reduce(tensor) / trainer.accelerator.num_processes)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
-from linearize.training.alignment.objective import logits_loss
+from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
 from linearize.training.stage_two.prepare import Given, need_columns
 from linearize.training.stage_two.prepared import (
@@ -139,8 +139,6 @@ def most_frequent(labels: Predictions) -> Iterable[np.ndarray]:
 
 BEST, LONGEST = 20, 30
 """Starts and ends that are tried per row, and the longest answer in tokens, as in the usual SQuAD scripts."""
-FAR_BELOW = -1e4
-"""Logit of a padded place, which cannot be an answer."""
 
 
 class QuestionAnswering(TaskType):
