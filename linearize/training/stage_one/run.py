@@ -208,7 +208,6 @@ class Run(ABC):
     """Class of the reports."""
     new_progress: type[Progress] = Progress
     """Class of the progress."""
-    history: list[Any]
     trainer: Any
     progress: Any
     best_weights: dict[str, Tensor]
@@ -217,7 +216,7 @@ class Run(ABC):
         self, data: Batches, config: RunConfig, on_step: Callable[[Any], None] | None, accelerator: Accelerator
     ) -> None:
         self.data, self.config, self.on_step, self.accelerator = data, config, on_step, accelerator
-        self.history = []
+        self.history: list[Any] = []
         self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
         self.identity: dict[str, object] = {}
         self.state: RunState | None = None
