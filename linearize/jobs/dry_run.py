@@ -231,19 +231,17 @@ class _Trial:
         except TrainingError as error:
             self.problem = str(error)
 
-    def memory(self) -> tuple[int | None, int | None]:
-        """Return peak and available memory in bytes; available is free memory plus what this process already holds."""
-        gc.collect()
-        if self.device.startswith("cuda"):
-            return self.peak(), torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        if self.device != "cpu":
-            return None, None
-        available = free_memory()
-        return self.peak(), None if available is None else int(SHARE * available) + resident()
-
     def bill(self, output: str, data: str, length: int | None, disk: int, how: str = HOW) -> Bill:
         """Return the estimate, with `disk` bytes for the output folder and its states."""
-        stages, memory = tuple(self.stages), self.memory()
+        gc.collect()
+        memory: tuple[int | None, int | None] = None, None
+        # Available is free memory plus what this process already holds.
+        if self.device.startswith("cuda"):
+            memory = self.peak(), torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        elif self.device == "cpu":
+            free = free_memory()
+            memory = self.peak(), None if free is None else int(SHARE * free) + resident()
+        stages = tuple(self.stages)
         return Bill(output, data, length, stages, self.device, *memory, disk, free_disk(output), self.problem, how)
 
 
@@ -274,10 +272,10 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
         trial.run("the search", lambda: [_search(context, job, base)])
         how += SEARCHED
     if source is not None and isinstance(job, StageOneJob) and job.distill.steps:
-        trial.run("stage one", lambda: [_stage_one(context, job.distill)])
+        trial.run("stage one", lambda: _trained(context, job.distill))
     alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
     if alignment is not None and alignment.steps:
-        trial.run("the alignment", lambda: _alignment(context, alignment, teacher))
+        trial.run("the alignment", lambda: _trained(context, alignment, teacher))
     disk = size_of(model)
     if job.keeps_states:
         # Each state has weights, the best weights and two moments; while one is written there is one more than `keep`.
@@ -310,46 +308,33 @@ def _search(context: Context, job: ConvertJob, base: Plan) -> StageBill:
     return StageBill("the search", config.steps, rows, step, timed, 0, whole)
 
 
-def _stage_one(context: Context, config: DistillConfig) -> StageBill:
-    run = functools.partial(distill, context.loaded.model, context.source)
-    return _timed("stage one", context, config, config.steps, run)
-
-
-def _alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None) -> list[StageBill]:
-    run = functools.partial(align, context.loaded.model, context.source, teacher=teacher)
-    return [
-        _timed(f"alignment, {phase}", context, replace(config, blockwise=float(phase == BLOCKWISE)), steps, run)
-        for phase, steps in config.phases()
-    ]
-
-
-def _timed(
-    name: str,
-    context: Context,
-    config: DistillConfig | AlignConfig,
-    steps: int,
-    run: Callable[[Any], DistillResult | AlignResult],
-) -> StageBill:
-    """Run a few steps of a stage, and extrapolate the cost of the whole stage.
-
-    Args:
-        name: name of the stage.
-        context: the running job.
-        config: the stage's options.
-        steps: steps of the whole stage.
-        run: runs the stage with the options that it is given.
-    """
-    start = time.perf_counter()
-    result = run(replace(config, **NO_STATES, steps=min(TIMED, steps), eval_every=ONCE))
-    wall, seconds = time.perf_counter() - start, [report.seconds for report in result.history]
-    if not seconds:
-        return StageBill(name, 0, 0, 0.0, 0, 0, wall)
-    step, evaluation = _step_and_evaluation(seconds)
-    evaluations = math.ceil(steps / config.eval_every)
-    # `wall` includes one evaluation, and the measurements before and after the steps.
-    whole = wall + (steps - len(seconds)) * step + (evaluations - 1) * evaluation
-    rows = context.source.options["batch_size"] * config.gradient_accumulation
-    return StageBill(name, steps, rows, step, len(seconds), evaluations, whole, evaluation)
+def _trained(
+    context: Context, config: DistillConfig | AlignConfig, teacher: PreTrainedModel | None = None
+) -> list[StageBill]:
+    """Run a few steps of stage one, or of each phase of the alignment, and extrapolate the cost of the whole stage."""
+    run: Callable[..., DistillResult | AlignResult] = distill
+    phases: list[tuple[str, Any, int]] = [("stage one", config, config.steps)]
+    if isinstance(config, AlignConfig):
+        run = functools.partial(align, teacher=teacher)
+        phases = [
+            (f"alignment, {phase}", replace(config, blockwise=float(phase == BLOCKWISE)), steps)
+            for phase, steps in config.phases()
+        ]
+    bills = []
+    for name, options, count in phases:
+        start, few = time.perf_counter(), min(TIMED, count)
+        result = run(context.loaded.model, context.source, replace(options, **NO_STATES, steps=few, eval_every=ONCE))
+        wall, seconds = time.perf_counter() - start, [report.seconds for report in result.history]
+        if not seconds:
+            bills.append(StageBill(name, 0, 0, 0.0, 0, 0, wall))
+            continue
+        step, evaluation = _step_and_evaluation(seconds)
+        evaluations = math.ceil(count / config.eval_every)
+        # `wall` includes one evaluation, and the measurements before and after the steps.
+        whole = wall + (count - len(seconds)) * step + (evaluations - 1) * evaluation
+        rows = context.source.options["batch_size"] * config.gradient_accumulation
+        bills.append(StageBill(name, count, rows, step, len(seconds), evaluations, whole, evaluation))
+    return bills
 
 
 def _step_and_evaluation(seconds: list[float]) -> tuple[float, float]:
@@ -430,9 +415,9 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
 
         trial.run("the original's tuning", lambda: tuned("the original", original))
         if job.distill_steps:
-            trial.run("stage one", lambda: [_stage_one(open_conversion(conversion, on_event)[0], conversion.distill)])
+            trial.run("stage one", lambda: _trained(open_conversion(conversion, on_event)[0], conversion.distill))
         if job.align_steps:
-            trial.run("the alignment", lambda: _alignment(open_conversion(longer, ignore)[0], alignment.align, None))
+            trial.run("the alignment", lambda: _trained(open_conversion(longer, ignore)[0], alignment.align))
         trial.run("the linear model's tuning", lambda: tuned("the linear model", replace(linear, model=job.model), put))
     if not trial.problem:
         rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2

@@ -134,7 +134,18 @@ def open_longdoc(job: LongdocJob, on_event: Callback) -> tuple[LongdocJob, TaskD
 def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:
     """Return the jobs that precede the comparison, in order, each with its folder and title."""
     short, long = lengths.original, lengths.linear
-    conversion = conversion_job(job, work, lengths, job.distill_length or short)
+    distilled_at = min(job.distill_length or short, long)
+    conversion = ConvertJob.of(
+        model=job.model,
+        **job.attention(),
+        max_length=long if long > short else None,
+        positions=job.positions,
+        distill_steps=job.distill_steps,
+        distill_length=distilled_at,
+        align_steps=0,
+        **_training(job, work, lengths, distilled_at),
+        output=str(work / CONVERTED),
+    )
     aligned_at = min(job.align_length or long, long)
     alignment = AlignJob.of(
         model=str(work / CONVERTED),
@@ -146,7 +157,7 @@ def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str,
     base = str(work / (ALIGNED if job.align_steps else CONVERTED))
     return [
         (ORIGINAL, f"tuning the original at {short:,} tokens", tuning_job(job, job.model, work / ORIGINAL, short)),
-        (CONVERTED, f"conversion for {long:,} tokens, stage one on rows of {conversion.distill_length:,}", conversion),
+        (CONVERTED, f"conversion for {long:,} tokens, stage one on rows of {distilled_at:,}", conversion),
         (ALIGNED, f"alignment on rows of up to {aligned_at:,} tokens", alignment),
         (LINEAR, f"tuning the linear model at {long:,} tokens", tuning_job(job, base, work / LINEAR, long)),
     ]
@@ -157,22 +168,6 @@ RUN: dict[type, Callable[[Any, Callback], object]] = {
     ConvertJob: convert_checkpoint,
     AlignJob: align_checkpoint,
 }
-
-
-def conversion_job(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> ConvertJob:
-    """Return the conversion job, with stage one on rows of `length` tokens."""
-    length = min(length, lengths.linear)
-    return ConvertJob.of(
-        model=job.model,
-        **job.attention(),
-        max_length=lengths.linear if lengths.linear > lengths.original else None,
-        positions=job.positions,
-        distill_steps=job.distill_steps,
-        distill_length=length,
-        align_steps=0,
-        **_training(job, work, lengths, length),
-        output=str(work / CONVERTED),
-    )
 
 
 def tuning_job(job: LongdocJob, model: str, target: Path, length: int) -> TuneJob:

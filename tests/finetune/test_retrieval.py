@@ -109,10 +109,9 @@ def test_articles_are_put_together_of_lines(tmp_path):
     (tmp_path / "corpus").mkdir()
     for split in ("train", "validation"):
         (tmp_path / "corpus" / f"{split}.txt").write_text("".join(lines), encoding="utf-8")
-    made, _, text = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
-    assert [row["text"] for row in made["validation"]] == ["a b = = Part = = c @-@ d"]
-    assert "1 train rows, 1 validation rows" in text
-    halves, _, _ = make("articles", {"shortest": 2, "held": 0.5}, str(tmp_path / "corpus"))
+    made, _ = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
+    assert [row["text"] for row in made["validation"]] == ["a b = = Part = = c @-@ d"] and len(made["train"]) == 1
+    halves, _ = make("articles", {"shortest": 2, "held": 0.5}, str(tmp_path / "corpus"))
     assert [len(table) for table in halves.values()] == [1, 1]
     with pytest.raises(DataError, match=r"too few to hold out a share of 0\.1"):
         make("articles", {"shortest": 2, "held": 0.1}, str(tmp_path / "corpus"))
@@ -128,9 +127,8 @@ def test_articles_that_open_alike(tmp_path):
     for split in ("train", "validation"):
         lines = [f"= {split} {n} =\n" + " ".join(f"{split}{n}w{m}" for m in range(6 + n)) for n in range(4)]
         (tmp_path / "corpus" / f"{split}.txt").write_text("\n".join(lines) + "\n")
-    plain, _, _ = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
-    made, _, text = make("articles", {"shortest": 2, "opening": 5}, str(tmp_path / "corpus"))
-    assert "both halves beginning with the same 5 words" in text
+    plain, _ = make("articles", {"shortest": 2}, str(tmp_path / "corpus"))
+    made, _ = make("articles", {"shortest": 2, "opening": 5}, str(tmp_path / "corpus"))
     opening = [f"train0w{m}" for m in range(5)]
     for split, skipped in (("train", 1), ("validation", 0)):
         before = plain[split]["text"][skipped:]
@@ -151,7 +149,7 @@ def test_needles_lie_at_their_depths(tmp_path):
         lines = [f"= {split} {n} =\n" + " ".join(f"{split}{n}w{m}" for m in range(200)) for n in range(8)]
         (tmp_path / "corpus" / f"{split}.txt").write_text("\n".join(lines) + "\n")
     for passkey in (False, True):
-        made, _, _ = make("needles", {"words": 80, "documents": 20, "passkey": passkey}, str(tmp_path / "corpus"))
+        made, _ = make("needles", {"words": 80, "documents": 20, "passkey": passkey}, str(tmp_path / "corpus"))
         rows = list(made["validation"])
         assert sorted(row["depth"] for row in rows) == sorted([*range(10)] * 2)
         hay = [word for row in rows for word in row["text"].split() if word.startswith("validation")]

@@ -309,7 +309,7 @@ def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
     if job.column.make is not None:
         source = None if job.data is None else str(located(job.task, job.data))
         seeded = {"seed": seed} if "seed" in options_of(SETS[job.column.make]) else {}
-        given, processor, _ = make(job.column.make, seeded | job.column.options, source)
+        given, processor = make(job.column.make, seeded | job.column.options, source)
     if model.pretrained:
         processor = load_processor(model.checkpoint, job.task.modality)
     elif job.task.modality == "image":

@@ -16,8 +16,7 @@ from linearize.core.options import make as make_config
 from linearize.core.options import option
 from linearize.core.parsing import read_text
 from linearize.data.images import decode
-from linearize.jobs.synthetic.base import MadeSet, Rows
-from linearize.jobs.synthetic.texts import Articles, Documents, Halves, Needles, Released
+from linearize.jobs.synthetic.texts import Articles, Documents, Halves, MadeSet, Needles, Released, Rows
 from linearize.jobs.synthetic.tokenizers import fixed_tokenizer
 from linearize.training.stage_two.prepare import View, open_splits
 from linearize.training.stage_two.tasks import task
@@ -50,6 +49,7 @@ class ListOps(MadeSet):
     """
 
     called = "listops"
+    tokens = TOKENS
 
     train: int = option(96_000, "training rows")
     validation: int = option(2_000, "validation rows")
@@ -66,7 +66,7 @@ class ListOps(MadeSet):
         if self.most_arguments**self.depth < self.shortest:
             raise ConfigError(f"listops: no list of depth {self.depth} has {self.shortest} tokens; lower shortest")
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Draw both splits, with no row in common: `text` (tokens separated by spaces) and `label` (0 to 9)."""
         chance, drawn = random.Random(self.seed), dict[str, int]()
         while len(drawn) < self.train + self.validation:
@@ -78,12 +78,7 @@ class ListOps(MadeSet):
             if len(tokens) >= self.shortest:
                 drawn.setdefault(" ".join(tokens), value)
         rows = [{"text": text, "label": label} for text, label in drawn.items()]
-        splits = {"train": rows[self.validation :], "validation": rows[: self.validation]}
-        return splits, f"ListOps of {self.shortest} to {self.longest} tokens, seed {self.seed}"
-
-    def vocabulary(self) -> Sequence[str]:
-        """Return the operators and digits."""
-        return TOKENS
+        return {"train": rows[self.validation :], "validation": rows[: self.validation]}
 
 
 class TooLongError(Exception):
@@ -138,16 +133,16 @@ class AssociativeRecall(MadeSet):
                 "numbers"
             )
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Draw both splits; only the last answer is measured."""
-        rows = {
+        return {
             "train": recall_rows(self, self.train, 2 * self.seed),
             "validation": recall_rows(self, self.validation, 2 * self.seed + 1, last=True),
         }
-        return rows, f"associative recall, {self.vocabulary_size} tokens, length {self.length}, seed {self.seed}"
 
-    def vocabulary(self) -> Sequence[str]:
-        """Return the keys, then the values."""
+    @property
+    def tokens(self) -> Sequence[str]:  # type: ignore[override]
+        """The keys, then the values."""
         numbers = range(self.vocabulary_size // 2)
         return [*(f"k{n}" for n in numbers), *(f"v{n}" for n in numbers)]
 
@@ -178,13 +173,14 @@ class Pixels(MadeSet):
 
     called = "pixels"
     reads = "an image data set"
+    tokens = GREY
 
     side: int = option(32, "images are scaled to side x side pixels", low=1)
     label_column: str = option("label", "column of the class")
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Return the images of both splits as grey values."""
-        splits = open_splits(task("image-classification", label=self.label_column), str(source), limit=None, seed=0)
+        splits = open_splits(task("image-classification", label=self.label_column), source, limit=None, seed=0)
         names = splits.train.records.names or ()
 
         def rows(view: View) -> Iterable[dict[str, object]]:
@@ -195,11 +191,7 @@ class Pixels(MadeSet):
                 number = names.index(example.label) if isinstance(example.label, str) else int(example.label)
                 yield {"text": pixel_text(example.value, self.side), "label": number}
 
-        return {"train": rows(splits.train), "validation": rows(splits.validation)}, f"pixels of {splits.description}"
-
-    def vocabulary(self) -> Sequence[str]:
-        """Return the grey values."""
-        return GREY
+        return {"train": rows(splits.train), "validation": rows(splits.validation)}
 
 
 @dataclass(frozen=True)
@@ -212,18 +204,19 @@ class Pathfinder(MadeSet):
 
     called = "pathfinder"
     reads = "Pathfinder's released files"
+    tokens = GREY
 
     side: int = option(32, "images are scaled to side x side pixels", low=1)
     validation: float = option(0.1, "share of the images to measure on", above=0, below=1)
     seed: int = option(0, "seed for choosing the images to measure on")
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Read the images -> rows with `text` and `label` (1: the two dots are connected), in two splits.
 
         Raises:
             DataError: if there are no such files, or an image is missing or damaged.
         """
-        root, entries = Path(str(source)).expanduser(), []
+        root, entries = Path(source).expanduser(), []
         for file in sorted((root / "metadata").glob("*.npy")):
             try:
                 lines = read_text(file).splitlines()
@@ -252,11 +245,7 @@ class Pathfinder(MadeSet):
                 raise DataError(f"pathfinder: cannot read image {name!r} ({why}); copy the files again") from error
             read.append({"text": pixel_text(decode(data, name), self.side), "label": label})
         parts = {"validation": order[:count], "train": order[count:]}
-        return {name: [read[i] for i in sorted(part)] for name, part in parts.items()}, self.reads
-
-    def vocabulary(self) -> Sequence[str]:
-        """Return the grey values."""
-        return GREY
+        return {name: [read[i] for i in sorted(part)] for name, part in parts.items()}
 
 
 def pixel_text(image: Image, side: int) -> str:
@@ -282,7 +271,7 @@ SETS: dict[str, type[MadeSet]] = {
 
 def make(
     name: str, options: Mapping[str, object] | None = None, source: str | None = None
-) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase | None, str]:
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase | None]:
     """Generate a data set.
 
     Args:
@@ -291,7 +280,7 @@ def make(
         source: Hub name, file or folder that it is made from, if it needs a source.
 
     Returns:
-        The tables by split, a tokenizer for the vocabulary (None if any will do), and a description in one line.
+        The tables by split, and a tokenizer for the vocabulary (None if any will do).
 
     Raises:
         UnknownNameError: for an unknown name or option.
@@ -303,12 +292,8 @@ def make(
     maker = make_options(name, options or {})
     if maker.reads and source is None:
         raise DataError(f"{name} is made from {maker.reads}; name it (data=PATH)")
-    rows, description = maker.make(source)
-    tables = {split: Dataset.from_list(list(part)) for split, part in rows.items()}
-    counts = ", ".join(f"{len(table):,} {split} rows" for split, table in tables.items())
-    tokens = maker.vocabulary()
-    tokenizer = fixed_tokenizer(tokens, framed=maker.framed) if tokens else None
-    return tables, tokenizer, f"{description}: {counts}"
+    tables = {split: Dataset.from_list(list(part)) for split, part in maker.make(source or "").items()}
+    return tables, fixed_tokenizer(maker.tokens, framed=maker.framed) if maker.tokens else None
 
 
 def make_options(name: str, options: Mapping[str, object]) -> MadeSet:

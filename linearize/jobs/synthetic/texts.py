@@ -1,4 +1,4 @@
-"""Texts that are made by cutting and joining those of a data set: articles, long documents, pairs."""
+"""The base class of the data sets that are made here; and texts cut and joined: articles, long documents, pairs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,56 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
-from linearize.core.options import option
+from linearize.core.options import check, option
 from linearize.core.parsing import read_text
 from linearize.data.local import exists
-from linearize.jobs.synthetic.base import MadeSet, Rows
 from linearize.training.stage_two.prepare import Splits, open_splits
 from linearize.training.stage_two.tasks import task
 
+Rows = Mapping[str, Iterable[Mapping[str, object]]]
+"""Rows by the name of their split."""
 
-def corpus(source: str | None, column: str, seed: int) -> Splits:
+
+class MadeSet:
+    """A data set that is generated here; subclasses are dataclasses of its options.
+
+    Attributes:
+        called: its name in messages.
+        reads: the kind of source it is made from; empty if it needs no source.
+        tokens: its tokens, which are separated by spaces in the texts; empty if any tokenizer will do.
+        framed: whether its tokenizer begins rows with a special token.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    called: ClassVar[str]
+    reads: ClassVar[str] = ""
+    framed: ClassVar[bool] = True
+    tokens: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check(self, self.called)  # type: ignore[arg-type]
+
+    def make(self, source: str = "") -> Rows:
+        """Return the rows; `source` is a Hub name, file or folder."""
+        raise NotImplementedError
+
+
+def corpus(source: str, column: str, seed: int) -> Splits:
     """Open the splits of a corpus, with their texts unchanged."""
-    return open_splits(task("causal-lm", columns=(column,)), str(source), limit=None, seed=seed, raw=True)
+    return open_splits(task("causal-lm", columns=(column,)), source, limit=None, seed=seed, raw=True)
 
 
-def columns_of(splits: Splits, column: str) -> dict[str, list[str | None]]:
-    """Return a column of both splits."""
+def texts_of(source: str, column: str, seed: int) -> dict[str, list[str | None]]:
+    """Return a column of both splits of a corpus."""
+    splits = corpus(source, column, seed)
     return {"train": splits.train[column], "validation": splits.validation[column]}
 
 
@@ -49,15 +78,13 @@ class Articles(MadeSet):
     opening: int = option(0, "number of words, always the same ones, to put before each half of every article", low=0)
     seed: int = option(0, "seed for choosing the articles to measure on")
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Join the lines of both splits into articles -> rows with `text`."""
-        joined = self.joined(source)
-        alike = f", both halves beginning with the same {self.opening} words" if self.opening else ""
-        return open_alike(self, joined), f"articles of {self.shortest} words or more{alike}"
+        return open_alike(self, self.joined(source))
 
-    def joined(self, source: str | None) -> dict[str, list[dict[str, str]]]:
+    def joined(self, source: str) -> dict[str, list[dict[str, str]]]:
         """Return the articles of both splits."""
-        lines = columns_of(corpus(source, self.text_column, 0), self.text_column)
+        lines = texts_of(source, self.text_column, 0)
         return resplit(self, {split: articles(self, column) for split, column in lines.items()})
 
 
@@ -163,12 +190,10 @@ class Needles(Articles):
     documents: int = option(50, "number of documents to search", low=2, high=len(PLACES))
     passkey: bool = option(False, "hide passkeys of different people instead of facts about different topics")
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Hide facts in the articles -> rows with `question`, `text` and `depth` (0 to 9)."""
-        what = "passkeys" if self.passkey else "facts"
         hay = self.joined(source)
-        rows = {split: needles(self, [row["text"] for row in part]) for split, part in hay.items()}
-        return rows, f"{what} hidden in documents of {self.words} words"
+        return {split: needles(self, [row["text"] for row in part]) for split, part in hay.items()}
 
 
 def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
@@ -199,10 +224,6 @@ def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
     return rows
 
 
-DECIDES = {"one": "one of which decides", "last": "the last of two decides"}
-"""Which texts decide a document's class, and the wording in descriptions of the data."""
-
-
 @dataclass(frozen=True)
 class Documents(MadeSet):
     """Long documents, joined from texts, whose class depends on one or two passages anywhere in the document.
@@ -223,7 +244,9 @@ class Documents(MadeSet):
     label_column: str = option("label", "column of the class")
     filler: str = option("", "data set of texts for the other passages: next to the source, or elsewhere")
     filler_column: str = option("text", "column of the filler texts")
-    decides: str = option("one", "one: the class of one text; last: the class of the last of two", choices=DECIDES)
+    decides: str = option(
+        "one", "one: the class of one text; last: the class of the last of two", choices=("one", "last")
+    )
     apart: int = option(1, "minimum distance between the two texts", low=1)
     parts: int = option(6, "texts per document", low=1)
     words: int = option(200, "maximum number of words per text; longer texts are cut", low=1)
@@ -242,18 +265,17 @@ class Documents(MadeSet):
                 f"documents: apart: got {self.apart}, expected 1 to {self.parts - 1} of {self.parts} parts"
             )
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Join the texts of both splits into documents."""
         asked = task("text-classification", columns=(self.text_column,), label=self.label_column)
-        splits = open_splits(asked, str(source), limit=None, seed=self.seed, raw=True)
-        sibling = Path(str(source)).expanduser().parent / self.filler
+        splits = open_splits(asked, source, limit=None, seed=self.seed, raw=True)
+        sibling = Path(source).expanduser().parent / self.filler
         filler = corpus(str(sibling) if exists(sibling) else self.filler, self.filler_column, self.seed)
         rows = {}
         for split, count, seed in (("train", self.train, self.seed), ("validation", self.validation, self.seed + 1)):
             table, others = getattr(splits, split), getattr(filler, split)[self.filler_column]
             rows[split] = documents(self, table[self.text_column], table[self.label_column], others, count, seed)
-        decides = f"documents of {self.parts} texts, {DECIDES[self.decides]}"
-        return rows, f"{decides}, of {splits.description}, the others of {filler.description}"
+        return rows
 
 
 def documents(
@@ -330,12 +352,10 @@ class Halves(MadeSet):
         if self.overlap >= self.longest:
             raise ConfigError(f"retrieval: got overlap {self.overlap}, expected less than longest ({self.longest})")
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Cut the texts of both splits."""
-        splits = corpus(source, self.text_column, self.seed)
-        texts = columns_of(splits, self.text_column)
-        rows = {split: halves(self, [text for text in column if text]) for split, column in texts.items()}
-        return rows, f"halves of the texts of {splits.description}"
+        texts = texts_of(source, self.text_column, self.seed)
+        return {split: halves(self, [text for text in column if text]) for split, column in texts.items()}
 
 
 @dataclass(frozen=True)
@@ -348,7 +368,7 @@ class Released(MadeSet):
     called = "retrieval"
     reads = "Long Range Arena's released files"
 
-    def make(self, source: str | None = None) -> tuple[Rows, str]:
+    def make(self, source: str = "") -> Rows:
         """Read the pairs.
 
         Raises:
@@ -356,7 +376,7 @@ class Released(MadeSet):
         """
         rows: dict[str, list[dict[str, object]]] = {}
         for split, name in RELEASED.items():
-            path = Path(str(source)).expanduser() / name
+            path = Path(source).expanduser() / name
             if not path.is_file():
                 raise DataError(f"retrieval: got no {name} in {source!r}; expected {self.reads} there")
             try:
@@ -370,7 +390,7 @@ class Released(MadeSet):
                     f"retrieval: got {len(other)} columns in a row of {name}, expected label, id, id, text, text"
                 )
             rows[split] = [{"text1": row[3], "text2": row[4], "label": int(float(row[0]))} for row in read]
-        return rows, "Long Range Arena's released pairs of papers"
+        return rows
 
 
 def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
