@@ -257,26 +257,22 @@ def cells(recipe: Recipe) -> list[Cell]:
 def plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as plain data, without empty values: the content of `recipe.yaml` in a run's folder."""
     values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
-    rows: list[object] = []
-    for row in recipe.kernels:
-        line: dict[str, object] = _without_empty(dataclasses.asdict(row))
-        if row.layers:
-            # A layer's kernel without arguments is written as its name.
-            line["layers"] = {
-                number: kernel.name if _bare(kernel) else _without_empty(dataclasses.asdict(kernel))
-                for number, kernel in row.layers.items()
-            }
-        rows.append(row.name if _bare(row) else line)
-    values["kernels"] = rows
+    values["kernels"] = [_plain_kernel(row) for row in recipe.kernels]
     if isinstance(recipe.tasks, dict):
         # A task without changes is kept as an empty section.
         values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
     return values
 
 
-def _bare(kernel: Kernel) -> bool:
-    """Tell whether a row or kernel is only a name. It is not built from that name, as kernel `none` needs a window."""
-    return vars(kernel) == vars(type(kernel)(SOFTMAX)) | {"name": kernel.name}
+def _plain_kernel(kernel: Kernel) -> object:
+    """Return a row, or the kernel of one of its layers, as plain data: only its name if it has nothing else."""
+    # It is compared with softmax, because some kernels cannot be built from their name: `none` needs a window.
+    if vars(kernel) == vars(type(kernel)(SOFTMAX)) | {"name": kernel.name}:
+        return kernel.name
+    values: dict[str, object] = _without_empty(dataclasses.asdict(kernel))
+    if isinstance(kernel, Row) and kernel.layers:
+        values["layers"] = {number: _plain_kernel(inner) for number, inner in kernel.layers.items()}
+    return values
 
 
 def _without_empty(value: Any) -> Any:
