@@ -219,11 +219,6 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
 
 
-def typed() -> list[str]:
-    """Return the words of the running command line after the program's name; empty if called from Python."""
-    return sys.argv[1:] if Path(sys.argv[0]).stem == "linearize" else []
-
-
 def without(words: Sequence[str], names: Collection[str]) -> list[str]:
     """Return the words of a command line without some options and their values."""
     kept, skip = [], False
@@ -245,7 +240,8 @@ def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
     """
     earlier = provenance.get("commands")
     commands = list(earlier) if isinstance(earlier, list) else []
-    words = without(typed(), (*SWITCHES, *PLACES))
+    # A caller in Python has no command line of ours.
+    words = without(sys.argv[1:] if Path(sys.argv[0]).stem == "linearize" else [], (*SWITCHES, *PLACES))
     named = [name_of(x) if on_disk(x) else "".join(map(name_of, re.split("([,=])", x))) for x in words]
     command = shlex.join(["linearize", *named])
     # All stages of one `longdoc` have the same command line.

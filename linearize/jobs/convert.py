@@ -164,9 +164,9 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
         made_from["image_size"] = job.image_size
     context = Context(job, loaded, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
     length = job.distill_length or within(loaded)
+    # Kernels and windows are chosen on rows that the model takes now; positions are extended later (`put_in_kernels`).
+    shorter = length if job.max_length is None else within(loaded, length)
     if job.kernel == AUTO:
-        # The search reads rows that the model takes now; positions are extended afterwards (`put_in_kernels`).
-        shorter = length if job.max_length is None else within(loaded, length)
         open_data(context, shorter, f"a kernel other than {AUTO}, {SKIP}")
         return context, decided
     if job.plan is not None:
@@ -176,8 +176,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     if job.chooses_windows:
         from linearize.kernel_search.windows import choose_windows
 
-        # On rows no longer than the model takes before its conversion.
-        open_data(context, length if job.max_length is None else within(loaded, length), "a number to --window")
+        open_data(context, shorter, "a number to --window")
         on_event(Started("choosing the windows"))
         chosen = choose_windows(loaded.model, context.source, decided)
         context.provenance["plan"] = {"why": {str(number): why for number, why in chosen.why.items()}}
@@ -323,11 +322,12 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
         }
     if context.merit is not None:
         record["kernel_merit"] = asdict(context.merit)
-    if aligned is not None and isinstance(job, ConvertJob):
-        record["alignment"] = alignment_record(aligned, config=job.align)
-    elif aligned is not None and isinstance(job, AlignJob):
-        alignment = alignment_record(aligned, teacher=job.teacher, data=job.data, config=job.align)
-        record["alignment"] = alignment | {"options": recorded(job)}
+    if aligned is not None and isinstance(job, ConvertJob | AlignJob):
+        record["alignment"] = alignment_record(aligned, job.align)
+        if isinstance(job, AlignJob):
+            sources = {"teacher": job.teacher and name_of(job.teacher), "dataset": data_names(job.data)}
+            record["alignment"] |= {name: source for name, source in sources.items() if source}
+            record["alignment"]["options"] = recorded(job)
     lines = context.earlier if done is None else log_lines(STAGE_ONE, done.history, context.earlier)
     write(context, log_file(ALIGNMENT, [] if aligned is None else aligned.history, lines))
     output = Path(context.target)

@@ -39,7 +39,7 @@ from linearize.jobs.convert import (
     put_in_kernels,
 )
 from linearize.jobs.events import Callback, Started, ignore
-from linearize.jobs.finetune import Opened, check_output, open_tuning
+from linearize.jobs.finetune import Opened, open_tuning
 from linearize.jobs.longdoc import open_longdoc, steps
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import LongdocJob, TuneJob
@@ -192,8 +192,8 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         LinearizeError: any error that the job would raise before its first step.
     """
     check_alone("dry run")
+    check_target(job.target(), overwrite=job.overwrite, sources=job.sources())
     if isinstance(job, TuneJob):
-        check_output(job)
         opened = open_tuning(job, on_event)
         whole, trial = size_of(opened.model), _Trial(on_event, next(opened.model.parameters()).device.type)
         trial.run("stage two", lambda: [_stage_two(job, opened)])
@@ -252,6 +252,7 @@ def free_disk(target: str) -> int:
 
 
 def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) -> Bill:
+    check_states(job)
     # This refuses unknown names; nothing is opened before the first step.
     with reporter(job.report_to, job.target()):
         pass
@@ -262,8 +263,6 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
         context, _ = open_distillation(job, on_event)
     else:
         context, teacher = open_alignment(job, on_event)
-    check_target(job.target(), overwrite=job.overwrite, sources=job.sources())
-    check_states(job)
     model, source = context.loaded.model, context.source
     trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
     if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
@@ -393,7 +392,6 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
 def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
     """Time the steps of `longdoc` in order, each on a model of the shape it will have, though not trained."""
     target = str(job.target())
-    check_target(target, overwrite=job.overwrite, sources=[job.model, job.dataset])
     job, data, lengths = open_longdoc(job, on_event)
     trial, sizes = _Trial(on_event, check_device(job.device)), [0]
 

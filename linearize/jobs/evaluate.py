@@ -22,14 +22,7 @@ from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_one.processes import check_alone, under_fsdp
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.load import (
-    beyond_training,
-    check_trained,
-    fit_tokenizer,
-    length_limit,
-    load_for_task,
-    whole_length,
-)
+from linearize.training.stage_two.load import beyond_training, check_trained, length_limit, load_for_task, whole_length
 from linearize.training.stage_two.metrics import BALANCED, Measured, PositionLoss
 from linearize.training.stage_two.prepare import Given, prepare
 from linearize.training.stage_two.prepared import Facts, TaskData
@@ -173,13 +166,11 @@ class Sides:
         """
         task = self.task
         self.on_event(Started(f"measuring: {name}"))
-        processor = load_processor(checkpoint, task.modality)
-        data = prepare(task, processor, options, data=self.dataset)
+        data = prepare(task, load_processor(checkpoint, task.modality), options, data=self.dataset)
         model = next((read.model for read in self.read if read.result.model == checkpoint), None)
         if model is None:
             check_trained(checkpoint, task)
             model = move(load_for_task(checkpoint, data), self.device).eval()
-            fit_tokenizer(model, processor)
         facts = {"context": options.max_length, **data.facts}
         length = facts.get("max_length", facts["context"])
         note = beyond_training(model, task, length)

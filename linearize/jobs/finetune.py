@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,17 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.log import read_log
-from linearize.checkpoint.output import check_room, check_target, claim
+from linearize.checkpoint.output import check_room
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.jobs.advice import add_command, after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
+from linearize.jobs.stages import reserved
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
-from linearize.training.stage_two.load import fit_positions, fit_tokenizer, load_for_task, load_teacher
+from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (
@@ -50,9 +50,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
         LinearizeError: a subclass of it, for everything the user can correct.
     """
     target = job.target()
-    check_output(job)
-    locked = claim(target, overwrite=job.overwrite, sources=sources_of(job)) if is_main() else contextlib.nullcontext()
-    with locked:
+    with reserved(job):
         opened = open_tuning(job, on_event)
         model, data = opened.model, opened.data
         if is_main():
@@ -79,21 +77,6 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
     on_event(Saved(target))
     on_event(Concluded(findings))
     return target, result
-
-
-def check_output(job: TuneJob) -> None:
-    """Check that the output can be written."""
-    check_target(job.target(), overwrite=job.overwrite, sources=sources_of(job))
-
-
-def sources_of(job: TuneJob) -> list[str | None]:
-    """Return the inputs, which the output must not replace, except that it may replace the checkpoint itself."""
-    return [None if _in_place(job) else job.model, job.dataset, job.teacher]
-
-
-def _in_place(job: TuneJob) -> bool:
-    target = job.target()
-    return os.path.exists(target) and os.path.exists(job.model) and os.path.samefile(target, job.model)
 
 
 @dataclass(frozen=True)
@@ -144,7 +127,6 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
     if change is not None:
         change(model)
     model = move(model, device)
-    fit_tokenizer(model, processor)
     if (note := fit_positions(model, processor, job.task, data_options.max_length)) is not None:
         on_event(Noted(note))
     teacher = None
@@ -163,7 +145,7 @@ def _adapter_of(job: TuneJob) -> str | None:
     """
     if not job.keep_adapter:
         return None
-    if _in_place(job):
+    if job.in_place:
         raise ConfigError(
             f"keep_adapter: got the model itself as the output, {str(job.target())!r}, but the adapter belongs to the "
             "unchanged model; choose another output"

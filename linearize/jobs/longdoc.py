@@ -106,7 +106,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     start = time.perf_counter()
     check_alone("longdoc")
     target = job.target()
-    with claim(target, overwrite=job.overwrite, sources=[job.model, job.dataset]):
+    with claim(target, overwrite=job.overwrite, sources=job.sources()):
         device = check_device(job.device)
         job, data, lengths = open_longdoc(job, on_event)
         work = begin(job, data)
@@ -276,18 +276,17 @@ def verdict(
     warning = f" Not above chance: {', '.join(failed)}." if failed else ""
     cut, by_cut = _gain(job, differences, sides[0].name)
     chunks, by_chunks = _gain(job, differences, sides[1].name) if sides[1].chunks else (None, "")
+    words = {1: "better than", 0: "within the noise of", -1: "worse than"}
     full = f"Read at {lengths.linear:,} tokens, the linear model"
     whole = f"the original cut at {lengths.original:,}"
     if cut <= 0:
-        compared = "within the noise of" if cut == 0 else "worse than"
-        text = f"No gain is shown: {full[0].lower()}{full[1:]} is {compared} {whole}{by_cut}"
+        text = f"No gain is shown: {full[0].lower()}{full[1:]} is {words[cut]} {whole}{by_cut}"
         text += f", and worse than its chunks{by_chunks}" if chunks == -1 else ""
         text += f"; {_finest(job, [one.interval for one in differences], rows)}" if cut == 0 else "."
     elif chunks is None:
         text = f"Longer inputs help: {full[0].lower()}{full[1:]} is better than {whole}{by_cut}."
     else:
-        compared = {1: "better than", 0: "within the noise of", -1: "worse than"}[chunks]
-        text = f"{full} is better than {whole}{by_cut}, and {compared} its averaged chunks{by_chunks}."
+        text = f"{full} is better than {whole}{by_cut}, and {words[chunks]} its averaged chunks{by_chunks}."
     return text + warning
 
 

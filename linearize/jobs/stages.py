@@ -19,7 +19,7 @@ from linearize.core.options import name_of
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.advice import add_command, longest_row
-from linearize.jobs.config import AlignJob, SearchJob, StageOneJob
+from linearize.jobs.config import AlignJob, SearchJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from linearize.conversion.positions import PositionReport
+    from linearize.jobs.task_config import TuneJob
     from linearize.kernel_search.result import SearchResult
 
 SKIP = "--distill-steps 0 --align-steps 0"
@@ -98,12 +99,12 @@ class Context:
 
 
 @contextlib.contextmanager
-def reserved(job: StageOneJob | AlignJob) -> Iterator[None]:
+def reserved(job: StageOneJob | AlignJob | TuneJob) -> Iterator[None]:
     """Check the output and the state folders, and lock the output; only the main process writes."""
     target, sources = job.target(), job.sources()
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():
-        if is_main():
+        if is_main() and isinstance(job, TrainingJob):
             check_states(job)
         yield
 
@@ -223,16 +224,15 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     wait_for_all()
 
 
-def _record(result: DistillResult | AlignResult, *names: str) -> dict[str, Any]:
+def _record(result: DistillResult | AlignResult) -> dict[str, Any]:
     """Return a stage's figures and its measurements before and after, as plain data."""
-    record = {name: getattr(result, name) for name in ("steps", "best_step", *names, "stopped", "seconds")}
+    record = {name: getattr(result, name) for name in ("steps", "best_step", "stopped", "seconds")}
     return record | {"before": result.before.to_dict(), "after": result.after.to_dict()}
 
 
 def distillation_record(result: DistillResult) -> dict[str, Any]:
     """Return the result of stage one as plain data."""
-    record = _record(result, "held_out")
-    return {"held_out_loss" if name == "held_out" else name: value for name, value in record.items()}
+    return {"held_out_loss": result.held_out, **_record(result)}
 
 
 def without_heads(record: dict[str, Any]) -> dict[str, Any]:
@@ -244,23 +244,10 @@ def without_heads(record: dict[str, Any]) -> dict[str, Any]:
     return brief
 
 
-def alignment_record(
-    result: AlignResult,
-    *,
-    teacher: str | None = None,
-    data: DataConfig | None = None,
-    config: AlignConfig | None = None,
-) -> dict[str, object]:
-    """Return a checkpoint's record of its alignment."""
-    record = _record(result)
-    if teacher is not None:
-        record["teacher"] = name_of(teacher)
-    if data is not None and data.dataset is not None:
-        record["dataset"] = data_names(data)
-    if config is not None:
-        kept = ("train", "blockwise", "learning_rate", "kernel_learning_rate", "seed")
-        record |= {name: getattr(config, name) for name in kept}
-    return record
+def alignment_record(result: AlignResult, config: AlignConfig | None = None) -> dict[str, Any]:
+    """Return the result of an alignment as plain data, with those of its options that a checkpoint records."""
+    kept = ("train", "blockwise", "learning_rate", "kernel_learning_rate", "seed") if config is not None else ()
+    return _record(result) | {name: getattr(config, name) for name in kept}
 
 
 def data_names(data: DataConfig) -> str | None:

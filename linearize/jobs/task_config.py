@@ -5,6 +5,7 @@ The command line builds its help from them, so importing this module loads nothi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -85,6 +86,16 @@ class TuneJob(Job):
     def target(self) -> Path:
         """Return the output folder: the one given, or `<model>-<task>`."""
         return Path(self.output or f"{Path(self.model).name}-{self.task.name}")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the result replaces the checkpoint itself."""
+        target = self.target()
+        return os.path.exists(target) and os.path.exists(self.model) and os.path.samefile(target, self.model)
+
+    def sources(self) -> list[str | None]:
+        """Return the inputs, which the output must not replace, except that it may replace the checkpoint itself."""
+        return [None if self.in_place else self.model, self.dataset, self.teacher]
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -230,6 +241,10 @@ class LongdocJob(Job):
     def target(self) -> Path:
         """Return the output folder: the one given, or `<model-name>-long`."""
         return Path(self.output or f"{Path(self.model).name}-long")
+
+    def sources(self) -> list[str]:
+        """Return the inputs, which the output must not replace."""
+        return [self.model, self.dataset]
 
 
 QUICK = 3e13

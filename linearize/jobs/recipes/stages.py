@@ -163,7 +163,6 @@ class Runner:
         data, processor = self._data(job, stage.seed)
         config = dataclasses.replace(stage.tune, seed=stage.seed)
         model = move(self._load(stage, data, new_head=True), self.device)
-        fit_tokenizer(model, processor)
         check_length(model, job.task, job.rows.max_length)
         teacher = None
         if stage.teacher is not None:
@@ -198,6 +197,7 @@ class Runner:
         _, processor = self._data(job, stage.seed)
         config = _sized(job.config, processor, job.rows.max_length)
         fresh = fresh_model(config, data.task, data.num_labels, seed=stage.seed, matching_keys=model.matching_keys)
+        fit_tokenizer(fresh, processor)
         return fresh if stage.row is None or stage.row.name == SOFTMAX else convert(fresh, stage.row, stage.seed)
 
     def _convert(self, stage: Stage, target: Path) -> None:
@@ -210,7 +210,6 @@ class Runner:
         stage_one = reading(job.distil.max_length)
         data, processor = self._data(stage_one, seed)
         model = self._load(stage, data, new_head=False)
-        fit_tokenizer(model, processor)
         processor = lengthen(model, processor, row)
         check_length(model, job.task, stage_one.rows.max_length)
         model = move(convert(model, row, seed), self.device)
@@ -230,16 +229,15 @@ class Runner:
             batches = batches_of(data, job.align, seed)
             options = dataclasses.replace(job.align, seed=seed)
             aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
-            provenance["alignment"] = record["alignment"] = alignment_record(aligned, config=job.align)
+            provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
             lines = log_lines(ALIGNMENT, aligned.history, lines)
         files = _record_file(record) | log_file(STAGE_TWO, [], lines)
         save_model(model, target, processor, stage=provenance, extra_files=files)
 
     def _measure(self, stage: Stage, target: Path) -> None:
         base = self.recipe.model.checkpoint if stage.base is None else str(self.folder / stage.base.folder)
-        data, processor = self._data(stage.job, stage.seed)
+        data, _ = self._data(stage.job, stage.seed)
         model = move(load_for_task(base, data), self.device).eval()
-        fit_tokenizer(model, processor)
         beyond_training(model, data.task, stage.job.rows.max_length)
         start = time.perf_counter()
         measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))

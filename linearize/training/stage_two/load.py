@@ -61,7 +61,7 @@ def load_for_task(
     seed: int = 0,
     changes: Mapping[str, object] | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint with the head of a task; a missing head is drawn from the seed.
+    """Load a checkpoint with the head of a task; a missing head is drawn from the seed, a missing padding token is set.
 
     The names of a trained head's outputs decide what they mean: if they are the task's labels in another order, they
     are put into the task's order; if the data has only numbers, the head keeps its names.
@@ -101,6 +101,7 @@ def load_for_task(
         model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
     if head_labels is not None and (order := label_order(head_labels, task.labels or ())):
         reorder_outputs(model, order)
+    fit_tokenizer(model, data.type.processor)
     return ready(model)
 
 
@@ -190,7 +191,7 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def fit_tokenizer(model: PreTrainedModel, processor: Processor) -> None:
+def fit_tokenizer(model: PreTrainedModel, processor: Processor | None) -> None:
     """Set the padding token in a model's config if it has none; GPT's classifiers need it."""
     from transformers import PreTrainedTokenizerBase
 
