@@ -156,9 +156,9 @@ def load_lines(model: PreTrainedModel, folder: object, *, embedder: bool = False
     return f"{before}from transformers import {name}; {name}.from_pretrained({str(folder)!r})"
 
 
-def after_training(context: Context, plan: Plan) -> Findings:
+def after_training(context: Context) -> Findings:
     """Return the findings of a conversion, a continued stage one or an alignment."""
-    done, aligned, model = context.distillation, context.alignment, context.loaded.model
+    done, aligned, model, plan = context.distillation, context.alignment, context.loaded.model, context.plan
     worst = None
     if done is not None:
         name, figure = "kl", "KL"

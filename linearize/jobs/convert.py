@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,24 +22,11 @@ from linearize.core.options import name_of, on_disk, recorded
 from linearize.core.parsing import finite
 from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import keep_heads
+from linearize.jobs import stages
 from linearize.jobs.advice import Findings, after_training
-from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob, check_preset
+from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, Job, StageOneJob, check_preset
 from linearize.jobs.events import Callback, Concluded, Noted, Planned, Saved, Started, ignore
-from linearize.jobs.stages import (
-    SKIP,
-    Context,
-    alignment_record,
-    data_names,
-    distillation_record,
-    first_device,
-    make_room,
-    open_data,
-    reserved,
-    run_alignment,
-    run_stage_one,
-    without_heads,
-    write,
-)
+from linearize.jobs.stages import SKIP, Context
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.loop import AlignResult
@@ -75,8 +63,8 @@ class ConvertResult:
             "positions": None if self.positions is None else asdict(self.positions),
             "data": self.data,
             "parameters_added": self.parameters_added,
-            "distillation": None if self.distillation is None else distillation_record(self.distillation),
-            "alignment": None if self.alignment is None else alignment_record(self.alignment),
+            "distillation": None if self.distillation is None else stages.distillation_record(self.distillation),
+            "alignment": None if self.alignment is None else stages.alignment_record(self.alignment),
             "seconds": self.seconds,
             "findings": None if self.findings is None else asdict(self.findings),
         }
@@ -92,30 +80,30 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
-    with reserved(job):
-        context, decided = open_conversion(job, on_event)
-        make_room(context)
+    with stages.reserved(job):
+        context = open_conversion(job, on_event)
+        stages.make_room(context)
         if job.kernel == AUTO:
             from linearize.jobs.search import choose_plan
 
-            result = choose_plan(context, job.search, decided, longest_input(job, context.loaded))
+            result = choose_plan(context, longest_input(job, context.loaded))
             context.provenance["search"] = finite(result.to_dict())
-            decided = result.plan
-            on_event(Planned(decided))
-            put_in_kernels(context, decided)
+            context.plan = result.plan
+            on_event(Planned(result.plan))
+            put_in_kernels(context)
             # Stage one starts from the kernels that the search trained.
             result.load_kernels(context.loaded.model)
-        run_stage_one(context, job.distill)
+        stages.run_stage_one(context, job.distill)
         if context.source is not None and job.align.steps and under_fsdp():
             text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
             on_event(Noted(text))
         elif context.source is not None and job.align.steps:
             try:
-                run_alignment(context, job.align)
+                stages.run_alignment(context, job.align)
             except TrainingError as error:
                 # The result of stage one is saved nevertheless.
                 context.failure = error
-        return save_result(context, decided)
+        return save_result(context)
 
 
 def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertResult:
@@ -124,35 +112,39 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
-    with reserved(job):
-        context, decided = open_distillation(job, on_event)
-        make_room(context)
-        run_stage_one(context, job.distill)
-        return save_result(context, decided)
+    with stages.reserved(job):
+        context = open_distillation(job, on_event)
+        stages.make_room(context)
+        stages.run_stage_one(context, job.distill)
+        return save_result(context)
 
 
-def open_distillation(job: DistillJob, on_event: Callback) -> tuple[Context, Plan]:
+def open_distillation(job: DistillJob, on_event: Callback) -> Context:
     """Load the checkpoint and open the data: everything before the first step.
 
     Raises:
         ConfigError: if the checkpoint was aligned, as its own softmax is then no longer the original's.
     """
-    earlier = read_log(job.model)
-    loaded = load_converted(job.model, device=first_device(job))
-    section = loaded.model.config.linearize
-    context = Context(job, loaded, on_event, dict(section.get("provenance") or {}), earlier)
-    decided = Plan.from_dict(section)
-    on_event(Planned(decided))
+    context = _open_converted(job, on_event)
+    on_event(Planned(context.plan))
     if weights_were_trained(context.provenance) and "finetuning" not in context.provenance:
         raise ConfigError(
             f"{job.model!r} was aligned with its original, so its own softmax, which stage one imitates, is no longer "
             f"the original's; continue with: linearize align {job.model} --teacher ORIGINAL"
         )
-    open_data(context, job.distill_length, SKIP)
-    return context, decided
+    stages.open_data(context, job.distill_length, SKIP)
+    return context
 
 
-def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]:
+def _open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
+    """Load a converted checkpoint with its plan, provenance and log."""
+    earlier = read_log(job.model)
+    loaded = load_converted(job.model, device=stages.first_device(job))
+    section = loaded.model.config.linearize
+    return Context(job, loaded, Plan.from_dict(section), on_event, dict(section.get("provenance") or {}), earlier)
+
+
+def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
     """Load the model, install the kernels and open the data: everything before the first step.
 
     With `--kernel auto` the model is not converted yet, and the plan is the starting point of the search.
@@ -162,40 +154,40 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> tuple[Context, Plan]
     made_from = {"base_model": name_of(job.model), "base_is_local": on_disk(job.model), "max_length": job.max_length}
     if job.image_size is not None:
         made_from["image_size"] = job.image_size
-    context = Context(job, loaded, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
+    context = Context(job, loaded, decided, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
     length = job.distill_length or within(loaded)
     # Kernels and windows are chosen on rows that the model takes now; positions are extended later (`put_in_kernels`).
     shorter = length if job.max_length is None else within(loaded, length)
     if job.kernel == AUTO:
-        open_data(context, shorter, f"a kernel other than {AUTO}, {SKIP}")
-        return context, decided
+        stages.open_data(context, shorter, f"a kernel other than {AUTO}, {SKIP}")
+        return context
     if job.plan is not None:
         file = read_plan(job.plan)
-        decided = apply_file(loaded.model, decided, file, longest_input(job, loaded))
+        context.plan = apply_file(loaded.model, decided, file, longest_input(job, loaded))
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     if job.chooses_windows:
         from linearize.kernel_search.windows import choose_windows
 
-        open_data(context, shorter, "a number to --window")
+        stages.open_data(context, shorter, "a number to --window")
         on_event(Started("choosing the windows"))
-        chosen = choose_windows(loaded.model, context.source, decided)
+        chosen = choose_windows(loaded.model, context.source, context.plan)
         context.provenance["plan"] = {"why": {str(number): why for number, why in chosen.why.items()}}
         on_event(Noted(f"{chosen.text}."))
-        decided = chosen.plan
+        context.plan = chosen.plan
         if job.plan_out is not None and is_main():
-            write_plan(job.plan_out, decided, chosen.why)
-    on_event(Planned(decided))
-    put_in_kernels(context, decided)
+            write_plan(job.plan_out, chosen.plan, chosen.why)
+    on_event(Planned(context.plan))
+    put_in_kernels(context)
     if context.source is None and (job.distill.steps or job.align.steps or job.chooses_heads):
         # The positions are extended now, so rows may be longer.
-        open_data(context, length, SKIP)
+        stages.open_data(context, length, SKIP)
     if job.chooses_heads:
         on_event(Started("finding the heads that need softmax"))
         rows = context.source.holdout_batches()[:HEAD_BATCHES]
-        count = job.softmax_heads(sum(layer.shape.heads for layer in decided.converted))
-        decided = keep_heads(loaded.model, decided, count, rows)
-        on_event(Planned(decided))
-    return context, decided
+        count = job.softmax_heads(sum(layer.shape.heads for layer in context.plan.converted))
+        context.plan = keep_heads(loaded.model, context.plan, count, rows)
+        on_event(Planned(context.plan))
+    return context
 
 
 def check_kernel(job: ConvertJob) -> None:
@@ -226,7 +218,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
     Returns:
         The model, the plan, and the inputs for trial runs if the job names a file of them.
     """
-    loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
+    loaded = load_model(job.model, task=job.task, device=stages.first_device(job), revision=job.revision)
     takes = current_length(loaded.model)
     if job.max_length is not None and takes is not None and job.max_length < takes:
         raise ConfigError(
@@ -277,13 +269,13 @@ def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
     return tokens_of_image_size(loaded.model, job.image_size)
 
 
-def put_in_kernels(context: Context, decided: Plan) -> None:
+def put_in_kernels(context: Context) -> None:
     """Carry out the plan, and extend the positions if longer inputs were requested."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
     report = convert_model(
         loaded.model,
-        decided,
+        context.plan,
         max_length=longest_input(job, loaded),
         positions=job.positions,
         example_inputs=context.example_inputs,
@@ -295,11 +287,11 @@ def put_in_kernels(context: Context, decided: Plan) -> None:
         context.on_event(Noted(f"Inputs: {report.note}"))
         if context.source is not None and job.distill_length is not None:
             # A search read rows of the old length.
-            open_data(context, job.distill_length, SKIP)
+            stages.open_data(context, job.distill_length, SKIP)
     loaded.embedder = with_length(loaded.embedder, job.max_length)
 
 
-def save_result(context: Context, decided: Plan) -> ConvertResult:
+def save_result(context: Context) -> ConvertResult:
     """Write the checkpoint with a record of how it was made.
 
     Raises:
@@ -309,12 +301,12 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
     added = sum(p.numel() for p in kernel_parameters(context.loaded.model))
     data = None if context.source is None else context.source.description
     if done is not None and isinstance(job, StageOneJob):
-        distillation = without_heads(distillation_record(done))
+        distillation = stages.without_heads(stages.distillation_record(done))
         if not isinstance(job, ConvertJob):
             # The options of a conversion are recorded separately.
             distillation["options"] = recorded(job)
         record |= {
-            "dataset": data_names(job.data),
+            "dataset": stages.data_names(job.data),
             "batch_size": job.data.batch_size,
             "learning_rate": job.distill.learning_rate,
             "seed": job.seed,
@@ -323,21 +315,21 @@ def save_result(context: Context, decided: Plan) -> ConvertResult:
     if context.merit is not None:
         record["kernel_merit"] = asdict(context.merit)
     if aligned is not None and isinstance(job, ConvertJob | AlignJob):
-        record["alignment"] = alignment_record(aligned, job.align)
+        record["alignment"] = stages.alignment_record(aligned, job.align)
         if isinstance(job, AlignJob):
-            sources = {"teacher": job.teacher and name_of(job.teacher), "dataset": data_names(job.data)}
+            sources = {"teacher": job.teacher and name_of(job.teacher), "dataset": stages.data_names(job.data)}
             record["alignment"] |= {name: source for name, source in sources.items() if source}
             record["alignment"]["options"] = recorded(job)
     lines = context.earlier if done is None else log_lines(STAGE_ONE, done.history, context.earlier)
-    write(context, log_file(ALIGNMENT, [] if aligned is None else aligned.history, lines))
+    stages.write(context, log_file(ALIGNMENT, [] if aligned is None else aligned.history, lines))
     output = Path(context.target)
     context.on_event(Saved(output))
     if context.failure is not None:
         raise TrainingError(f"{context.failure}; {str(output)!r} holds that state") from context.failure
     seconds = context.seconds
-    findings = after_training(context, decided)
+    findings = after_training(context)
     context.on_event(Concluded(findings))
-    return ConvertResult(output, decided, done, context.positions, data, added, seconds, aligned, findings)
+    return ConvertResult(output, context.plan, done, context.positions, data, added, seconds, aligned, findings)
 
 
 def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResult:
@@ -346,34 +338,28 @@ def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResul
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
-    with reserved(job):
-        context, teacher = open_alignment(job, on_event)
-        make_room(context)
-        run_alignment(context, job.align, teacher)
-        return save_result(context, Plan.from_dict(context.loaded.model.config.linearize))
+    with stages.reserved(job):
+        context = open_alignment(job, on_event)
+        stages.make_room(context)
+        stages.run_alignment(context, job.align)
+        return save_result(context)
 
 
-def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrainedModel | None]:
+def open_alignment(job: AlignJob, on_event: Callback) -> Context:
     """Load checkpoint and teacher and open the data: everything before the first step.
-
-    Returns:
-        The context of the job, and the teacher; None if the checkpoint's own softmax is still the original's.
 
     Raises:
         ConfigError: if the checkpoint's weights were trained later and no teacher is named, or if the teacher does not
             fit.
     """
-    earlier = read_log(job.model)
-    loaded = load_converted(job.model, device=first_device(job))
-    provenance = dict(loaded.model.config.linearize.get("provenance") or {})
-    context = Context(job, loaded, on_event, provenance, earlier)
-    teacher = None
+    context = _open_converted(job, on_event)
+    loaded, provenance = context.loaded, context.provenance
     if job.teacher is not None:
         if model_type(job.teacher) == "linearize":
             raise ConfigError(f"teacher: {job.teacher!r} is itself converted; give the original that it was made from")
         original = load_model(job.teacher)
-        teacher = original.model
-        check_teacher(loaded.model, teacher)
+        context.teacher = original.model
+        check_teacher(loaded.model, original.model)
         if hasattr(loaded.processor, "get_vocab") and hasattr(original.processor, "get_vocab"):
             check_processor(job.teacher, original.processor, loaded.processor)
     elif weights_were_trained(provenance):
@@ -383,12 +369,20 @@ def open_alignment(job: AlignJob, on_event: Callback) -> tuple[Context, PreTrain
             f"this checkpoint was {'tuned on a task' if tuned else 'aligned'}, so its own softmax is no longer the "
             f"original's; name the model to align it with: --teacher {name}"
         )
-    open_data(context, job.length, "a model that reads text or images")
+    stages.open_data(context, job.length, "a model that reads text or images")
     length = context.source.options["max_length"]
-    most = current_length(teacher) if teacher is not None and loaded.modality == "text" else None
+    most = current_length(context.teacher) if context.teacher is not None and loaded.modality == "text" else None
     if most is not None and length > most:
         raise ConfigError(
             f"teacher: got rows of {length} tokens, but it takes at most {most}; lower --length, or leave --teacher "
             "out: the checkpoint's own softmax has the extended positions"
         )
-    return context, teacher
+    return context
+
+
+OPEN: Mapping[type[Job], Callable[[Any, Callback], Context]] = {
+    ConvertJob: open_conversion,
+    DistillJob: open_distillation,
+    AlignJob: open_alignment,
+}
+"""What a job does before its first step."""

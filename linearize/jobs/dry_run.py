@@ -30,14 +30,7 @@ from linearize.conversion.plan import convert_model
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.convert import (
-    longest_input,
-    open_alignment,
-    open_conversion,
-    open_distillation,
-    plan_of,
-    put_in_kernels,
-)
+from linearize.jobs.convert import OPEN, longest_input, open_conversion, plan_of, put_in_kernels
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import Opened, open_tuning
 from linearize.jobs.longdoc import open_longdoc, steps
@@ -45,7 +38,6 @@ from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
-from linearize.modeling.plan import Plan
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.loop import AlignResult, align
 from linearize.training.stage_one.config import DistillConfig
@@ -256,25 +248,19 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
     # This refuses unknown names; nothing is opened before the first step.
     with reporter(job.report_to, job.target()):
         pass
-    base, teacher = None, None
-    if isinstance(job, ConvertJob):
-        context, base = open_conversion(job, on_event)
-    elif isinstance(job, DistillJob):
-        context, _ = open_distillation(job, on_event)
-    else:
-        context, teacher = open_alignment(job, on_event)
+    context = OPEN[type(job)](job, on_event)
     model, source = context.loaded.model, context.source
     trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
     if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
         how = WITHOUT_NATIVE
-    if isinstance(job, ConvertJob) and job.kernel == AUTO and base is not None:
-        trial.run("the search", lambda: [_search(context, job, base)])
+    if isinstance(job, ConvertJob) and job.kernel == AUTO:
+        trial.run("the search", lambda: [_search(context, job)])
         how += SEARCHED
     if source is not None and isinstance(job, StageOneJob) and job.distill.steps:
         trial.run("stage one", lambda: _trained(context, job.distill))
     alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
     if alignment is not None and alignment.steps:
-        trial.run("the alignment", lambda: _trained(context, alignment, teacher))
+        trial.run("the alignment", lambda: _trained(context, alignment))
     disk = size_of(model)
     if job.keeps_states:
         # Each state has weights, the best weights and two moments; while one is written there is one more than `keep`.
@@ -285,20 +271,21 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
     return trial.bill(context.target, "none is read" if source is None else source.description, length, disk, how)
 
 
-def _search(context: Context, job: ConvertJob, base: Plan) -> StageBill:
+def _search(context: Context, job: ConvertJob) -> StageBill:
     """Return the cost of the search from a short one, and carry out its plan for the stages that follow."""
     config, seconds, start = job.search, [0.0], time.perf_counter()
     result = search(
         context.loaded.model,
         context.source,
         replace(config, **NO_STATES, steps=min(TIMED_IN_SEARCH, config.steps)),
-        plan=base,
+        plan=context.plan,
         max_length=longest_input(job, context.loaded),
         on_step=lambda report: seconds.append(report.seconds),
         on_event=context.on_event,
     )
     wall = time.perf_counter() - start
-    put_in_kernels(context, result.plan)
+    context.plan = result.plan
+    put_in_kernels(context)
     timed = len(seconds) - 1
     step = (seconds[-1] - seconds[0]) / timed
     training = (config.steps - timed) * step
@@ -307,14 +294,12 @@ def _search(context: Context, job: ConvertJob, base: Plan) -> StageBill:
     return StageBill("the search", config.steps, rows, step, timed, 0, whole)
 
 
-def _trained(
-    context: Context, config: DistillConfig | AlignConfig, teacher: PreTrainedModel | None = None
-) -> list[StageBill]:
+def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[StageBill]:
     """Run a few steps of stage one, or of each phase of the alignment, and extrapolate the cost of the whole stage."""
     run: Callable[..., DistillResult | AlignResult] = distill
     phases: list[tuple[str, Any, int]] = [("stage one", config, config.steps)]
     if isinstance(config, AlignConfig):
-        run = functools.partial(align, teacher=teacher)
+        run = functools.partial(align, teacher=context.teacher)
         phases = [
             (f"alignment, {phase}", replace(config, blockwise=float(phase == BLOCKWISE)), steps)
             for phase, steps in config.phases()
@@ -413,9 +398,9 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
 
         trial.run("the original's tuning", lambda: tuned("the original", original))
         if job.distill_steps:
-            trial.run("stage one", lambda: _trained(open_conversion(conversion, on_event)[0], conversion.distill))
+            trial.run("stage one", lambda: _trained(open_conversion(conversion, on_event), conversion.distill))
         if job.align_steps:
-            trial.run("the alignment", lambda: _trained(open_conversion(longer, ignore)[0], alignment.align))
+            trial.run("the alignment", lambda: _trained(open_conversion(longer, ignore), alignment.align))
         trial.run("the linear model's tuning", lambda: tuned("the linear model", replace(linear, model=job.model), put))
     if not trial.problem:
         rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2

@@ -14,7 +14,6 @@ from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
-from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.jobs.advice import add_command, after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
@@ -87,15 +86,13 @@ class Opened:
         work: the folder of the trainer's checkpoints.
         earlier: the checkpoint's log.
         model: the model with the task's head, on its device.
-        processor: tokenizer or image processor.
-        data: the task's rows, with some of the training rows held out.
+        data: the task's rows and their processor, with some of the training rows held out.
         teacher: the tuned softmax model, or None.
     """
 
     work: Path
     earlier: list[dict[str, object]]
     model: PreTrainedModel
-    processor: Processor
     data: TaskData
     teacher: PreTrainedModel | None
 
@@ -134,7 +131,7 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
         teacher = load_teacher(job.teacher, data, model, processor, data_options.max_length)
     check_trainable(model, data, job.tune)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
-    return Opened(work, earlier, model, processor, data, teacher)
+    return Opened(work, earlier, model, data, teacher)
 
 
 def _adapter_of(job: TuneJob) -> str | None:
@@ -164,10 +161,9 @@ def _save(job: TuneJob, opened: Opened, result: TuneResult) -> None:
     files |= {f"{ADAPTER}/{name}": content for name, content in (result.adapter or {}).items()}
     section = getattr(opened.model.config, "linearize", None) or {}
     stage = {"finetuning": record, **add_command(section.get("provenance") or {})}
+    processor = opened.data.type.processor
     try:
-        save_model(
-            opened.model, job.target(), opened.processor, overwrite=job.overwrite, stage=stage, extra_files=files
-        )
+        save_model(opened.model, job.target(), processor, overwrite=job.overwrite, stage=stage, extra_files=files)
     except CheckpointError as error:
         if last_checkpoint(opened.work) is None:
             raise

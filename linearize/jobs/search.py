@@ -15,10 +15,8 @@ from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
 from linearize.kernel_search.candidates import parse_candidates
-from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
 from linearize.kernel_search.result import SearchResult, write_plot
-from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main, under_fsdp
 
 
@@ -48,11 +46,11 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
         local_as_full=job.local_as_full,
         example_inputs=inputs,
     )
-    context = Context(job, loaded, on_event, example_inputs=inputs)
+    context = Context(job, loaded, base, on_event)
     open_data(context, job.distill_length, "a kernel by name to `linearize convert`, with --distill-steps 0")
     if is_main():
         clear_states(job)
-    result = choose_plan(context, job.search, base, job.max_length)
+    result = choose_plan(context, job.max_length)
     if is_main():
         if job.plot is not None:
             write_plot(result, job.plot)
@@ -73,13 +71,11 @@ def check_search(job: SearchJob | ConvertJob) -> None:
         check_plan_target(job.plan_out, overwrite=job.overwrite)
 
 
-def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: int | None) -> SearchResult:
+def choose_plan(context: Context, max_length: int | None) -> SearchResult:
     """Search, and write the plan if a file was named; Ctrl-C keeps the best plan so far.
 
     Args:
-        context: the running job; its model and data are open.
-        config: options of the search.
-        base: the plan whose converted layers are searched.
+        context: the running job; its model and data are open, and the converted layers of its plan are searched.
         max_length: longest input that the result must take.
     """
     job = context.job
@@ -88,8 +84,8 @@ def choose_plan(context: Context, config: SearchConfig, base: Plan, max_length: 
         result = search(
             context.loaded.model,
             context.source,
-            config,
-            plan=base,
+            job.search,
+            plan=context.plan,
             max_length=max_length,
             on_step=lambda report: context.on_event(StepDone(report)),
             on_event=context.on_event,

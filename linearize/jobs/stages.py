@@ -51,11 +51,13 @@ class Context:
     Attributes:
         job: the options.
         loaded: the model with its processor.
+        plan: the plan of its conversion.
         on_event: called with every event.
         provenance: the checkpoint's record of how it was made.
         earlier: the log of the checkpoint that the job started from.
         source: the data; None if nothing is trained.
         positions: how positions were extended, or None.
+        teacher: the model to align with; None if it is the checkpoint's own softmax.
         example_inputs: inputs for trial runs, if the job names a file of them.
         searched: result of the search for a plan, or None.
         distillation: result of stage one, or None.
@@ -67,11 +69,13 @@ class Context:
 
     job: AnyJob
     loaded: Loaded
+    plan: Plan
     on_event: Callback
     provenance: dict[str, Any] = field(default_factory=dict)
     earlier: list[dict[str, object]] = field(default_factory=list)
     source: Any = None
     positions: PositionReport | None = None
+    teacher: PreTrainedModel | None = None
     example_inputs: Mapping[str, Tensor] | None = None
     searched: SearchResult | None = None
     distillation: DistillResult | None = None
@@ -171,12 +175,13 @@ def run_stage_one(context: Context, config: DistillConfig) -> None:
         context.merit = kernel_merit(context.loaded.model, context.source.holdout_batches())
 
 
-def run_alignment(context: Context, config: AlignConfig, teacher: PreTrainedModel | None = None) -> None:
-    """Train the whole model to match a teacher; None: its own softmax."""
+def run_alignment(context: Context, config: AlignConfig) -> None:
+    """Train the whole model to match its teacher."""
     if pools_first(context.loaded.embedder):
         config = replace(config, pooling="first")
     with _reporter(context, "alignment") as on_step:
-        context.alignment = align(context.loaded.model, context.source, config, teacher=teacher, on_step=on_step)
+        model, teacher = context.loaded.model, context.teacher
+        context.alignment = align(model, context.source, config, teacher=teacher, on_step=on_step)
     context.on_event(Aligned(context.alignment))
 
 

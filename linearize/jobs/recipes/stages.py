@@ -139,7 +139,7 @@ class Runner:
 
     def __init__(self, recipe: Recipe, folder: Path, device: str, on_event: Callback) -> None:
         self.recipe, self.folder, self.device, self.on_event = recipe, folder, device, on_event
-        self._opened: tuple[object, tuple[TaskData, Processor]] | None = None
+        self._opened: dict[object, TaskData] = {}
 
     def run(self, stage: Stage) -> None:
         """Run a stage, unless its result exists."""
@@ -148,19 +148,19 @@ class Runner:
             with claim(target):
                 {"tune": self._tune, "convert": self._convert, "measure": self._measure}[stage.do](stage, target)
 
-    def _data(self, job: Job, seed: int) -> tuple[TaskData, Processor]:
-        """Return a task's rows and their processor; the most recent ones are cached for the next stage."""
+    def _data(self, job: Job, seed: int) -> TaskData:
+        """Return a task's rows; the most recent ones are cached for the next stage."""
         key = (job.name, seed, job.rows)
-        if self._opened is None or self._opened[0] != key:
-            data, processor = open_job(self.recipe.model, job, seed)
-            self.on_event(DataOpened(data.description))
-            self._opened = (key, (data, processor))
-        return self._opened[1]
+        if key not in self._opened:
+            self._opened = {key: open_job(self.recipe.model, job, seed)}
+            self.on_event(DataOpened(self._opened[key].description))
+        return self._opened[key]
 
     def _tune(self, stage: Stage, target: Path) -> None:
         assert stage.tune is not None
         job = stage.job
-        data, processor = self._data(job, stage.seed)
+        data = self._data(job, stage.seed)
+        processor = data.type.processor
         config = dataclasses.replace(stage.tune, seed=stage.seed)
         model = move(self._load(stage, data, new_head=True), self.device)
         check_length(model, job.task, job.rows.max_length)
@@ -194,7 +194,7 @@ class Runner:
             return load_for_task(str(self.folder / stage.base.folder), data, new_head=new_head, seed=stage.seed)
         if model.pretrained:
             return load_for_task(model.checkpoint, data, new_head=new_head, seed=stage.seed, changes=job.config)
-        _, processor = self._data(job, stage.seed)
+        processor = data.type.processor
         config = _sized(job.config, processor, job.rows.max_length)
         fresh = fresh_model(config, data.task, data.num_labels, seed=stage.seed, matching_keys=model.matching_keys)
         fit_tokenizer(fresh, processor)
@@ -208,9 +208,9 @@ class Runner:
             return job if length is None else job.reading(max_length=min(length, stage.longest))
 
         stage_one = reading(job.distil.max_length)
-        data, processor = self._data(stage_one, seed)
+        data = self._data(stage_one, seed)
         model = self._load(stage, data, new_head=False)
-        processor = lengthen(model, processor, row)
+        processor = lengthen(model, data.type.processor, row)
         check_length(model, job.task, stage_one.rows.max_length)
         model = move(convert(model, row, seed), self.device)
         batches = batches_of(data, job.distil, seed)
@@ -225,8 +225,7 @@ class Runner:
         lines = log_lines(STAGE_ONE, result.history)
         provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
         if job.align.steps and row.align:
-            data, _ = self._data(reading(job.align.max_length), seed)
-            batches = batches_of(data, job.align, seed)
+            batches = batches_of(self._data(reading(job.align.max_length), seed), job.align, seed)
             options = dataclasses.replace(job.align, seed=seed)
             aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
             provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
@@ -236,7 +235,7 @@ class Runner:
 
     def _measure(self, stage: Stage, target: Path) -> None:
         base = self.recipe.model.checkpoint if stage.base is None else str(self.folder / stage.base.folder)
-        data, _ = self._data(stage.job, stage.seed)
+        data = self._data(stage.job, stage.seed)
         model = move(load_for_task(base, data), self.device).eval()
         beyond_training(model, data.task, stage.job.rows.max_length)
         start = time.perf_counter()
@@ -296,8 +295,8 @@ def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:
     )
 
 
-def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
-    """Open a task's data and return its rows and their processor: the checkpoint's, or one made for the data.
+def open_job(model: Model, job: Job, seed: int) -> TaskData:
+    """Open a task's data and return its rows, made with the checkpoint's processor, or with one made for the data.
 
     Raises:
         ConfigError: if a model from scratch has no tokenizer or image size.
@@ -319,7 +318,7 @@ def open_job(model: Model, job: Job, seed: int) -> tuple[TaskData, Processor]:
         processor = ViTImageProcessor(size={"height": size, "width": size})
     elif processor is None:
         processor = _tokenizer_for(model, job, given)
-    return prepare(job.task, processor, dataclasses.replace(job.rows, seed=seed), data=given), processor
+    return prepare(job.task, processor, dataclasses.replace(job.rows, seed=seed), data=given)
 
 
 def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTokenizerBase:

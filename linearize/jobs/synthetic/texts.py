@@ -79,57 +79,50 @@ class Articles(MadeSet):
     seed: int = option(0, "seed for choosing the articles to measure on")
 
     def make(self, source: str = "") -> Rows:
-        """Join the lines of both splits into articles -> rows with `text`."""
-        return open_alike(self, self.joined(source))
+        """Join the lines of both splits into articles -> rows with `text`.
+
+        With `opening`, both halves of every article begin with the same words, like contracts, reports or mails of one
+        company. The words are the first ones of the first training article, which is left out. Task `retrieval` cuts
+        articles in the middle, where the words are repeated.
+
+        Raises:
+            DataError: if that article has too few words, or is the only one.
+        """
+        splits = self.joined(source)
+        if not self.opening:
+            return splits
+        first, *train = splits["train"]
+        opening = first["text"].split()[: self.opening]
+        if len(opening) < self.opening or not train:
+            raise DataError(
+                f"articles: got {len(splits['train'])} training articles, the first of {len(first['text'].split())} "
+                f"words, expected another article and an opening of {self.opening} words; lower opening"
+            )
+
+        def opened(row: dict[str, str]) -> dict[str, str]:
+            words = row["text"].split()
+            middle = len(words) // 2
+            return {"text": " ".join([*opening, *words[:middle], *opening, *words[middle:]])}
+
+        return {split: [opened(row) for row in rows] for split, rows in {**splits, "train": train}.items()}
 
     def joined(self, source: str) -> dict[str, list[dict[str, str]]]:
-        """Return the articles of both splits."""
+        """Return the articles of both splits; with `held`, a share of all articles is the one to measure on.
+
+        Raises:
+            DataError: if one of the splits would be empty.
+        """
         lines = texts_of(source, self.text_column, 0)
-        return resplit(self, {split: articles(self, column) for split, column in lines.items()})
-
-
-def resplit(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
-    """Hold out a share of all articles to measure on, if `held` is given; otherwise keep the splits.
-
-    Raises:
-        DataError: if one of the splits would be empty.
-    """
-    if config.held is None:
-        return dict(splits)
-    everything = [row for rows in splits.values() for row in rows]
-    order = np.random.default_rng(config.seed).permutation(len(everything))
-    count = round(config.held * len(everything))
-    if not 0 < count < len(everything):
-        raise DataError(f"articles: got {len(everything)} articles, too few to hold out a share of {config.held}")
-    held, kept = (np.sort(part) for part in (order[:count], order[count:]))
-    return {"train": [everything[n] for n in kept], "validation": [everything[n] for n in held]}
-
-
-def open_alike(config: Articles, splits: Mapping[str, list[dict[str, str]]]) -> dict[str, list[dict[str, str]]]:
-    """Begin both halves of every article with the same words, like contracts, reports or mails of one company.
-
-    The words are the first ones of the first training article, which is left out. Task `retrieval` cuts articles in the
-    middle, where the words are repeated. Without `opening` nothing is changed.
-
-    Raises:
-        DataError: if that article has too few words, or is the only one.
-    """
-    if not config.opening:
-        return dict(splits)
-    first, *train = splits["train"]
-    opening = first["text"].split()[: config.opening]
-    if len(opening) < config.opening or not train:
-        raise DataError(
-            f"articles: got {len(splits['train'])} training articles, the first of {len(first['text'].split())} words, "
-            f"expected another article and an opening of {config.opening} words; lower opening"
-        )
-
-    def opened(row: dict[str, str]) -> dict[str, str]:
-        words = row["text"].split()
-        middle = len(words) // 2
-        return {"text": " ".join([*opening, *words[:middle], *opening, *words[middle:]])}
-
-    return {split: [opened(row) for row in rows] for split, rows in {**splits, "train": train}.items()}
+        splits = {split: articles(self, column) for split, column in lines.items()}
+        if self.held is None:
+            return splits
+        everything = [row for rows in splits.values() for row in rows]
+        order = np.random.default_rng(self.seed).permutation(len(everything))
+        count = round(self.held * len(everything))
+        if not 0 < count < len(everything):
+            raise DataError(f"articles: got {len(everything)} articles, too few to hold out a share of {self.held}")
+        held, kept = (np.sort(part) for part in (order[:count], order[count:]))
+        return {"train": [everything[n] for n in kept], "validation": [everything[n] for n in held]}
 
 
 def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, str]]:
