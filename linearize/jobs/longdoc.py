@@ -181,17 +181,15 @@ def tuning_job(job: LongdocJob, model: str, target: Path, length: int) -> TuneJo
         new_head=True,
         device=job.device,
         data=replace(job.rows, max_length=length, seed=job.seed),
-        tune=replace(in_batches(job.tune, length, job.batch_tokens, job.seed), save_every=job.save_every),
+        tune=replace(in_batches(job.tune, length, job.batch_tokens), seed=job.seed, save_every=job.save_every),
     )
 
 
-def in_batches(tune: TuneConfig, length: int, batch_tokens: int, seed: int) -> TuneConfig:
+def in_batches(tune: TuneConfig, length: int, batch_tokens: int) -> TuneConfig:
     """Return the options with the same rows per optimizer step, in batches of at most `batch_tokens` tokens."""
     most = max(1, min(tune.batch_size, batch_tokens // length))
     rows = max(rows for rows in range(1, most + 1) if tune.batch_size % rows == 0)
-    return replace(
-        tune, batch_size=rows, gradient_accumulation=tune.batch_size // rows, eval_batch_size=rows, seed=seed
-    )
+    return replace(tune, batch_size=rows, gradient_accumulation=tune.batch_size // rows, eval_batch_size=rows)
 
 
 def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, object]:

@@ -210,7 +210,8 @@ class Runner:
         stage_one = reading(job.distil.max_length)
         data = self._data(stage_one, seed)
         model = self._load(stage, data, new_head=False)
-        processor = lengthen(model, data.type.processor, row)
+        processor = data.type.processor
+        lengthen(model, processor, row)
         check_length(model, job.task, stage_one.rows.max_length)
         model = move(convert(model, row, seed), self.device)
         batches = batches_of(data, job.distil, seed)
@@ -269,16 +270,15 @@ def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
     return RowBatches(train, split.selection, data.collate, data.digest, options.batch_size, options.holdout, seed)
 
 
-def lengthen(model: PreTrainedModel, processor: Processor, row: Row) -> Processor:
-    """Extend a model's positions to the length of its row of the table, and return a processor of that length.
+def lengthen(model: PreTrainedModel, processor: Processor, row: Row) -> None:
+    """Extend a model's positions, and its processor, to the length of its row of the table, in place.
 
     Raises:
         ConfigError: if the model's positions cannot be extended.
     """
     most, length = current_length(model), row.rows.get("max_length")
-    if not isinstance(length, int) or most is None or length <= most:
-        return processor
-    return extend_processor(processor, extend_positions(model, length, method=row.positions), model)
+    if isinstance(length, int) and most is not None and length > most:
+        extend_processor(processor, extend_positions(model, length, method=row.positions), model)
 
 
 def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:

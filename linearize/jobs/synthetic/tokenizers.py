@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,13 +30,10 @@ def make_tokenizer(
         segments: whether rows have `token_type_ids` (1 in a pair's second text), for models that embed them.
 
     Raises:
-        UnknownNameError: for an unknown kind.
         ConfigError: if the vocabulary is too small.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if kind not in KINDS:
-        raise unknown_name("tokenizer", kind, KINDS)
     if size is not None and size <= len(SPECIAL) + 256 * (kind != "words"):
         raise ConfigError(f"tokenizer: got a vocabulary of {size}, expected more than its special tokens and bytes")
     if kind == "words":
