@@ -26,7 +26,9 @@ from linearize.jobs import stages
 from linearize.jobs.advice import Findings, after_training
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, Job, StageOneJob, check_preset
 from linearize.jobs.events import Callback, Concluded, Noted, Planned, Saved, Started, ignore
+from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
+from linearize.kernel_search.windows import choose_windows
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.loop import AlignResult
@@ -84,8 +86,6 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
         context = open_conversion(job, on_event)
         stages.make_room(context)
         if job.kernel == AUTO:
-            from linearize.jobs.search import choose_plan
-
             result = choose_plan(context, longest_input(job, context.loaded))
             context.provenance["search"] = finite(result.to_dict())
             context.plan = result.plan
@@ -166,8 +166,6 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
         context.plan = apply_file(loaded.model, decided, file, longest_input(job, loaded))
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     if job.chooses_windows:
-        from linearize.kernel_search.windows import choose_windows
-
         stages.open_data(context, shorter, "a number to --window")
         on_event(Started("choosing the windows"))
         chosen = choose_windows(loaded.model, context.source, context.plan)
@@ -199,8 +197,6 @@ def check_kernel(job: ConvertJob) -> None:
     if job.plan is not None:
         read_plan(job.plan)
     elif job.kernel == AUTO:
-        from linearize.jobs.search import check_search
-
         check_search(job)
     elif job.kernel is not None:
         make_config(kernel_info(job.kernel), job.kernel_args)

@@ -117,18 +117,15 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
     check_work(work, resume=job.resume, overwrite=job.overwrite)
     # A damaged log is refused before the first slow step; the output may be the same folder.
     earlier = read_log(job.model)
-    processor = load_processor(job.model, job.task.modality)
-    data = prepare(job.task, processor, data_options, data=job.dataset)
+    data = prepare(job.task, load_processor(job.model, job.task.modality), data_options, data=job.dataset)
     on_event(DataOpened(data.description))
     model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed)
     if change is not None:
         change(model)
     model = move(model, device)
-    if (note := fit_positions(model, processor, job.task, data_options.max_length)) is not None:
+    if (note := fit_positions(model, data.type.processor, job.task, data_options.max_length)) is not None:
         on_event(Noted(note))
-    teacher = None
-    if job.teacher is not None:
-        teacher = load_teacher(job.teacher, data, model, processor, data_options.max_length)
+    teacher = None if job.teacher is None else load_teacher(job.teacher, data, model)
     check_trainable(model, data, job.tune)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
     return Opened(work, earlier, model, data, teacher)

@@ -304,10 +304,10 @@ def tuned(bert, glue, tmp_path):
     return finetune_checkpoint(job)[0]
 
 
-def refused(name, data, folder, length=16):
+def refused(name, data, folder):
     student = linearize.convert(load_for_task(folder, data), "hedgehog")
     with pytest.raises((ConfigError, CheckpointError)) as caught:
-        load_teacher(str(name), data, student, load_processor(folder, "text"), length)
+        load_teacher(str(name), data, student)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -317,11 +317,13 @@ def test_teachers_that_are_refused(bert, gpt2, glue, tmp_path, tuned):
 
     data = data_for("mrpc", bert, glue)
     student = linearize.convert(load_for_task(bert, data), "hedgehog")
-    assert not any(p.requires_grad for p in load_teacher(str(tuned), data, student, word_tokenizer(), 16).parameters())
+    assert not any(p.requires_grad for p in load_teacher(str(tuned), data, student).parameters())
 
     assert "no trained head for task mrpc; tune it first" in refused(bert, data, bert)
     assert "does not exist" in refused(tmp_path / "nowhere", data, bert)
-    assert "takes at most 32 tokens, but rows have up to 64" in refused(tuned, data, bert, 64)
+    assert "takes at most 32 tokens, but rows have up to 64" in refused(
+        tuned, data_for("mrpc", bert, glue, replace(SHORT, max_length=64)), bert
+    )
     assert "tuned for task mrpc, expected one tuned for cola" in refused(tuned, data_for("cola", bert, glue), bert)
     assert "expected one tuned for stsb" in refused(tuned, data_for("stsb", bert, glue), bert)
 
@@ -344,7 +346,7 @@ def test_teachers_that_are_refused(bert, gpt2, glue, tmp_path, tuned):
     turned = {"id2label": {0: "equivalent", 1: "not_equivalent"}, "label2id": {"equivalent": 0, "not_equivalent": 1}}
     labels = BertConfig(hidden_size=16, num_hidden_layers=2, **sizes, **turned)
     folder = other("turned", BertForSequenceClassification(labels).eval())
-    taught = load_teacher(str(folder), data, linearize.convert(load_for_task(bert, data)), word_tokenizer(), 16)
+    taught = load_teacher(str(folder), data, linearize.convert(load_for_task(bert, data)))
     ids = torch.tensor([[2, 5, 6, 3]])
     # Its outputs are put into the order of the task.
     turned_logits = BertForSequenceClassification.from_pretrained(folder)(ids).logits

@@ -160,14 +160,12 @@ class Runner:
         assert stage.tune is not None
         job = stage.job
         data = self._data(job, stage.seed)
-        processor = data.type.processor
         config = dataclasses.replace(stage.tune, seed=stage.seed)
         model = move(self._load(stage, data, new_head=True), self.device)
         check_length(model, job.task, job.rows.max_length)
         teacher = None
         if stage.teacher is not None:
-            checkpoint = str(self.folder / stage.teacher.folder)
-            teacher = load_teacher(checkpoint, data, model, processor, job.rows.max_length)
+            teacher = load_teacher(str(self.folder / stage.teacher.folder), data, model)
         work = self.folder / ".work" / stage.folder
         result = finetune(
             model,
@@ -183,7 +181,7 @@ class Runner:
         record = tuning_record(data, config, result, None if teacher is None else SOFTMAX)
         earlier = [] if stage.base is None else read_log(self.folder / stage.base.folder)
         files = tuning_files(record, result, earlier) | _record_file(record)
-        save_model(model, target, processor, stage={"finetuning": record}, extra_files=files)
+        save_model(model, target, data.type.processor, stage={"finetuning": record}, extra_files=files)
         with contextlib.suppress(CheckpointError, OSError):
             remove_work(work)
 
@@ -210,8 +208,7 @@ class Runner:
         stage_one = reading(job.distil.max_length)
         data = self._data(stage_one, seed)
         model = self._load(stage, data, new_head=False)
-        processor = data.type.processor
-        lengthen(model, processor, row)
+        lengthen(model, data.type.processor, row)
         check_length(model, job.task, stage_one.rows.max_length)
         model = move(convert(model, row, seed), self.device)
         batches = batches_of(data, job.distil, seed)
@@ -232,7 +229,7 @@ class Runner:
             provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
             lines = log_lines(ALIGNMENT, aligned.history, lines)
         files = _record_file(record) | log_file(STAGE_TWO, [], lines)
-        save_model(model, target, processor, stage=provenance, extra_files=files)
+        save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
 
     def _measure(self, stage: Stage, target: Path) -> None:
         base = self.recipe.model.checkpoint if stage.base is None else str(self.folder / stage.base.folder)

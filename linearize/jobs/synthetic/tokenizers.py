@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
 from linearize.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 PAD, UNKNOWN, START, BETWEEN, MASK, END = "<pad>", "<unk>", "<cls>", "<sep>", "<mask>", "</s>"
@@ -32,20 +33,16 @@ def make_tokenizer(
     Raises:
         ConfigError: if the vocabulary is too small.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     if size is not None and size <= len(SPECIAL) + 256 * (kind != "words"):
         raise ConfigError(f"tokenizer: got a vocabulary of {size}, expected more than its special tokens and bytes")
     if kind == "words":
         made = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        learner: trainers.WordLevelTrainer | trainers.BpeTrainer = trainers.WordLevelTrainer(
-            vocab_size=size or 10_000_000, special_tokens=list(SPECIAL)
-        )
+        counter = trainers.WordLevelTrainer(vocab_size=size or 10_000_000, special_tokens=list(SPECIAL))
         # A special token in the texts, such as WikiText's <unk>, would leave a gap in the token ids, and the last id
         # would be outside the embedding.
         plain = (" ".join(word for word in text.split() if word not in SPECIAL) for text in texts)
-        made.train_from_iterator(plain, learner)
+        made.train_from_iterator(plain, counter)
         return wrap(made, framed, segments)
     made = Tokenizer(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -61,8 +58,6 @@ def make_tokenizer(
 
 def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrainedTokenizerBase:
     """Build a tokenizer with a known vocabulary, whose tokens are separated by spaces."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *tokens])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -71,7 +66,6 @@ def fixed_tokenizer(tokens: Sequence[str], *, framed: bool = True) -> PreTrained
 
 def wrap(made: Tokenizer, framed: bool, segments: bool = False) -> PreTrainedTokenizerBase:
     """Wrap a tokenizer for transformers; if framed, it produces `<cls> a` and `<cls> a <sep> b`."""
-    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     if framed:

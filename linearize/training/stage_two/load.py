@@ -335,17 +335,13 @@ PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
 """A text that tokenizers with the same vocabulary but different rules split differently."""
 
 
-def load_teacher(
-    name: str, data: TaskData, student: PreTrainedModel, processor: Processor, max_length: int
-) -> PreTrainedModel:
+def load_teacher(name: str, data: TaskData, student: PreTrainedModel) -> PreTrainedModel:
     """Load a tuned softmax model as the teacher of a student.
 
     Args:
         name: folder or Hub name.
-        data: the task's rows.
+        data: the task's rows, made with the student's tokenizer or image processor.
         student: the model that is tuned, converted or not.
-        processor: the student's tokenizer or image processor.
-        max_length: tokens per row.
 
     Returns:
         The teacher, frozen, in evaluation mode, on the student's device.
@@ -356,10 +352,11 @@ def load_teacher(
         CheckpointError: if it cannot be loaded.
     """
     check_tuned(name, data)
-    check_processor(name, load_processor(name, data.task.modality), processor)
+    check_processor(name, load_processor(name, data.task.modality), data.type.processor)
     teacher = load_for_task(name, data)
     check_teacher(teacher, student)
-    check_length(teacher, data.task, max_length, called="the teacher", otherwise="tune without a teacher")
+    length = data.type.options.max_length
+    check_length(teacher, data.task, length, called="the teacher", otherwise="tune without a teacher")
     if getattr(teacher.config, "pad_token_id", 0) is None:
         teacher.config.pad_token_id = student.config.pad_token_id
     return freeze(teacher, student)
