@@ -134,7 +134,17 @@ def open_longdoc(job: LongdocJob, on_event: Callback) -> tuple[LongdocJob, TaskD
 def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:
     """Return the jobs that precede the comparison, in order, each with its folder and title."""
     short, long = lengths.original, lengths.linear
-    distilled_at = min(job.distill_length or short, long)
+    distilled_at, aligned_at = min(job.distill_length or short, long), min(job.align_length or long, long)
+    file, columns, texts = write_texts(job, work)
+    shared = {
+        "dataset": str(file),
+        "text_column": columns,
+        "holdout": max(1, min(32, texts // 10)),
+        "seed": job.seed,
+        "device": job.device,
+        "save_every": job.save_every,
+        "resume": True,
+    }
     conversion = ConvertJob.of(
         model=job.model,
         **job.attention(),
@@ -143,16 +153,17 @@ def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str,
         distill_steps=job.distill_steps,
         distill_length=distilled_at,
         align_steps=0,
-        **_training(job, work, lengths, distilled_at),
+        batch_size=rows_of_tokens(job.batch_tokens, min(distilled_at, lengths.longest)),
         output=str(work / CONVERTED),
+        **shared,
     )
-    aligned_at = min(job.align_length or long, long)
     alignment = AlignJob.of(
         model=str(work / CONVERTED),
         length=aligned_at,
         steps=job.align_steps,
-        **_training(job, work, lengths, aligned_at),
+        batch_size=rows_of_tokens(job.batch_tokens, min(aligned_at, lengths.longest)),
         output=str(work / ALIGNED),
+        **shared,
     )
     base = str(work / (ALIGNED if job.align_steps else CONVERTED))
     return [
@@ -190,22 +201,6 @@ def in_batches(tune: TuneConfig, length: int, batch_tokens: int) -> TuneConfig:
     most = max(1, min(tune.batch_size, batch_tokens // length))
     rows = max(rows for rows in range(1, most + 1) if tune.batch_size % rows == 0)
     return replace(tune, batch_size=rows, gradient_accumulation=tune.batch_size // rows, eval_batch_size=rows)
-
-
-def _training(job: LongdocJob, work: Path, lengths: Lengths, length: int) -> dict[str, object]:
-    """Return the options that stage one and the alignment share: the training texts, batches, and states."""
-    file, columns, texts = write_texts(job, work)
-    rows = rows_of_tokens(job.batch_tokens, min(length, lengths.longest))
-    return {
-        "dataset": str(file),
-        "text_column": columns,
-        "batch_size": rows,
-        "holdout": max(1, min(32, texts // 10)),
-        "seed": job.seed,
-        "device": job.device,
-        "save_every": job.save_every,
-        "resume": True,
-    }
 
 
 def compare(

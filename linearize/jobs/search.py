@@ -37,14 +37,13 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
     if is_main():
         check_states(job)
     loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
-    inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
     base = plan(
         loaded.model,
         CARRIER,
         keep_softmax=job.keep_softmax,
         seed=job.seed,
         local_as_full=job.local_as_full,
-        example_inputs=inputs,
+        example_inputs=None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model),
     )
     context = Context(job, loaded, base, on_event)
     open_data(context, job.distill_length, "a kernel by name to `linearize convert`, with --distill-steps 0")
