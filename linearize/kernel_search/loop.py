@@ -297,20 +297,11 @@ class _Search(Run):
         self.on_event(Started("trying plans on the whole model"))
         choices = [plain, *self.table.uniform(self.limit)]
         if not self._late():
-            self._weigh()
+            self.whole.weigh(self.table, tuple(map(self.table.best_of, self.table.rows)))
             weighed = self.table.best(self.limit, self.config.softmax_layers)
             choices = [weighed or plain, *choices]
         self.best = min(zip(self.whole.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
         return self.best
-
-    def _weigh(self) -> None:
-        """Set each layer's weight: the whole model's error with only this layer replaced, over the layer's own."""
-        everywhere = [SOFTMAX] * len(self.table.rows)
-        labels = [self.table.best_of(number) for number in self.table.rows]
-        alone = [(*everywhere[:place], label, *everywhere[place + 1 :]) for place, label in enumerate(labels)]
-        for (number, row), label, whole in zip(self.table.rows.items(), labels, self.whole.errors(alone), strict=True):
-            own = (row[label].error or 0.0) ** 2
-            self.table.weights[number] = whole.score / own if own > 0 else 0.0
 
     def _result(self, choice: Choice) -> SearchResult:
         """Measure the other plans of the table, save a last state, and return the result."""

@@ -119,16 +119,15 @@ class Table:
         return min((label for label in row if label in self.allowed), key=lambda label: (row[label].rank, label))
 
     def everywhere(self) -> list[str]:
-        """Return the labels to try in every layer: the reference, and those trained to the end in all layers."""
+        """Return the labels that may be chosen and were trained to the end in all layers; the reference comes first."""
         rows = self.rows.values()
-        full = [x for x in self.allowed if all(row[x].left and not row[x].diverged for row in rows)]
-        return list(dict.fromkeys([self.reference, *full]))
+        full = [x for x in self.allowed if all(x in row and row[x].left and not row[x].diverged for row in rows)]
+        return sorted(full, key=lambda label: label != self.reference)
 
     def uniform(self, limit: float) -> list[Choice]:
-        """Return the choices with one candidate in all layers that was trained to the end and meets the cost limit."""
-        labels = [label for label in self.everywhere() if label in self.allowed]
-        sound = [label for label in labels if not any(row[label].diverged for row in self.rows.values())]
-        return [choice for label in sound if self.cost(choice := (label,) * len(self.rows)) <= limit * TOLERANCE]
+        """Return the choices with one of these labels in all layers that meet the cost limit."""
+        choices = [(label,) * len(self.rows) for label in self.everywhere()]
+        return [choice for choice in choices if self.cost(choice) <= limit * TOLERANCE]
 
     def options(self, *, softmax: bool) -> list[list[Option]]:
         """Return the options of every layer: costs as shares of all layers' time, and weighted squared errors."""

@@ -21,7 +21,7 @@ from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
 from linearize.fidelity.teacher import body_of, softmax_output
-from linearize.kernel_search.table import Choice
+from linearize.kernel_search.table import Choice, Table
 from linearize.kernel_search.trainer import Candidates
 from linearize.modeling.plan import SOFTMAX
 from linearize.training.alignment.objective import FAR_BELOW, divergence, flat, is_regression, masked_rows, pooled
@@ -134,6 +134,19 @@ class WholeModel:
                 hidden, cosine / max(rows, 1), error / divisor if predictions.count else None
             )
         return [self.known[choice] for choice in choices]
+
+    def weigh(self, table: Table, labels: Choice) -> None:
+        """Set each layer's weight in a table: the error with only this layer replaced, over the layer's own.
+
+        Args:
+            table: a table with the errors of these candidates.
+            labels: the candidate of each layer.
+        """
+        softmax = (SOFTMAX,) * len(labels)
+        alone = [(*softmax[:place], label, *softmax[place + 1 :]) for place, label in enumerate(labels)]
+        for (number, row), label, whole in zip(table.rows.items(), labels, self.errors(alone), strict=True):
+            own = (row[label].error or 0.0) ** 2
+            table.weights[number] = whole.score / own if own > 0 else 0.0
 
     def _compare(self, replaced: Outputs, original: Outputs) -> Tensor:
         """Return a batch's sums: squared error of the hidden states, cosine, and error of the logits."""

@@ -30,7 +30,7 @@ from linearize.core.registry import SCALES, kernel_info, make_config
 from linearize.fidelity.teacher import run_body, softmax_output
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.loop import carrier_of
-from linearize.kernel_search.table import Choice, Option, choose
+from linearize.kernel_search.table import Choice, Entry, Table
 from linearize.kernel_search.trainer import Candidates, errors
 from linearize.kernel_search.whole import WholeModel
 from linearize.modeling.plan import LayerPlan, Plan
@@ -144,35 +144,18 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
             if label == reference[place] or (one.hybrid.window or 0) <= tokens // 2
         ]
         error = errors(carrier, candidates, keys, held_out, accelerator=accelerator)
+        # As in a search by time: the cost of a choice is its state, as a share of the reference's in all layers.
+        limit = sum(map(state_numbers, layers.values()))
+        entries: dict[int, dict[str, Entry]] = {number: {} for number in layers}
+        for number, label in keys:
+            entries[number][label] = Entry(state_numbers(options[number][label]), error[number, label])
+        table = Table(entries, dict.fromkeys(layers, 1 / limit), reference[0], labels)
+        plain = table.best(1.0, 0)
         whole = WholeModel(carrier, candidates, held_out, accelerator)
         whole.head = False
-        alone = [
-            ("softmax",) * n + (label,) + ("softmax",) * (len(layers) - n - 1) for n, label in enumerate(reference)
-        ]
-        weights = {
-            number: one.score / max(error[number, label] ** 2, 1e-30)
-            for number, label, one in zip(layers, reference, whole.errors(alone), strict=True)
-        }
-        limit = sum(state_numbers(layer) for layer in layers.values())
-
-        def best(weights: Mapping[int, float]) -> Choice | None:
-            rows = [
-                [
-                    Option(label, state_numbers(own[label]) / limit, weights.get(n, 1.0) * error[n, label] ** 2)
-                    for label in own
-                    if (n, label) in error
-                ]
-                for n, own in options.items()
-            ]
-            return choose(rows, 1.0)
-
-        everywhere = [(label,) * len(layers) for label in labels if all((n, label) in error for n in layers)]
-        cheap = [
-            choice
-            for choice in everywhere
-            if sum(state_numbers(own[label]) for own, label in zip(options.values(), choice, strict=True)) <= limit
-        ]
-        tried = [choice for choice in (best(weights), best({})) if choice is not None] + [reference, *cheap]
+        whole.weigh(table, reference)
+        weighed = table.best(1.0, 0)
+        tried = [choice for choice in (weighed, plain) if choice is not None] + [reference, *table.uniform(1.0)]
         results = whole.errors(tried)
     chosen = min(zip(results, tried, strict=True), key=lambda pair: pair[0].score)[1]
     why = {

@@ -141,13 +141,13 @@ def test_the_bill_of_a_search(place, capsys):
 
 @pytest.mark.usefixtures("given_costs")
 def test_ctrl_c_and_resume(place, capsys, monkeypatch):
-    from linearize.kernel_search.loop import _Search
+    from linearize.kernel_search.whole import WholeModel
 
     line = ("convert", "bert", *CONVERT, "--save-every", 2)
     whole = run(capsys, *line, "--output", "whole")
     assert whole[0] == 0
     with monkeypatch.context() as patch:
-        patch.setattr(_Search, "_weigh", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(WholeModel, "weigh", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         code, _, err = run(capsys, *line, "--output", "made")
     assert code == 130 and "linearize convert bert --plan made.plan.yaml" in err and "--resume" in err
     assert sorted(path.name for path in place.iterdir() if path.name.startswith("made")) == [
