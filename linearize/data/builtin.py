@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from linearize.core.errors import DataError
-from linearize.data.records import Example
+from linearize.data.records import Example, Records
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,7 +52,11 @@ def prose() -> tuple[str, ...]:
     Raises:
         DataError: If this Python was installed without its sources.
     """
-    texts = [*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))]
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # Some distributions leave it out.
+        topics = {}
+    texts = [*(topics[name] for name in sorted(topics)), *_docstrings(Path(sysconfig.get_path("stdlib")))]
     different = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
     if not different:
         raise DataError("this Python has no manual topics and no sources to take prose from; pass a dataset.")
@@ -79,14 +83,6 @@ def paragraphs(text: str) -> Iterator[str]:
             yield line
 
 
-def _topics() -> list[str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # Some distributions leave it out.
-        return []
-    return [topics[name] for name in sorted(topics)]
-
-
 def _docstrings(library: Path) -> Iterator[str]:
     for name in MODULES.split():
         file = library / f"{name}.py"
@@ -97,7 +93,7 @@ def _docstrings(library: Path) -> Iterator[str]:
                 yield ast.get_docstring(node) or ""
 
 
-class Crops:
+class Crops(Records):
     """Random crops of scikit-learn's two sample photographs (427 x 640), of varied scale and shape; half are mirrored.
 
     Crop ``i`` depends only on the seed and ``i``.
@@ -106,9 +102,6 @@ class Crops:
         count: How many crops there are.
         seed: Seed of their positions and sizes.
     """
-
-    names: tuple[str, ...] | None = None
-    skipped = 0
 
     def __init__(self, count: int, seed: int) -> None:
         from sklearn.datasets import load_sample_image

@@ -12,7 +12,7 @@ import numpy as np
 
 from linearize.core.errors import DataError
 from linearize.data.hub import cause
-from linearize.data.records import Example, RawImage, TableRecords, bytes_digest, named_labels
+from linearize.data.records import Example, RawImage, Records, TableRecords, bytes_digest, named_labels
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +33,7 @@ class ImageFile(NamedTuple):
     size: int
 
 
-class ImageFiles:
+class ImageFiles(Records):
     """Image files of a folder or of zip files, each read when it is needed.
 
     Args:
@@ -48,8 +48,6 @@ class ImageFiles:
     def __init__(self, files: list[ImageFile], labelled: bool, origin: str) -> None:
         self.files = files
         self.sizes = np.array([file.size for file in files], dtype=np.int64)
-        self.skipped = 0
-        self.names: tuple[str, ...] | None = None
         self._zips: dict[Path, ZipFile] = {}
         if labelled:
             loose = next((file for file in files if not file.inner.parent.name), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from linearize.core.heads import Modality, Processor
 from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
 from linearize.data.columns import class_names, column_kinds, find_pair, uniform
 from linearize.data.config import DataConfig
-from linearize.data.encode import ImageEncoder, TextEncoder, make_encoder
+from linearize.data.encode import TextEncoder, make_encoder
 from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import exists, looks_local, open_local
@@ -24,13 +23,8 @@ from linearize.data.source import MapFeed, Source, Split, split_off
 FETCH_ROWS = 1_000
 
 
-@dataclass(frozen=True)
-class Part:
-    """One opened data set of a mixture."""
-
-    data: Records
-    weight: float
-    origin: str
+Part = tuple[Records, str]
+"""One opened data set, and its name for messages."""
 
 
 def load_source(config: DataConfig, processor: Processor, modality: Modality) -> Source:
@@ -57,8 +51,12 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
     elif config.image_column:
         raise ConfigError("data: got image_column for a model that reads text; drop it.")
     encoder = make_encoder(processor, modality, config.max_length, config.packing)
-    parts, fallback = _open_all(config, modality)
-    records, weights = [part.data for part in parts], [part.weight for part in parts]
+    parts, fallback = [open_records(name, config, modality) for name, _ in config.sources], False
+    weights = [weight for _, weight in config.sources]
+    if not parts:
+        part, fallback = _open_default(config, modality)
+        parts, weights = [part], [1.0]
+    records = [part for part, _ in parts]
     holdout = config.held_out(sum(len(part.sizes) for part in records))
     split = split_off(records, weights, holdout, config.seed)
     if config.packing:
@@ -68,11 +66,14 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
         train = MapFeed(records, split.train, weights, config.seed)
         held = MapFeed(records, split.held, weights, config.seed)
     skipped = sum(part.skipped for part in records)
-    counted = f"{train.size:,} {_unit(config, encoder)} to train on, {held.size:,} held out"
+    unit = f"rows of {config.max_length} tokens" if config.packing else f"{modality}s"
+    counted = f"{train.size:,} {unit} to train on, {held.size:,} held out"
     counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
     counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
+    shares = [f"{weight / sum(weights):.0%} {origin}" for weight, (_, origin) in zip(weights, parts, strict=True)]
+    origin = f"mixture of {' and '.join(shares)}" if len(parts) > 1 else parts[0][1]
     return Source(
-        description=f"{_called(parts)}: {counted}",
+        description=f"{origin}: {counted}",
         fallback=fallback,
         num_train=train.size,
         num_holdout=held.size,
@@ -85,44 +86,36 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
     )
 
 
-def _open_all(config: DataConfig, modality: Modality) -> tuple[list[Part], bool]:
-    if config.sources:
-        return [open_records(name, config, modality, weight) for name, weight in config.sources], False
+def _open_default(config: DataConfig, modality: Modality) -> tuple[Part, bool]:
+    """Open the default data set on the Hub, or the built-in data when offline; tell whether it is the built-in data."""
     name = DEFAULT_TEXT if modality == "text" else DEFAULT_IMAGES
     reason = unreachable(name.partition(":")[0])
     if reason is None:
         try:
             table = load_hub(name, config.split, config.rows_read)
-            return [make_part([table], config, modality, _hub_origin(name, config))], False
+            return make_part([table], config, modality, _hub_origin(name, config)), False
         except DataError as error:
             if config.text_column or config.image_column or config.split != "train":
                 raise
             reason = str(error)
     if config.text_pair_column:
         raise DataError(f"got text_pair_column, which the built-in data does not have, and {reason}; pass a dataset.")
-    return [_builtin(config, modality, reason)], True
-
-
-def _builtin(config: DataConfig, modality: Modality, reason: str) -> Part:
     because = f", as no data set is given and {reason}"
     if modality == "text":
         table, called = prose_table()
-        return Part(TextRecords(table), 1.0, called + because)
+        return (TextRecords(table), called + because), True
     crops = Crops(CROPS + config.held_out(None), config.seed)
     called = "built-in random crops of scikit-learn's two sample photographs (held-out crops are from the same two)"
-    return Part(crops, 1.0, called + because)
+    return (crops, called + because), True
 
 
-def open_records(
-    name: str, config: DataConfig, modality: Modality, weight: float = 1.0, label: str | None = None
-) -> Part:
+def open_records(name: str, config: DataConfig, modality: Modality, label: str | None = None) -> Part:
     """Open one data set as records with uniform columns, without holding examples out.
 
     Args:
         name: Hub name, file or folder.
         config: Names of the columns, and the split.
         modality: Whether the model reads text or images.
-        weight: Weight of the data set in a mixture.
         label: Column of the label; for image folders any name makes the class folders the labels.
 
     Raises:
@@ -135,7 +128,7 @@ def open_records(
     else:
         origin = _hub_origin(name, config)
         opened = [load_hub(name, config.split, config.rows_read)]
-    return make_part(opened, config, modality, origin, weight, label)
+    return make_part(opened, config, modality, origin, label)
 
 
 def _hub_origin(name: str, config: DataConfig) -> str:
@@ -143,12 +136,7 @@ def _hub_origin(name: str, config: DataConfig) -> str:
 
 
 def make_part(
-    opened: Sequence[Any],
-    config: DataConfig,
-    modality: Modality,
-    origin: str,
-    weight: float = 1.0,
-    label: str | None = None,
+    opened: Sequence[Any], config: DataConfig, modality: Modality, origin: str, label: str | None = None
 ) -> Part:
     """Turn tables or image files into records.
 
@@ -158,7 +146,7 @@ def make_part(
     from datasets import concatenate_datasets
 
     if isinstance(opened[0], ImageFile):
-        return Part(ImageFiles(list(opened), label is not None, origin), weight, origin)
+        return ImageFiles(list(opened), label is not None, origin), origin
     tables = [uniform(table, config, modality, origin, label) for table in opened]
     if config.finds_pairs and modality == "text" and (pair := find_pair(column_kinds(opened[0], origin))):
         origin += f" (pairs of {pair[0]} and {pair[1]})"
@@ -172,7 +160,7 @@ def make_part(
         raise DataError(
             f"{origin} is empty: got {records.skipped} rows, all blank or without a label, expected a usable one."
         )
-    return Part(records, weight, origin)
+    return records, origin
 
 
 def _packed(
@@ -198,14 +186,3 @@ def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:
         yield from (example.value for example in part.fetch(ordered[begin : begin + FETCH_ROWS]))
 
 
-def _called(parts: Sequence[Part]) -> str:
-    if len(parts) == 1:
-        return parts[0].origin
-    total = sum(part.weight for part in parts)
-    return "mixture of " + " and ".join(f"{part.weight / total:.0%} {part.origin}" for part in parts)
-
-
-def _unit(config: DataConfig, encoder: TextEncoder | ImageEncoder) -> str:
-    if isinstance(encoder, ImageEncoder):
-        return "images"
-    return f"rows of {config.max_length} tokens" if config.packing else "texts"

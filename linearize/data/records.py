@@ -42,8 +42,8 @@ class Records(Protocol):
     """
 
     sizes: np.ndarray
-    skipped: int
-    names: tuple[str, ...] | None
+    skipped: int = 0
+    names: tuple[str, ...] | None = None
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         """Read the examples with these numbers, in this order."""
@@ -65,7 +65,7 @@ def text_digest(text: str, pair: str | None) -> bytes:
     return bytes_digest(b"%d:" % len(first) + first + second)
 
 
-class TableRecords:
+class TableRecords(Records):
     """The usable rows of a table. Others are left out and counted in ``skipped``.
 
     Args:
@@ -121,7 +121,7 @@ class TextRecords(TableRecords):
                 yield text_digest(example.value, example.pair)
 
 
-class PackedRecords:
+class PackedRecords(Records):
     """Packed rows of token ids.
 
     Args:
@@ -131,8 +131,6 @@ class PackedRecords:
     def __init__(self, rows: list[np.ndarray]) -> None:
         self.rows = rows
         self.sizes = np.array([len(row) for row in rows], dtype=np.int32)
-        self.skipped = 0
-        self.names: tuple[str, ...] | None = None
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         return [Example(self.rows[row]) for row in rows]

@@ -47,7 +47,7 @@ def shades(source: Source, batches: int) -> list[tuple[int, int]]:
 
 def labelled(path: Path, **options: Any) -> tuple[tuple[str, ...] | None, list[tuple[int, str]]]:
     """Class names; red and class of each image."""
-    records = open_records(str(path), DataConfig(**options), "image", label="label").data
+    records, _ = open_records(str(path), DataConfig(**options), "image", label="label")
     examples = records.fetch(range(len(records.sizes)))
     return records.names, [
         (example.value.convert("RGB").getpixel((0, 0))[0], str(example.label)) for example in examples

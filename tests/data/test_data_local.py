@@ -53,7 +53,7 @@ def test_tables_keep_their_texts_as_they_are(write: Write, gpt_tokenizer: Any) -
     lone_quote = write("a.tsv", 'text\tlabel\nw1 "w2\t1\nw3\t0\n')
     assert trained_words(lone_quote, gpt_tokenizer) == [1, 3]
     words = write("a.csv", 'text,label\nNA,1\nnull,0\n"w3, w4",1\n,1\n')
-    records = open_records(words, DataConfig(), "text", label="label").data
+    records, _ = open_records(words, DataConfig(), "text", label="label")
     assert (len(records.sizes), records.skipped, records.names) == (3, 1, None)
 
 

@@ -54,7 +54,7 @@ def test_a_mixture_of_streams(path: str, rows: Rows, gpt_tokenizer: Any) -> None
 def test_labels_of_streams(rows: Rows) -> None:
     path = rows("a.jsonl", [{"text": f"w{n}", "label": n % 2, "name": str(n % 2)} for n in range(20)])
     for column, expected in (("label", None), ("name", ("0", "1"))):
-        records = open_records(path, DataConfig(streaming=True, text_column="text"), "text", label=column).data
+        records, _ = open_records(path, DataConfig(streaming=True, text_column="text"), "text", label=column)
         assert records.names == expected
         for example in records.fetch(range(20)):
             assert int(example.label or 0) == int(example.value[1:]) % 2

@@ -192,10 +192,10 @@ def test_a_mixture_keeps_its_weights_and_shares_the_holdout(rows: Rows, gpt_toke
 def test_labels_go_along(rows: Rows) -> None:
     items = [{"text": f"w{n}", "kind": ["no", "yes", None][n % 3], "score": n / 2, "number": n} for n in range(30)]
     path = rows("a.jsonl", items)
-    kinds = open_records(path, DataConfig(), "text", label="kind").data
+    kinds, _ = open_records(path, DataConfig(), "text", label="kind")
     assert (kinds.names, len(kinds.sizes), kinds.skipped) == (("no", "yes"), 20, 10)
     for column in ("kind", "score", "number"):
-        records = open_records(path, DataConfig(), "text", label=column).data
+        records, _ = open_records(path, DataConfig(), "text", label=column)
         for example in records.fetch(range(len(records.sizes))):
             assert example.label == items[int(example.value[1:])][column]
     assert records.names is None

@@ -127,11 +127,11 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tupl
     modality: Any = loaded.modality
     processor: Any = loaded.processor
     if len(config.sources) == 1:
-        part = open_records(config.sources[0][0], config, modality)
-        total = len(part.data.sizes)
+        records, origin = open_records(config.sources[0][0], config, modality)
+        total = len(records.sizes)
         if config.held_out(total) < options.inputs or total < 2 * options.inputs:
-            examples = part.data.fetch(list(range(min(options.inputs, total))))
-            named = _without_folder(part.origin, options.dataset)
+            examples = records.fetch(list(range(min(options.inputs, total))))
+            named = _without_folder(origin, options.dataset)
             return examples, f"the first {min(options.inputs, total)} examples of {named}"
     source = load_source(config, processor, modality)
     named = _without_folder(source.description.partition(": ")[0], options.dataset)

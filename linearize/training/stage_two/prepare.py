@@ -218,10 +218,10 @@ def _view(task: Task, given: Given, split: str) -> View:
         first = second = None
     config = DataConfig(split=split, text_column=first, text_pair_column=second)
     if isinstance(given, str):
-        part = open_records(given, config, task.modality, label=task.label)
+        records, _ = open_records(given, config, task.modality, label=task.label)
     else:
-        part = make_part([raw_table(given, split)], config, task.modality, "table", label=task.label)
-    return View(part.data, np.arange(len(part.data.sizes)))
+        records, _ = make_part([raw_table(given, split)], config, task.modality, "table", label=task.label)
+    return View(records, np.arange(len(records.sizes)))
 
 
 def _validation_split(task: Task, given: Given) -> str | None:
