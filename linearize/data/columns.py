@@ -21,6 +21,14 @@ PAIRS = (
     ("question", "context"),
 )
 """Columns that are read as the two texts of a pair unless columns are named."""
+# `datasets` also makes images from paths and bytes.
+KINDS = {
+    "text": ("text",),
+    "pair": ("text",),
+    "image": ("binary", "image", "text"),
+    "label": ("class", "number", "text"),
+}
+"""What a column may hold, by its purpose."""
 
 
 def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str, label: str | None = None) -> Dataset:
@@ -41,7 +49,7 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
     """
     from datasets import Image
 
-    kinds = column_kinds(table, origin)
+    kinds = column_kinds(table)
     if not kinds or not len(table):
         raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
     names = {"label": label}
@@ -52,17 +60,24 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
         names["pair"] = second
     else:
         names["image"] = find_column(kinds, config.image_column, "image", origin)
-    for role, name in names.items():
-        if name is not None:
-            _check_column(kinds, name, role, origin)
-    wanted = {name: role for role, name in names.items() if name is not None}
-    if len(wanted) < sum(name is not None for name in names.values()):
+    asked = {role: name for role, name in names.items() if name is not None}
+    for role, name in asked.items():
+        if name not in kinds:
+            other = "; name another with --label-column" if role == "label" else ""
+            raise DataError(f"{origin}: got no column {name!r}, expected one of: {listed(kinds)}{other}.")
+        if kinds[name] not in KINDS[role]:
+            raise DataError(
+                f"{origin}: got {kinds[name]} in column {name!r}, expected {' or '.join(KINDS[role])}; "
+                f"its columns are: {listed(kinds)}."
+            )
+    wanted = {name: role for role, name in asked.items()}
+    if len(wanted) < len(asked):
         raise DataError(f"{origin}: got the same column for two purposes, expected different ones: {names}.")
     table = table.select_columns(list(wanted)).rename_columns({old: new for old, new in wanted.items() if old != new})
     return table.cast_column("image", Image(decode=False)) if modality == "image" else table
 
 
-def column_kinds(table: Dataset, origin: str) -> dict[str, str]:
+def column_kinds(table: Dataset) -> dict[str, str]:
     """Name what each column holds: ``text``, ``image``, ``number``, ``class`` or the type's own name."""
     return {name: _feature_kind(feature) for name, feature in table.features.items()}
 
@@ -101,35 +116,17 @@ def listed(kinds: dict[str, str]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def class_names(table: Dataset, origin: str) -> tuple[str, ...] | None:
+def class_names(table: Dataset) -> tuple[str, ...] | None:
     """Return the class names of a uniform table; None if it has no ``label`` column or that holds numbers."""
     from datasets import ClassLabel
 
-    kind = column_kinds(table, origin).get("label")
+    kind = column_kinds(table).get("label")
     if kind == "class":
         assert isinstance(table.features["label"], ClassLabel)
         return tuple(table.features["label"].names)
     if kind != "text":
         return None
     return tuple(sorted({label for label in table.unique("label") if label}))
-
-
-def _check_column(kinds: dict[str, str], name: str, role: str, origin: str) -> None:
-    if name not in kinds:
-        other = "; name another with --label-column" if role == "label" else ""
-        raise DataError(f"{origin}: got no column {name!r}, expected one of: {listed(kinds)}{other}.")
-    allowed = {
-        "text": {"text"},
-        "pair": {"text"},
-        # `datasets` also makes images from paths and bytes.
-        "image": {"image", "text", "binary"},
-        "label": {"number", "class", "text"},
-    }[role]
-    if kinds[name] not in allowed:
-        raise DataError(
-            f"{origin}: got {kinds[name]} in column {name!r}, expected {' or '.join(sorted(allowed))}; "
-            f"its columns are: {listed(kinds)}."
-        )
 
 
 def _feature_kind(feature: object) -> str:

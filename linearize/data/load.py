@@ -148,13 +148,13 @@ def make_part(
     if isinstance(opened[0], ImageFile):
         return ImageFiles(list(opened), label is not None, origin), origin
     tables = [uniform(table, config, modality, origin, label) for table in opened]
-    if config.finds_pairs and modality == "text" and (pair := find_pair(column_kinds(opened[0], origin))):
+    if config.finds_pairs and modality == "text" and (pair := find_pair(column_kinds(opened[0]))):
         origin += f" (pairs of {pair[0]} and {pair[1]})"
     try:
         table = tables[0] if len(tables) == 1 else concatenate_datasets(tables)
     except (ValueError, TypeError) as error:
         raise DataError(f"{origin}: got files with different columns: {cause(error)}") from error
-    names = class_names(table, origin)
+    names = class_names(table)
     records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
     if not len(records.sizes):
         raise DataError(

@@ -78,7 +78,7 @@ def open_local(path: Path, split: str, modality: Modality, most: int | None = No
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return [_saved(path, split) if most is None else first_rows(_saved(path, split), most)]
     root = path if path.is_dir() else path.parent
-    files = select_split(root, known_files(path), split) if path.is_dir() else [path]
+    files = _of_split(_tags(root, known_files(path)), split, root.name) if path.is_dir() else [path]
     kinds = {file: file_kind(file) for file in files}
     counts = Counter("images" if kind in ("image", "zip") else "tables or texts" for kind in kinds.values())
     if not files or None in kinds.values():
@@ -123,20 +123,12 @@ def splits_of(path: Path) -> list[str]:
     return sorted(name for name in names if name is not None)
 
 
-def select_split(root: Path, files: Sequence[Path], split: str) -> list[Path]:
-    """Return the files of one split, or all files if the folder has no splits.
+def _tags(root: Path, files: Sequence[Path]) -> dict[Path, str | None]:
+    """Return the split of each file; None if it has no split.
 
     The split of a table or zip file is in its name (``train.jsonl.gz``, ``test-0.zip``) or in a folder above it. The
     split of images is their top folder, if all top folders are names of splits: ``train`` may also be a class.
-
-    Raises:
-        DataError: If the folder has splits, but not this one.
     """
-    return _of_split(_tags(root, files), split, root.name)
-
-
-def _tags(root: Path, files: Sequence[Path]) -> dict[Path, str | None]:
-    """Return the split of each file; None if it has no split."""
     inner = {file: PurePosixPath(file.relative_to(root)) for file in files}
     tops = _top_splits([place for file, place in inner.items() if file_kind(file) == "image"])
     return {
@@ -146,6 +138,11 @@ def _tags(root: Path, files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _of_split(tags: Mapping[Item, str | None], split: str, name: str) -> list[Item]:
+    """Return the items of one split, or all if none has a split.
+
+    Raises:
+        DataError: If there are splits, but not this one.
+    """
     known = {tag for tag in tags.values() if tag is not None}
     if known and split not in known:
         raise missing_split(repr(name), split, known)

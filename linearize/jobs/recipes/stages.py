@@ -329,7 +329,7 @@ def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTok
     if tokens.kind in LEARNED:
         source = str(job.task.dataset) if given is None else given
         table = raw_table(located(job.task, source), job.task.train)
-        columns = job.task.columns or (find_column(column_kinds(table, "text"), None, "text", "text"),)
+        columns = job.task.columns or (find_column(column_kinds(table), None, "text", "text"),)
         texts = (text for column in columns for text in table[column] if text)
     framed = not job.task.type.next_token
     segments = framed and len(job.task.columns) > 1 and _embeds_segments(job.config)

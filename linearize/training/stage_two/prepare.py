@@ -260,7 +260,7 @@ def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | 
     Raises:
         DataError: naming the existing columns.
     """
-    kinds = column_kinds(table, origin)
+    kinds = column_kinds(table)
     missing = [name for name in names if name not in kinds]
     if missing:
         raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")

@@ -98,7 +98,7 @@ class LanguageType(TaskType):
         """
         splits = self.open_splits(given, raw=True)
         named = self.task.columns[0] if self.task.columns else None
-        column = find_column(column_kinds(splits.train, "text"), named, "text", "text")
+        column = find_column(column_kinds(splits.train), named, "text", "text")
         for table in (splits.train, splits.validation):
             need_columns(table, [column], "text", kind="text")
         train, _ = tokens_of(splits.train, column, self.tokenizer)
