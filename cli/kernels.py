@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -28,13 +29,12 @@ LIMITS = ("low", "high", "multiple_of", "choices")
 """The limits on an argument's values in `linearize.core.registry.option`."""
 LONG = 4096
 """Longest input for kernels that need a maximum, if the model has no limit."""
-BERT_BASE = {"layers": 12, "heads": 12, "head_dim": 64}
+BERT_BASE = [HeadShape(12, 12, 64, 64, False)] * 12
 
 
 def describe(info: KernelInfo) -> dict[str, Any]:
     """Return a kernel's facts as plain data; sizes are for BERT-base's heads and default arguments."""
-    config, size = info.config(), BERT_BASE["head_dim"]
-    shape = HeadShape(BERT_BASE["heads"], BERT_BASE["heads"], size, size, False)
+    config, row = info.config(), _row(info, {}, BERT_BASE, FORWARD)
     arguments = [
         {
             "name": f.name,
@@ -44,20 +44,14 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         }
         for f in fields(info.config)
     ]
-    features = None if info.feature_dim is None else info.feature_dim(config, size)
     return {
-        "name": info.name,
-        "summary": info.summary,
-        "formula": info.formula,
-        "source": info.source,
-        "url": info.url,
-        "choose": info.choose,
+        **{name: getattr(info, name) for name in ("name", "summary", "formula", "source", "url", "choose")},
         "quality": [asdict(one) for one in quality_of(info.name)],
         "speed": [asdict(one) for one in SPEED if one.kernel == info.name],
         "speed_source": SPEED_SOURCE,
-        "feature_size": features,
-        "state_bytes_bert_base": state_bytes(info, config, [shape] * BERT_BASE["layers"]),
-        "extra_parameters_bert_base": count_parameters(info.name, {}, shape, BERT_BASE["layers"]),
+        "feature_size": row["features"],
+        "state_bytes_bert_base": row["state_bytes"],
+        "extra_parameters_bert_base": row["parameters"],
         "parameters_per_head": info.parameters_formula,
         **{flag: getattr(info, flag) for flag in FLAGS},
         "positive": info.is_positive(config),
@@ -73,16 +67,12 @@ def kernels(args: argparse.Namespace) -> None:
             raise ConfigError(f"kernels: got the kernel {args.name!r} and --for, expected one of them; drop one")
         _list_for(args.model, as_json=args.json)
         return
-    facts = [describe(info) for info in ([kernel_info(args.name)] if args.name else kernel_infos())]
     if args.json:
-        print_json(facts[0] if args.name else facts)
+        print_json(describe(kernel_info(args.name)) if args.name else [describe(info) for info in kernel_infos()])
     elif args.name:
-        _explain(facts[0])
+        _explain(describe(kernel_info(args.name)))
     else:
-        rows = []
-        for fact in facts:
-            sizes = fact["feature_size"], fact["extra_parameters_bert_base"], fact["state_bytes_bert_base"]
-            rows.append(_row(kernel_info(fact["name"]), *sizes, FORWARD))
+        rows = [_row(info, {}, BERT_BASE, FORWARD) for info in kernel_infos()]
         _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows)
 
 
@@ -116,14 +106,15 @@ def _print(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({SPEED_SOURCE}).")
 
 
-def _row(info: KernelInfo, features: int | None, parameters: int, state: int | None, what: str) -> dict[str, Any]:
-    """Return a row of the table: sizes, and figures measured with the kernel's default arguments."""
+def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[HeadShape], what: str) -> dict[str, Any]:
+    """Return a row of the table: sizes in attentions of these shapes, and figures measured with default arguments."""
+    config, size = info.config(**arguments), max(shape.head_dim for shape in shapes)
     quality, speed = default_quality(info.name), speed_of(info.name, what)
     return {
         "name": info.name,
-        "features": features,
-        "parameters": parameters,
-        "state_bytes": state,
+        "features": None if info.feature_dim is None else info.feature_dim(config, size),
+        "parameters": sum(count_parameters(info.name, arguments, *shape) for shape in Counter(shapes).items()),
+        "state_bytes": state_bytes(info, config, shapes),
         "kl": None if quality is None else quality.kl,
         "experiment": None if quality is None else quality.experiment.key,
         "times_faster": None if speed is None else speed.times,
@@ -155,11 +146,7 @@ def _list_for(model: str, *, as_json: bool) -> None:
         except ConfigError as error:
             refused[kernel.name] = str(error)
             continue
-        config, size = kernel.config(**arguments), max(shape.head_dim for shape in shapes)
-        features = None if kernel.feature_dim is None else kernel.feature_dim(config, size)
-        parameters = sum(count_parameters(kernel.name, arguments, shape) for shape in shapes)
-        state = state_bytes(kernel, config, shapes)
-        rows.append(_row(kernel, features, parameters, state, CAUSAL if causal else FORWARD))
+        rows.append(_row(kernel, arguments, shapes, CAUSAL if causal else FORWARD))
     # Figures of different experiments are not comparable; within an experiment the closest comes first.
     rows.sort(key=lambda row: (row["experiment"] or "z", row["kl"] or 0.0, row["name"]))
     sizes = sorted({shape.head_dim for shape in shapes})

@@ -6,8 +6,7 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,7 +61,13 @@ def native(args: argparse.Namespace) -> None:
     if args.build:
         with out.status("compiling"):
             building.build()
-    library, problem = _library(compiled, shipped)
+    library, problem = None, ""
+    for find in (compiled, shipped):
+        try:
+            library = library or find()
+        except OSError as error:
+            # Another library takes precedence over the one that is used, but has a problem.
+            problem = problem or " ".join(str(error).split())
     if library is None and cache_folder() is None:
         raise ConfigError(
             "native op: got no home folder, expected one for the compiled library; set HOME or XDG_CACHE_HOME"
@@ -99,18 +104,6 @@ def native(args: argparse.Namespace) -> None:
         cells = [[row.kernel, row.direction, f"{row.error:.1e}"] for row in rows]
         out.print(table("largest relative difference from the ops in PyTorch", ["kernel", "", ""], cells, right=(2,)))
     building.check_agreement(rows)
-
-
-def _library(*finders: Callable[[], Path | None]) -> tuple[Path | None, str]:
-    """Return the library that is or would be used, and the problem with another one that takes precedence over it."""
-    problem = ""
-    for find in finders:
-        try:
-            if (path := find()) is not None:
-                return path, problem
-        except OSError as error:
-            problem = problem or " ".join(str(error).split())
-    return None, problem
 
 
 def explain_plan(out: Screen, plan: Plan, tokens: int, device: str) -> None:

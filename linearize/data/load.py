@@ -184,5 +184,3 @@ def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:
     ordered = np.sort(rows).tolist()
     for begin in range(0, len(ordered), FETCH_ROWS):
         yield from (example.value for example in part.fetch(ordered[begin : begin + FETCH_ROWS]))
-
-
