@@ -170,10 +170,10 @@ def run_goals(
         result = run_tasks(tasks, options, on_event, remember=lambda task: task in with_memory)
         rates = {
             dtype: peak_rate(options.device, dtype)
-            for dtype in {suite.dtype for suite, _ in tasks if isinstance(suite, AttentionSuite)}
+            for dtype in {suite.sizes.dtype for suite, _ in tasks if isinstance(suite, AttentionSuite)}
         }
     rows = [
-        with_bound(row, suite, rates[suite.dtype]) if isinstance(suite, AttentionSuite) else row
+        with_bound(row, suite, rates[suite.sizes.dtype]) if isinstance(suite, AttentionSuite) else row
         for (suite, _), row in zip(tasks, result.rows, strict=True)
     ]
     return replace(result, rows=rows), [judge(goal, tasks, rows) for goal in goals]

@@ -139,7 +139,7 @@ def _key(suite: AttentionSuite, length: int) -> str:
     sizes = suite.sizes
     facts = {
         "version": __version__,
-        "machine": asdict(describe(suite.device, suite.dtype)),
+        "machine": asdict(describe(sizes.device, sizes.dtype)),
         "tokens": length,
         "attention": asdict(suite),
         "config": asdict(make_config(kernel_info(sizes.kernel), sizes.kernel_args)),

@@ -32,7 +32,7 @@ from linearize.kernel_search.result import (
     short,
 )
 from linearize.kernel_search.table import Choice, Table, rung_steps
-from linearize.kernel_search.trainer import Candidates, SearchTrainer, errors
+from linearize.kernel_search.trainer import Candidates, SearchTrainer
 from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
@@ -233,9 +233,7 @@ class _Search(Run):
         for n, label in trainer.dropped:
             self.table.rows[n][label].diverged = True
         self.on_event(Started("measuring the candidates on held-out data"))
-        options: dict[str, Any] = {"accelerator": self.accelerator, "precision": self.config.precision}
-        measured = errors(self.carrier, self.candidates, keys, self.whole.held_out, **options)
-        for (n, label), error in measured.items():
+        for (n, label), error in self.whole.errors_of(keys).items():
             self.candidates.modules[n, label].requires_grad_(False)
             entry = self.table.rows[n][label]
             entry.error, entry.steps = error, before + self.progress.step

@@ -135,11 +135,11 @@ class Table:
         for number, row in self.rows.items():
             time, weight = self.times[number], self.weights.get(number, 1.0)
             options = [
-                Option(label, time * entry.share, weight * entry.rank[0] ** 2)
+                Option((label,), time * entry.share, weight * entry.rank[0] ** 2)
                 for label, entry in row.items()
                 if label in self.allowed and not entry.diverged
             ]
-            layers.append([*options, Option(SOFTMAX, time, 0.0)] if softmax else options)
+            layers.append([*options, Option((SOFTMAX,), time, 0.0, 1)] if softmax else options)
         return layers
 
     def best(self, limit: float, softmax: int) -> Choice | None:
@@ -191,31 +191,19 @@ def rung_steps(steps: int, rungs: int) -> list[int]:
 
 
 class Option(NamedTuple):
-    """One option for a layer.
+    """A choice for one layer, or for the first layers.
 
     Attributes:
-        label: label of the candidate, or "softmax".
+        labels: one label per layer, or "softmax".
         cost: its time, as a share of the time of all layers under softmax.
         error: its contribution to the total error.
+        softmax: how many of the layers stay softmax.
     """
 
-    label: str
-    cost: float
-    error: float
-
-    @property
-    def softmax(self) -> bool:
-        """Whether the layer stays softmax."""
-        return self.label == SOFTMAX
-
-
-class _Partial(NamedTuple):
-    """A choice for the first layers."""
-
-    cost: float
-    error: float
-    softmax: int
     labels: Choice
+    cost: float
+    error: float
+    softmax: int = 0
 
 
 def choose(layers: Sequence[Sequence[Option]], limit: float, softmax: int = 0) -> Choice | None:
@@ -233,11 +221,11 @@ def choose(layers: Sequence[Sequence[Option]], limit: float, softmax: int = 0) -
         The labels; None if no choice meets the limits.
     """
     cheapest = [min((o.cost for o in options if softmax or not o.softmax), default=math.inf) for options in layers]
-    partial = [_Partial(0.0, 0.0, 0, ())]
+    partial = [Option((), 0.0, 0.0)]
     for place, options in enumerate(layers):
         left = limit * TOLERANCE - sum(cheapest[place + 1 :])
         longer = [
-            _Partial(p.cost + o.cost, p.error + o.error, p.softmax + o.softmax, (*p.labels, o.label))
+            Option((*p.labels, *o.labels), p.cost + o.cost, p.error + o.error, p.softmax + o.softmax)
             for p in partial
             for o in options
         ]
@@ -245,8 +233,8 @@ def choose(layers: Sequence[Sequence[Option]], limit: float, softmax: int = 0) -
     return min(partial, key=lambda p: (p.error, p.cost, p.labels)).labels if partial else None
 
 
-def _undominated(choices: list[_Partial], limit: float) -> list[_Partial]:
-    kept: list[_Partial] = []
+def _undominated(choices: list[Option], limit: float) -> list[Option]:
+    kept: list[Option] = []
     # The smallest error so far by number of softmax layers; later choices cost as much or more.
     least: dict[int, float] = {}
     for choice in sorted(choices, key=lambda p: (p.cost, p.error, p.softmax, p.labels)):
@@ -255,7 +243,7 @@ def _undominated(choices: list[_Partial], limit: float) -> list[_Partial]:
             least[choice.softmax] = choice.error
     if len(kept) <= BINS:
         return kept
-    best: dict[tuple[int, int], _Partial] = {}
+    best: dict[tuple[int, int], Option] = {}
     for choice in kept:
         place = (int(BINS * choice.cost / limit), choice.softmax)
         if place not in best or choice.error < best[place].error:

@@ -1,4 +1,4 @@
-"""Train all candidates of all layers in one pass of the frozen model per batch, and measure their errors likewise.
+"""Train all candidates of all layers in one pass of the frozen model per batch.
 
 Inside a layer the candidates take turns: loss and gradient of each are computed at once, so no activations are kept.
 """
@@ -12,14 +12,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import TrainingError
-from linearize.fidelity.teacher import run_body, softmax_output
 from linearize.kernel_search.candidates import Layout
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss
-from linearize.training.stage_one.processes import autocast
 
 Key = tuple[int, str]
 """Number of a layer and label of a candidate."""
@@ -103,60 +101,3 @@ class SearchTrainer(KernelTrainer):
             parameter.grad = None
         self.layers = [other for other in self.layers if other is not loss]
         self.dropped.add(self.key_of[id(loss)])
-
-
-@torch.no_grad()
-def errors(
-    model: PreTrainedModel,
-    candidates: Candidates,
-    keys: Iterable[Key],
-    held_out: Iterable[Mapping[str, Tensor]],
-    *,
-    accelerator: Accelerator,
-    precision: str = "no",
-) -> dict[Key, float]:
-    """Return the errors of candidates' outputs: the norm of the difference from softmax's, over the norm of softmax's.
-
-    Args:
-        model: the frozen model.
-        candidates: the candidates.
-        keys: the candidates to measure, which are left in evaluation mode.
-        held_out: held-out batches.
-        accelerator: determines the device.
-        precision: precision of the frozen model.
-
-    Returns:
-        The errors, infinite or NaN if an output is. All processes measure all of the data, so their errors are equal.
-    """
-    of_layer: dict[int, list[Key]] = {}
-    for key in keys:
-        candidates.modules[key].eval()
-        of_layer.setdefault(key[0], []).append(key)
-    error = {key: torch.zeros((), dtype=torch.float64) for row in of_layer.values() for key in row}
-    power = {number: torch.zeros((), dtype=torch.float64) for number in of_layer}
-
-    def observe(
-        layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-    ) -> Tensor | None:
-        number = candidates.number_of[id(layer)]
-        with torch.autocast(device_type=q.device.type, enabled=False):
-            target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
-            padding = None if mask is None else ~mask[:, None, :, None].bool()
-            power[number] += _square_sum(target, padding)
-            for key in of_layer[number]:
-                out = candidates.modules[key](q, k, v, mask, scaling).float()
-                error[key] += _square_sum(out - target, padding)
-        # The host itself would build a T x T mask from the causal mask and the padding.
-        return target.to(v.dtype) if layer.shape.causal else None
-
-    for batch in held_out:
-        moved = {name: value.to(accelerator.device) for name, value in batch.items()}
-        with observed(model, observe), autocast(accelerator, precision):
-            run_body(model, moved)
-    return {key: float((value / power[key[0]].clamp(min=1e-30)).sqrt()) for key, value in error.items()}
-
-
-def _square_sum(values: Tensor, padding: Tensor | None) -> Tensor:
-    """Sum the squares outside the padding, which is filled, not multiplied, with 0, as it may hold NaN."""
-    squares = values.square() if padding is None else values.square().masked_fill(padding, 0.0)
-    return squares.sum().double().cpu()

@@ -1,7 +1,7 @@
-"""The error of the whole model's output compared with the original's for a choice of kernels, on held-out data.
+"""The errors of candidates' outputs, and of the whole model's output for a choice of kernels, on held-out data.
 
-The frozen model runs with each layer's output replaced by the chosen candidate's, so a choice costs one forward pass,
-and the model is not changed.
+The errors of all candidates take one pass of the frozen model. For a choice, the model runs with each layer's output
+replaced by the chosen candidate's, so a choice costs one forward pass, and the model is not changed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
-from linearize.fidelity.teacher import body_of, softmax_output
+from linearize.fidelity.teacher import body_of, run_body, softmax_output
 from linearize.kernel_search.table import Choice, Table
-from linearize.kernel_search.trainer import Candidates
+from linearize.kernel_search.trainer import Candidates, Key
 from linearize.modeling.plan import SOFTMAX
 from linearize.training.alignment.objective import FAR_BELOW, divergence, flat, is_regression, masked_rows, pooled
 from linearize.training.alignment.pair import Outputs, find_blocks, run
@@ -108,6 +108,43 @@ class WholeModel:
         return "logits, share of variance" if self.numbers else "logits, nats"
 
     @torch.no_grad()
+    def errors_of(self, keys: Iterable[Key]) -> dict[Key, float]:
+        """Return the errors of candidates' outputs: the norm of the difference from softmax's, over softmax's norm.
+
+        Args:
+            keys: the candidates to measure, which are left in evaluation mode.
+
+        Returns:
+            The errors, infinite or NaN if an output is. All processes measure all of the data, so their errors are
+            equal.
+        """
+        of_layer: dict[int, list[Key]] = {}
+        for key in keys:
+            self.candidates.modules[key].eval()
+            of_layer.setdefault(key[0], []).append(key)
+        error = {key: torch.zeros((), dtype=torch.float64) for row in of_layer.values() for key in row}
+        power = {number: torch.zeros((), dtype=torch.float64) for number in of_layer}
+
+        def observe(
+            layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+        ) -> Tensor | None:
+            number = self.candidates.number_of[id(layer)]
+            with torch.autocast(device_type=q.device.type, enabled=False):
+                target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
+                padding = None if mask is None else ~mask[:, None, :, None].bool()
+                power[number] += _square_sum(target, padding)
+                for key in of_layer[number]:
+                    out = self.candidates.modules[key](q, k, v, mask, scaling).float()
+                    error[key] += _square_sum(out - target, padding)
+            # The host itself would build a T x T mask from the causal mask and the padding.
+            return target.to(v.dtype) if layer.shape.causal else None
+
+        with observed(self.model, observe), autocast(self.accelerator, self.precision):
+            for batch in self.held_out:
+                run_body(self.model, {name: value.to(self.accelerator.device) for name, value in batch.items()})
+        return {key: float((value / power[key[0]].clamp(min=1e-30)).sqrt()) for key, value in error.items()}
+
+    @torch.no_grad()
     def errors(self, choices: Sequence[Choice]) -> list[WholeError]:
         """Return the errors of choices; the original runs once per batch for all new ones.
 
@@ -175,6 +212,12 @@ class WholeModel:
 
         with observed(self.model, observe), autocast(self.accelerator, self.precision):
             return run(self.model, self.blocks, batch, head=self.head)
+
+
+def _square_sum(values: Tensor, padding: Tensor | None) -> Tensor:
+    """Sum the squares outside the padding, which is filled, not multiplied, with 0, as it may hold NaN."""
+    squares = values.square() if padding is None else values.square().masked_fill(padding, 0.0)
+    return squares.sum().double().cpu()
 
 
 def _predictions(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ from linearize.fidelity.teacher import run_body, softmax_output
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.loop import carrier_of
 from linearize.kernel_search.table import Choice, Entry, Table
-from linearize.kernel_search.trainer import Candidates, errors
+from linearize.kernel_search.trainer import Candidates
 from linearize.kernel_search.whole import WholeModel
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.training.stage_one.loop import make_accelerator
@@ -143,7 +143,9 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
             for label, one in own.items()
             if label == reference[place] or (one.hybrid.window or 0) <= tokens // 2
         ]
-        error = errors(carrier, candidates, keys, held_out, accelerator=accelerator)
+        whole = WholeModel(carrier, candidates, held_out, accelerator)
+        whole.head = False
+        error = whole.errors_of(keys)
         # As in a search by time: the cost of a choice is its state, as a share of the reference's in all layers.
         limit = sum(map(state_numbers, layers.values()))
         entries: dict[int, dict[str, Entry]] = {number: {} for number in layers}
@@ -151,8 +153,6 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
             entries[number][label] = Entry(state_numbers(options[number][label]), error[number, label])
         table = Table(entries, dict.fromkeys(layers, 1 / limit), reference[0], labels)
         plain = table.best(1.0, 0)
-        whole = WholeModel(carrier, candidates, held_out, accelerator)
-        whole.head = False
         whole.weigh(table, reference)
         weighed = table.best(1.0, 0)
         tried = [choice for choice in (weighed, plain) if choice is not None] + [reference, *table.uniform(1.0)]

@@ -16,9 +16,10 @@ import linearize
 from linearize.attention.cache import cache_nbytes
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnsupportedModelError
+from linearize.core.events import Started
 from linearize.core.parsing import check_file
 from linearize.evaluation.bench import memory, meter
-from linearize.evaluation.bench.job import BenchOptions, Measured, measure, run_bench
+from linearize.evaluation.bench.job import BenchOptions, measure, run_bench
 from linearize.evaluation.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
 from linearize.evaluation.bench.meter import Noise
 from linearize.evaluation.bench.models import (
@@ -147,7 +148,7 @@ def test_the_job(tmp_path):
     )
     result = run_bench(options, events.append)
     assert [row.tokens for row in result.rows] == [8, 16, 8, 16]
-    assert sum(isinstance(event, Measured) for event in events) == 4 and result.noise.probes
+    assert sum(isinstance(event, Started) for event in events) == 4 and result.noise.probes
     data = result.to_dict()
     assert data["noise"]["too_noisy"] in (True, False) and data["machine"]["dtype"] == "float32"
     picture = tmp_path / "a.png"

@@ -22,11 +22,11 @@ def test_the_choice_is_the_best_of_all(softmax):
     for _ in range(20):
         layers = []
         for _ in range(4):
-            options = [Option(f"k{i}", draw.uniform(0.01, 0.1), draw.uniform(0, 1)) for i in range(4)]
-            layers.append([*options, Option("softmax", 0.25, 0.0)])
+            options = [Option((f"k{i}",), draw.uniform(0.01, 0.1), draw.uniform(0, 1)) for i in range(4)]
+            layers.append([*options, Option(("softmax",), 0.25, 0.0, 1)])
         limit = draw.uniform(0.05, 0.6)
         allowed = [
-            (sum(o.error for o in one), sum(o.cost for o in one), tuple(o.label for o in one))
+            (sum(o.error for o in one), sum(o.cost for o in one), tuple(o.labels[0] for o in one))
             for one in itertools.product(*layers)
             if sum(o.cost for o in one) <= limit and sum(o.softmax for o in one) <= softmax
         ]
@@ -70,7 +70,7 @@ def test_costs_and_errors_of_a_choice():
     assert found.cost(("a", "softmax")) == pytest.approx(0.5 * 0.3 + 0.5)
     found.weights = {0: 2.0, 1: 3.0}
     first, second = found.options(softmax=True)
-    assert [option.label for option in first] == ["a", "b", "d", "softmax"]
+    assert [option.labels for option in first] == [("a",), ("b",), ("d",), ("softmax",)]
     assert [option.error for option in first] == pytest.approx([2 * 0.1**2, 2 * 0.2**2, 2 * 0.4**2, 0.0])
     assert second[2].error == pytest.approx(3 * 0.4**2) and second[2].cost == pytest.approx(0.5 * 0.05)
     copy = table()

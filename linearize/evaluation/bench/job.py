@@ -13,7 +13,7 @@ import torch
 from linearize.attention.factory import default_scale
 from linearize.checkpoint.loading import check_device
 from linearize.core.errors import ConfigError
-from linearize.core.events import Callback, Event, Started, ignore
+from linearize.core.events import Callback, Started, ignore
 from linearize.core.registry import PLAIN, Hybrid, kernel_info, make_config
 from linearize.evaluation.bench.memory import memory_of, out_of_memory
 from linearize.evaluation.bench.meter import (
@@ -26,13 +26,7 @@ from linearize.evaluation.bench.meter import (
     in_turns,
     seconds_of,
 )
-from linearize.evaluation.bench.models import (
-    BERT_BASE,
-    BenchModel,
-    DecodeModelSuite,
-    ModelSuite,
-    OfModel,
-)
+from linearize.evaluation.bench.models import BERT_BASE, BenchModel, DecodeModelSuite, ModelSuite, OfModel
 from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
 from linearize.evaluation.options import BenchOptions
@@ -42,13 +36,6 @@ OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
     "decode-model": DecodeModelSuite,
 }
 KERNEL = "hedgehog"
-
-
-@dataclass(frozen=True)
-class Measured(Event):
-    """One length has been measured."""
-
-    row: Row
 
 
 @dataclass
@@ -169,9 +156,7 @@ def run_tasks(
     for suite, tokens in tasks:
         on_event(Started(f"{suite.what}, {tokens:,} tokens"))
         memory = options.memory if remember is None else remember((suite, tokens))
-        row = measure(suite, tokens, repeats=options.repeats, memory=memory)
-        on_event(Measured(row))
-        rows.append(row)
+        rows.append(measure(suite, tokens, repeats=options.repeats, memory=memory))
         watch.probe()
     return BenchResult(describe(options.device, options.dtype), watch.stop(), rows)
 

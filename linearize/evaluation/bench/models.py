@@ -266,10 +266,6 @@ class OfModel(Suite):
         return self.model.device
 
     @property
-    def dtype(self) -> str:
-        return self.model.dtype
-
-    @property
     def note(self) -> str | None:
         return self.model.note
 

@@ -60,11 +60,6 @@ class Suite(abc.ABC):
     def device(self) -> str:
         """Device that it runs on."""
 
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> str:
-        """Dtype of the tensors."""
-
     @abc.abstractmethod
     def prepare(self, variant: str, tokens: int) -> Call:
         """Make inputs of this length, or this context, and return the call."""
@@ -159,10 +154,6 @@ class SizedSuite(Suite):
     @property
     def device(self) -> str:
         return self.sizes.device
-
-    @property
-    def dtype(self) -> str:
-        return self.sizes.dtype
 
 
 @dataclass(frozen=True)
