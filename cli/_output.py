@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -242,7 +242,6 @@ class StepProgress:
     def __init__(self, out: Console) -> None:
         self.out = out
         self.bar: Progress | None = None
-        self.task: TaskID | None = None
 
     def __call__(self, report: Report) -> None:
         """Show a step."""
@@ -257,14 +256,13 @@ class StepProgress:
             if roomy:
                 columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
             self.bar = Progress(*columns, console=self.out)
-            self.task = self.bar.add_task(self.stage(report), total=report.steps, loss="")
+            self.bar.add_task(self.stage(report), total=report.steps, loss="")
             self.bar.start()
-        assert self.task is not None
         losses = list(report.losses.values())
         layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
         text = f"loss {report.loss:.3f}{layers}"
         stage = self.stage(report)
-        self.bar.update(self.task, description=stage, total=report.steps, completed=report.step, loss=text)
+        self.bar.update(self.bar.task_ids[0], description=stage, total=report.steps, completed=report.step, loss=text)
         if report.held_out is not None:
             self.bar.console.print(self._line(report))
 
@@ -303,6 +301,7 @@ class Work:
     Attributes:
         out: the console.
         learns: introduction of the line about the data.
+        planned: also called with the console and the plan when the plan is made, or None.
         beat: prints to a log what is still running.
         progress: the progress bar.
         findings: the job's findings, available at its end.
@@ -311,6 +310,7 @@ class Work:
 
     def __init__(self, out: Screen, what: str, learns: str) -> None:
         self.out, self.learns = out, learns
+        self.planned: Callable[[Screen, Plan], None] | None = None
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
         self.findings: Findings | None = None
         self.saved = False
@@ -323,6 +323,8 @@ class Work:
         match event:
             case events.Planned(plan):
                 out.print(plan_table(plan))
+                if self.planned is not None:
+                    self.planned(out, plan)
             case events.DataOpened(description):
                 out.print(f"{self.learns}: {description}")
                 beat.what = "measuring the start"

@@ -9,15 +9,7 @@ from dataclasses import asdict
 from rich.console import RenderableType
 
 from linearize.checkpoint.output import claim
-from linearize.cli._output import (
-    Screen,
-    as_lines,
-    at_work,
-    console,
-    fidelity_table,
-    number,
-    table,
-)
+from linearize.cli._output import Screen, as_lines, at_work, console, fidelity_table, number, table
 from linearize.evaluation.options import CompareOptions, ReportOptions
 from linearize.evaluation.report.compare import PICTURE, compare_checkpoints, write_comparison
 from linearize.evaluation.report.gather import answer
@@ -117,7 +109,8 @@ def sides_table(
         length = "-" if side.max_length is None else f"{side.max_length:,}"
         cut = "-" if side.cut_share is None else f"{100 * side.cut_share:.1f} %"
         figures = [number(side.metrics.get(name), 4) for name in more]
-        row = [side.name, length, cut, task.written(side.score), between(side.interval, task), *figures]
+        interval = "-" if side.interval is None else " to ".join(map(task.written, side.interval))
+        row = [side.name, length, cut, task.written(side.score), interval, *figures]
         cost = costs.get(side.name)
         if cost is not None:
             row.append(f"{cost.seconds:.3g}")
@@ -127,11 +120,6 @@ def sides_table(
     if chance is not None:
         rows.append(["chance", "", "", task.written(chance), *[""] * (len(columns) - 4)])
     return table(title, columns, rows, right=tuple(range(1, len(columns))))
-
-
-def between(interval: tuple[float, float] | None, task: Task) -> str:
-    """Return an interval as text."""
-    return "-" if interval is None else " to ".join(task.written(end) for end in interval)
 
 
 def report(options: ReportOptions, args: argparse.Namespace) -> object:

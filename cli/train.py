@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
-from linearize.cli._output import Screen, at_work, console, plan_table, print_json, show_findings, table
+from linearize.cli._output import Screen, at_work, console, print_json, show_findings, table
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.evaluation.bench.rows import mebibytes
@@ -77,13 +77,8 @@ def _train(
     # With --json stdout is for programs, and people read stderr.
     out = console(to_stderr=args.json)
     with at_work(out, "loading the model", lambda: kept_states(job.target()), learns) as work:
-
-        def on_event(event: Event) -> None:
-            work(event)
-            if planned is not None and isinstance(event, events.Planned):
-                planned(out, event.plan)
-
-        result = run(job, on_event)
+        work.planned = planned
+        result = run(job, work)
     out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
     if result.findings is not None:
         show_findings(out, result.findings)
@@ -179,15 +174,13 @@ def show_bill(job: AnyJob, *, as_json: bool, planned: Planned | None = None) -> 
     def on_event(event: Event) -> None:
         if isinstance(event, events.Planned):
             plans.append(event.plan)
-            out.print(plan_table(event.plan))
-            if planned is not None:
-                planned(out, event.plan)
-        elif not isinstance(event, events.DataOpened):
+        if not isinstance(event, events.DataOpened):
             work(event)
-            if isinstance(event, events.Started) and out.is_terminal:
-                out.print(f"... {event.what}")
+        if isinstance(event, events.Started) and out.is_terminal:
+            out.print(f"... {event.what}")
 
     with at_work(out, "checking") as work:
+        work.planned = planned
         bill = dry_run(job, on_event)
     for text in bill.lines():
         out.print(text, soft_wrap=True)

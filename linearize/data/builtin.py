@@ -111,7 +111,13 @@ class Crops(Records):
         self.sizes = np.array([height * width for _, _, _, height, width, _ in self.plans], dtype=np.int64)
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
-        return [Example(self._crop(self.plans[row])) for row in rows]
+        from PIL import Image
+
+        examples = []
+        for which, top, left, height, width, mirrored in (self.plans[row] for row in rows):
+            pixels = self.photographs[which][top : top + height, left : left + width]
+            examples.append(Example(Image.fromarray(np.ascontiguousarray(pixels[:, ::-1] if mirrored else pixels))))
+        return examples
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
         return (repr(self.plans[row]).encode() for row in rows)
@@ -128,10 +134,3 @@ class Crops(Records):
         )
         top, left = int(generator.integers(rows - height + 1)), int(generator.integers(columns - width + 1))
         return which, top, left, height, width, bool(generator.integers(2))
-
-    def _crop(self, plan: tuple[int, int, int, int, int, bool]) -> object:
-        from PIL import Image
-
-        which, top, left, height, width, mirrored = plan
-        pixels = self.photographs[which][top : top + height, left : left + width]
-        return Image.fromarray(np.ascontiguousarray(pixels[:, ::-1] if mirrored else pixels))

@@ -56,23 +56,20 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", as_mixture(self.dataset))
-        self._part_columns()
+        if isinstance(self.text_column, str) and "," in self.text_column:
+            columns = [name.strip() for name in self.text_column.split(",")]
+            if len(columns) != 2 or not all(columns) or self.text_pair_column is not None:
+                raise ConfigError(
+                    f"data: got text_column {self.text_column!r}, expected one name, or two with a comma."
+                )
+            object.__setattr__(self, "text_column", columns[0])
+            object.__setattr__(self, "text_pair_column", columns[1])
         check(self, "data")
         for name in ("split", "text_column", "text_pair_column", "image_column"):
             if getattr(self, name) == "":
                 raise ConfigError(f"data, {name}: got an empty string, expected a name; leave it out")
         if self.packing and self.text_pair_column:
             raise ConfigError("data: got packing together with text_pair_column, expected one of them; drop packing.")
-
-    def _part_columns(self) -> None:
-        """Read `A,B` as the columns of a pair."""
-        if not isinstance(self.text_column, str) or "," not in self.text_column:
-            return
-        columns = [name.strip() for name in self.text_column.split(",")]
-        if len(columns) != 2 or not all(columns) or self.text_pair_column is not None:
-            raise ConfigError(f"data: got text_column {self.text_column!r}, expected one name, or two with a comma.")
-        object.__setattr__(self, "text_column", columns[0])
-        object.__setattr__(self, "text_pair_column", columns[1])
 
     @property
     def finds_pairs(self) -> bool:

@@ -116,13 +116,12 @@ class TextEncoder:
             max_length=self.max_length,
             return_attention_mask=True,
         )
-        result = {name: fields[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in fields}
+        fillers = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 1, "token_type_ids": 0}
+        result = {name: fields[name] for name in fillers if name in fields}
         for row, ids in enumerate(result["input_ids"]):
             if not ids:  # A row without tokens would be masked completely, and softmax is undefined for it.
-                for name, filler in (("input_ids", self.tokenizer.pad_token_id), ("attention_mask", 1)):
-                    result[name][row] = [filler]
-                if "token_type_ids" in result:
-                    result["token_type_ids"][row] = [0]
+                for name, rows in result.items():
+                    rows[row] = [fillers[name]]
         return result
 
 

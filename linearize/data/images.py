@@ -57,11 +57,9 @@ class ImageFiles(Records):
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         files = [self.files[row] for row in rows]
+        images = [decode(self._read(file), str(file.inner)) for file in files]
         labels = [file.inner.parent.name if self.names else None for file in files]
-        return [
-            Example(decode(self._read(file), str(file.inner)), None, label)
-            for file, label in zip(files, labels, strict=True)
-        ]
+        return [Example(image, None, label) for image, label in zip(images, labels, strict=True)]
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
         return (bytes_digest(self._read(self.files[row])) for row in rows)

@@ -288,23 +288,20 @@ def error_against_time(result: SearchResult) -> Figure:
     front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
     label = "no other plan is both faster and closer"
     axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1, label=label)
-    kinds: dict[str, dict[str, Any]] = {
-        "the plan": {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3},
-        "softmax": {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2},
-        "another plan": {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2},
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        PLAN: ("the plan", {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3}),
+        SOFTMAX: ("softmax", {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2}),
+        "": ("another plan", {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2}),
     }
-    kind_of = [
-        "the plan" if point.name.startswith(PLAN) else "softmax" if point.name.startswith(SOFTMAX) else "another plan"
-        for point in result.points
-    ]
-    for kind, look in kinds.items():
-        points = [(x.seconds, x.error) for x, its_kind in zip(result.points, kind_of, strict=True) if its_kind == kind]
+    rest = list(result.points)
+    for start, (label, look) in kinds.items():
+        points = [point for point in rest if point.name.startswith(start)]
+        rest = [point for point in rest if point not in points]
         if points:
-            axes.scatter(*zip(*points, strict=True), label=kind, **look)
-    for point, kind in zip(result.points, kind_of, strict=True):
-        if kind == "another plan":
-            where = (point.seconds, point.error)
-            axes.annotate(point.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
+            axes.scatter([x.seconds for x in points], [x.error for x in points], label=label, **look)
+    for other in points:
+        where = (other.seconds, other.error)
+        axes.annotate(other.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.margins(0.18)
     axes.legend(fontsize=7, frameon=False)

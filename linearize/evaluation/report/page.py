@@ -63,11 +63,6 @@ class Table:
     rows: list[list[str]]
     kind: str = "numbers"
 
-    @property
-    def wide(self) -> bool:
-        """Whether it is too wide for a narrow screen; facts wrap instead."""
-        return self.kind != "facts"
-
 
 @dataclass(frozen=True)
 class Section:
