@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import sys
 import sysconfig
@@ -52,11 +53,12 @@ def prose() -> tuple[str, ...]:
     Raises:
         DataError: If this Python was installed without its sources.
     """
-    try:
+    texts: list[str] = []
+    with contextlib.suppress(ImportError):  # Some distributions leave it out.
         from pydoc_data.topics import topics
-    except ImportError:  # Some distributions leave it out.
-        topics = {}
-    texts = [*(topics[name] for name in sorted(topics)), *_docstrings(Path(sysconfig.get_path("stdlib")))]
+
+        texts += [topics[name] for name in sorted(topics)]
+    texts += _docstrings(Path(sysconfig.get_path("stdlib")))
     different = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
     if not different:
         raise DataError("this Python has no manual topics and no sources to take prose from; pass a dataset.")
