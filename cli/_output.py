@@ -295,13 +295,21 @@ class StepProgress:
             self.bar = None
 
 
+Planned = Callable[[Screen, Plan], None]
+
+
+def nothing_more(out: Screen, plan: Plan) -> None:
+    """Do nothing with a plan."""
+
+
 class Work:
     """Shows the events of long work, as the callback of a job.
 
     Attributes:
         out: the console.
         learns: introduction of the line about the data.
-        planned: also called with the console and the plan when the plan is made, or None.
+        says: whether it prints a line at the start of slow work.
+        planned: called with the console and the plan when the plan is made and printed.
         beat: prints to a log what is still running.
         progress: the progress bar.
         findings: the job's findings, available at its end.
@@ -309,8 +317,8 @@ class Work:
     """
 
     def __init__(self, out: Screen, what: str, learns: str) -> None:
-        self.out, self.learns = out, learns
-        self.planned: Callable[[Screen, Plan], None] | None = None
+        self.out, self.learns, self.says = out, learns, False
+        self.planned: Planned = nothing_more
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
         self.findings: Findings | None = None
         self.saved = False
@@ -323,8 +331,7 @@ class Work:
         match event:
             case events.Planned(plan):
                 out.print(plan_table(plan))
-                if self.planned is not None:
-                    self.planned(out, plan)
+                self.planned(out, plan)
             case events.DataOpened(description):
                 out.print(f"{self.learns}: {description}")
                 beat.what = "measuring the start"
@@ -341,6 +348,8 @@ class Work:
                 out.print(text)
             case events.Started(what):
                 beat.what = what
+                if self.says:
+                    out.print(f"... {what}")
             case events.Searched(searched):
                 self.progress.stop()
                 beat.what = "continuing after the search"

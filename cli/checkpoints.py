@@ -11,9 +11,7 @@ from linearize.checkpoint import push as hub
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.cli._output import at_work, console, on_interrupt, plan_table
 from linearize.core.errors import UnsupportedModelError
-from linearize.jobs import events
 from linearize.jobs.config import ExportJob, InitJob
-from linearize.jobs.events import Event
 
 
 def init(job: InitJob, args: argparse.Namespace) -> object:
@@ -57,14 +55,9 @@ def export(job: ExportJob, args: argparse.Namespace) -> object:
     from linearize.jobs.export import export_checkpoint
 
     out = console(to_stderr=args.json)
-
-    def on_event(event: Event) -> None:
-        work(event)
-        if isinstance(event, events.Started):
-            out.print(f"... {event.what}")
-
     with at_work(out, "exporting") as work:
-        result = export_checkpoint(job, on_event)
+        work.says = True
+        result = export_checkpoint(job, work)
     out.print(f"Saved {result.output}.")
     return asdict(result)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
-from linearize.cli._output import Screen, at_work, console, print_json, show_findings, table
+from linearize.cli._output import Planned, Screen, at_work, console, nothing_more, print_json, show_findings, table
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.evaluation.bench.rows import mebibytes
@@ -31,7 +31,6 @@ EXPLAINED_TOKENS = 512
 """Input length for --explain-backend without --max-length."""
 LEARNS = "Stage one learns from"
 Job = TypeVar("Job", ConvertJob, DistillJob, AlignJob)
-Planned = Callable[[Screen, Plan], None]
 
 
 def convert(job: ConvertJob, args: argparse.Namespace) -> object:
@@ -68,7 +67,7 @@ def _train(
     args: argparse.Namespace,
     run: Callable[[Job, Callback], ConvertResult],
     *,
-    planned: Planned | None = None,
+    planned: Planned = nothing_more,
     learns: str = LEARNS,
 ) -> object:
     """Run a job and show its progress, or its estimated cost; `planned` is called with the console and the plan."""
@@ -157,7 +156,7 @@ def kept_states(target: str, *endings: str) -> str:
     return "nothing was written; --save-every N keeps a state every N steps"
 
 
-def show_bill(job: AnyJob, *, as_json: bool, planned: Planned | None = None) -> int:
+def show_bill(job: AnyJob, *, as_json: bool, planned: Planned = nothing_more) -> int:
     """Check a job and print its plan and its estimated cost.
 
     Args:
@@ -176,11 +175,9 @@ def show_bill(job: AnyJob, *, as_json: bool, planned: Planned | None = None) -> 
             plans.append(event.plan)
         if not isinstance(event, events.DataOpened):
             work(event)
-        if isinstance(event, events.Started) and out.is_terminal:
-            out.print(f"... {event.what}")
 
     with at_work(out, "checking") as work:
-        work.planned = planned
+        work.planned, work.says = planned, out.is_terminal
         bill = dry_run(job, on_event)
     for text in bill.lines():
         out.print(text, soft_wrap=True)
