@@ -97,9 +97,8 @@ class SearchConfig(RunConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", parse_budget(self.budget))
-        if isinstance(self.candidates, str):
-            object.__setattr__(self, "candidates", parse_names(self.candidates))
-        object.__setattr__(self, "candidates", tuple(self.candidates))
+        names = parse_names(self.candidates) if isinstance(self.candidates, str) else self.candidates
+        object.__setattr__(self, "candidates", tuple(names))
         check(self, "search")
         check_states(self, "search")
 

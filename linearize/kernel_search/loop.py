@@ -191,10 +191,7 @@ class _Search(Run):
 
     def _agreed(self, value: Any) -> Any:
         """Return the main process's value in all processes."""
-        values = [value]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(values)
-        return values[0]
+        return broadcast_object_list([value])[0]
 
     def _search(self, saved: RunState | None) -> SearchResult:
         first = 0
