@@ -130,9 +130,8 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tupl
         records, origin = open_records(config.sources[0][0], config, modality)
         total = len(records.sizes)
         if config.held_out(total) < options.inputs or total < 2 * options.inputs:
-            examples = records.fetch(list(range(min(options.inputs, total))))
-            named = _without_folder(origin, options.dataset)
-            return examples, f"the first {min(options.inputs, total)} examples of {named}"
+            count, named = min(options.inputs, total), _without_folder(origin, options.dataset)
+            return records.fetch(range(count)), f"the first {count} examples of {named}"
     source = load_source(config, processor, modality)
     named = _without_folder(source.description.partition(": ")[0], options.dataset)
     return source.holdout_examples(options.inputs), f"{options.inputs} held-out examples of {named}"
