@@ -5,7 +5,7 @@ Inside a layer the candidates take turns: loss and gradient of each are computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
