@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -83,18 +83,12 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
 
 def _shown(before: object, after: object) -> tuple[str, str]:
     """Return two values as text; of two long mappings, only the first entry that differs."""
-    old, new = repr(before), repr(after)
-    if max(len(old), len(new)) <= 120:
-        return old, new
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
+    long = max(len(repr(before)), len(repr(after))) > 120
+    if long and isinstance(before, Mapping) and isinstance(after, Mapping):
         key = next(key for key in [*after, *before] if before.get(key) != after.get(key))
-        old, new = (_short(repr(side.get(key))) for side in (before, after))
-        return f"{{{key!r}: {old}}}", f"{{{key!r}: {new}}}"
-    return _short(old), _short(new)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197]}..."
+        before, after = ({key: side.get(key)} for side in (before, after))
+    old, new = (text if len(text) <= 200 else f"{text[:197]}..." for text in (repr(before), repr(after)))
+    return old, new
 
 
 def plain(value: object) -> object:
@@ -127,12 +121,9 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
         model: the model, on one device.
         kernel: True for the weights of kernels only, False for all others, None for all.
     """
-    hashed = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
-        if kernel is None or (KERNEL in f".{name}.") is kernel:
-            _feed(hashed, name)
-            _feed(hashed, tensor)
-    return hashed.hexdigest()
+    weights = sorted(model.state_dict().items())
+    chosen = (item for item in weights if kernel is None or (KERNEL in f".{item[0]}.") is kernel)
+    return _hash(chain.from_iterable(chosen))
 
 
 def data_digest(data: object) -> str:
@@ -140,31 +131,28 @@ def data_digest(data: object) -> str:
     own = getattr(data, "digest", None)
     if callable(own):
         return str(own())
-    hashed = xxhash.xxh3_128()
     if hasattr(data, "holdout_batches") and hasattr(data, "train_batches"):
-        _feed(hashed, data.holdout_batches())
-        for batch in islice(data.train_batches(), BATCHES):
-            _feed(hashed, batch)
-    else:
-        _feed(hashed, data)
-    return hashed.hexdigest()
+        return _hash(chain([data.holdout_batches()], islice(data.train_batches(), BATCHES)))
+    return _hash([data])
 
 
 def rows_digest(rows: Sequence[object]) -> str:
     """Return the hash of a sequence of rows and their number; at most `ROWS` of them are read."""
-    own = getattr(rows, "digest", None)
-    if callable(own):
-        return str(own())
-    hashed = xxhash.xxh3_128()
-    _feed(hashed, len(rows))
-    for place in spread(len(rows), ROWS):
-        _feed(hashed, rows[place])
-    return hashed.hexdigest()
+    if callable(getattr(rows, "digest", None)):
+        return data_digest(rows)
+    return _hash(chain([len(rows)], (rows[place] for place in spread(len(rows), ROWS))))
 
 
 def spread(count: int, most: int) -> list[int]:
     """Return the numbers of up to `most` of `count` rows, evenly spread, including the first and the last."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64).tolist()
+
+
+def _hash(values: Iterable[object]) -> str:
+    hashed = xxhash.xxh3_128()
+    for value in values:
+        _feed(hashed, value)
+    return hashed.hexdigest()
 
 
 def _feed(hashed: xxhash.xxh3_128, value: object) -> None:

@@ -152,8 +152,12 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
         yield path
         return
     shown = os.fspath(target)
-    parents = _make_parents(path, shown)
+    missing = [parent for parent in path.parents if not parent.exists()]
     try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _refused(shown, f"cannot be made ({error.strerror or error})") from error
         with _locked(path, shown):
             _clear_leftovers(path)
             # Check again: the folder may have changed before the lock was held.
@@ -164,7 +168,9 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
             finally:
                 _claimed.reset(token)
     finally:
-        _remove_empty(parents)
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
 
 
 def clear_leftovers(target: Name) -> None:
@@ -180,26 +186,6 @@ def clear_leftovers(target: Name) -> None:
     for path in [file.with_name(file.name.removeprefix(LOCK)) for file in locks if file.is_file()]:
         with contextlib.suppress(CheckpointError), _locked(path, str(path)):
             _clear_leftovers(path)
-
-
-def _make_parents(path: Path, shown: str) -> list[Path]:
-    """Make the parent folders, and return those that did not exist, deepest first."""
-    created: list[Path] = []
-    try:
-        for parent in reversed(path.parents):
-            if not parent.exists():
-                parent.mkdir(exist_ok=True)
-                created.insert(0, parent)
-    except OSError as error:
-        _remove_empty(created)
-        raise _refused(shown, f"cannot be made ({error.strerror or error})") from error
-    return created
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 @contextlib.contextmanager
