@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from linearize.checkpoint.loading import read_config
-from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.gguf import count_parameters, located
 from linearize.conversion.positions import current_length
@@ -90,50 +90,46 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         CheckpointError: if there is no checkpoint of that name, or it is damaged.
         ConfigError: if it uses an unknown kernel; the message names the package that registers it, if recorded.
     """
-    check_links(name)
     values = read_config(str(name))
     total = count_parameters(name)
     if total is None and (header := read_header(name)) is not None:
         total = sum(prod(tensor.shape) for tensor in header.values())
-    architecture = (values.get("architectures") or [None])[0]
-    if values.get("model_type") == MODEL_TYPE:
+    converted = values.get("model_type") == MODEL_TYPE
+    section: Mapping[str, Any] = {}
+    if converted:
         check_checkpoint(name)
-        config = LinearizeConfig.from_dict(values)
-        model = _empty(saved_class(config), config)
+        config: PreTrainedConfig = LinearizeConfig.from_dict(values)
         section = config.linearize
-        provenance = Provenance(section.get("provenance"))
-        return CheckpointInfo(
-            name=str(name),
-            converted=True,
-            base_model=provenance.text("base_model"),
-            model_type=section["base_model_type"],
-            architecture=architecture,
-            plan=Plan.from_dict(section),
-            parameters_added=0 if model is None else sum(p.numel() for p in kernel_parameters(model)),
-            parameters_total=total,
-            max_length=_length(model),
-            format_version=section["format_version"],
-            provenance=provenance,
-            packages=section.get(PACKAGES, {}),
-        )
-    try:
-        place, where = located(str(name))
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **where)
-    except Exception as error:
-        raise CheckpointError(f"{str(name)!r}: config.json describes no known model ({first_line(error)})") from None
-    model = _empty(AutoModel.from_config, config)
+        model = _empty(saved_class(config), config)
+    else:
+        try:
+            place, where = located(str(name))
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False, **where)
+        except Exception as error:
+            why = f"config.json describes no known model ({first_line(error)})"
+            raise CheckpointError(f"{str(name)!r}: {why}") from None
+        model = _empty(AutoModel.from_config, config)
+    provenance, length = Provenance(section.get("provenance")), None
+    # A fact that cannot be determined is left out.
+    with contextlib.suppress(Exception):
+        length = None if model is None else current_length(model)
     return CheckpointInfo(
         name=str(name),
-        converted=False,
-        base_model=None,
-        model_type=config.model_type,
-        architecture=architecture,
+        converted=converted,
+        base_model=provenance.text("base_model"),
+        model_type=section.get("base_model_type", config.model_type),
+        architecture=(values.get("architectures") or [None])[0],
+        plan=Plan.from_dict(section) if converted else None,
+        parameters_added=sum(p.numel() for p in kernel_parameters(model)) if converted and model is not None else 0,
         parameters_total=total,
-        max_length=_length(model),
+        max_length=length,
+        format_version=section.get("format_version"),
+        provenance=provenance,
+        packages=section.get(PACKAGES, {}),
     )
 
 
-def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrainedConfig) -> nn.Module | None:
+def _empty(make: Callable[[Any], nn.Module] | None, config: PreTrainedConfig) -> nn.Module | None:
     """Build a model without allocating memory; None if that fails."""
     if make is None:
         return None
@@ -144,10 +140,3 @@ def _empty(make: Callable[[PreTrainedConfig], nn.Module] | None, config: PreTrai
         raise
     except Exception:
         return None
-
-
-def _length(model: nn.Module | None) -> int | None:
-    # A fact that cannot be determined is left out.
-    with contextlib.suppress(Exception):
-        return None if model is None else current_length(model)
-    return None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearize.checkpoint.ownership import check_links
+from linearize.checkpoint.provenance import Record
 from linearize.conversion.gguf import find_gguf, load_weights, located, read_config_values
 from linearize.core.errors import (
     CheckpointError,
@@ -87,8 +88,14 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     if task is None and "architecture" in raw and raw.get("num_classes"):
         # timm's config.json does not name a transformers class.
         loader = transformers.AutoModelForImageClassification
+    arguments, options = raw.get("model_args"), {}
     with explained(name, f"as {architecture}" if architecture else ""):
-        model = load_weights(loader, name, revision=revision, **_timm_options(name, revision, raw))
+        if "architecture" in raw and isinstance(arguments, dict) and "num_classes" in arguments:
+            # A folder that timm wrote has arguments that transformers sets itself.
+            config = transformers.AutoConfig.from_pretrained(name, revision=revision)
+            config.model_args = {key: value for key, value in arguments.items() if key != "num_classes"}
+            options["config"] = config
+        model = load_weights(loader, name, revision=revision, **options)
     check_numbers(model, repr(name))
     return _loaded(model, name, device, revision)
 
@@ -104,18 +111,6 @@ def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None
     return Loaded(model, processor, modality, name, embedder)
 
 
-def _timm_options(name: str, revision: str | None, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a folder that timm wrote, without the arguments that transformers sets itself."""
-    arguments = raw.get("model_args")
-    if "architecture" not in raw or not isinstance(arguments, dict) or "num_classes" not in arguments:
-        return {}
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(name, revision=revision)
-    config.model_args = {key: value for key, value in arguments.items() if key != "num_classes"}
-    return {"config": config}
-
-
 def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     """Load a converted checkpoint with the head that it was saved with.
 
@@ -126,14 +121,12 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     Raises:
         CheckpointError: if it is not a converted checkpoint, or is damaged.
     """
-    import transformers
+    from transformers import AutoConfig, AutoModel
 
-    from linearize.modeling.model import model_class
+    from linearize.modeling.model import saved_class
 
-    raw = check_converted(name)
-    config = transformers.AutoConfig.from_pretrained(name)
-    base: Any = getattr(transformers, str((raw.get("architectures") or [""])[0]).removeprefix("Linearized"), None)
-    loader: Any = transformers.AutoModel if base is None else model_class(base, type(config))
+    check_converted(name)
+    loader: Any = saved_class(AutoConfig.from_pretrained(name)) or AutoModel
     with quiet():
         model = loader.from_pretrained(name)
     return _loaded(model, name, device)
@@ -191,11 +184,11 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if find_gguf(name) is None and (path.exists() or name.startswith((".", "/", "~"))):
-        file = path.expanduser() / "config.json"
-        if not path.expanduser().exists():
+        if not path.exists():
             raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
+        file = path / "config.json"
         if not file.is_file():
             raise CheckpointError(
                 f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of "
@@ -320,8 +313,8 @@ def sentence_files(name: str, revision: str | None = None) -> dict[str, bytes]:
     files = {MODULES: content}
     for file in OWN:
         if (text := _bytes(name, file, revision)) is not None:
-            kind = type(_parse(name, file, text)).__name__
-            if kind != "dict":
+            if not isinstance(values := _parse(name, file, text), dict):
+                kind = type(values).__name__
                 raise CheckpointError(f"{name!r}: {file} holds a {kind}, expected an object; download it again")
             files[file] = text
     for path in filter(None, (str(module["path"]) for module in modules)):
@@ -354,9 +347,8 @@ def pools_first(files: Mapping[str, bytes]) -> bool:
     for name, content in files.items():
         if name.endswith("/config.json"):
             with contextlib.suppress(ValueError):
-                values: object = parse_json(content)
-                cls = isinstance(values, dict) and values.get("pooling_mode") == "cls"
-                if cls or (isinstance(values, dict) and values.get("pooling_mode_cls_token")):
+                values = Record(parse_json(content)).values
+                if values.get("pooling_mode") == "cls" or values.get("pooling_mode_cls_token"):
                     return True
     return False
 
@@ -372,13 +364,9 @@ def _parse(name: str, file: str, content: bytes) -> object:
 
 def _bytes(name: str, file: str, revision: str | None) -> bytes | None:
     """Return the bytes of a checkpoint's file; None if it does not exist."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        path = folder / file
-        return path.read_bytes() if path.is_file() else None
     from linearize.modeling.weights import find_file
 
-    cached = None
+    path = None
     with contextlib.suppress(OSError, ValueError):
-        cached = find_file(name, file, {"revision": revision})
-    return None if cached is None else Path(cached).read_bytes()
+        path = find_file(os.path.expanduser(name), file, {"revision": revision})
+    return None if path is None else Path(path).read_bytes()

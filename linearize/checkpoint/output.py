@@ -191,7 +191,12 @@ def clear_leftovers(target: Name) -> None:
 @contextlib.contextmanager
 def _locked(path: Path, shown: str) -> Iterator[None]:
     file = path.with_name(f"{LOCK}{path.name}")
-    if not _is_lock(file):
+    try:
+        # An empty file was just made, by us or by filelock.
+        is_lock = not file.is_symlink() and (not file.exists() or LOCK_TEXT.fullmatch(read_text(file)))
+    except (OSError, ValueError):
+        is_lock = False
+    if not is_lock:
         raise CheckpointError(
             f"{str(file)!r} is where the lock of output {shown!r} would be, and linearize did not write it; move it, "
             "or choose another output"
@@ -220,14 +225,6 @@ def _locked(path: Path, shown: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             file.unlink()
         lock.release()
-
-
-def _is_lock(file: Path) -> bool:
-    """Tell whether a file is missing, or a lock of ours or of filelock; an empty one was just made."""
-    try:
-        return not file.is_symlink() and (not file.exists() or LOCK_TEXT.fullmatch(read_text(file)) is not None)
-    except (OSError, ValueError):
-        return False
 
 
 def _temporary(path: Path, kind: str) -> list[Path]:
@@ -273,7 +270,11 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
         try:
             fresh.mkdir()
             yield fresh
-            _share(fresh)
+            # Apply the umask to weights files: safetensors makes files that only the user can read.
+            mask = os.umask(0o077)
+            os.umask(mask)
+            for file in fresh.rglob("*.safetensors"):
+                file.chmod(0o666 & ~mask)
             if marked:
                 mark(fresh)
             _sync(fresh)
@@ -290,14 +291,6 @@ def atomic_folder(target: Name, *, overwrite: bool = False, marked: bool = True)
             ) from error
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _share(folder: Path) -> None:
-    """Apply the umask to weights files: safetensors makes files that only the user can read."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o666 & ~mask)
 
 
 def is_write_error(error: BaseException) -> bool:

@@ -161,36 +161,28 @@ class Provenance(Record):
             rows.append(("stage one", f"{stage.whole('steps')} steps on {data} ({stage.text('stopped')})"))
             for side in ("before", "after"):
                 if mean := stage.part(side).numbers("mean"):
-                    figures = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in mean.items()]
-                    rows.append((f"fidelity {side}", ", ".join(figures)))
+                    texts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in mean.items()]
+                    rows.append((f"fidelity {side}", ", ".join(texts)))
         if aligned := self.part("alignment"):
             teacher = aligned.text("teacher") or "its own softmax"
             rows.append(
                 ("alignment", f"{aligned.whole('steps')} steps with {teacher}, trained: {aligned.text('train')}")
             )
-            errors = [(side, aligned.part(side)) for side in ("before", "after")]
-            rows += [(f"whole model {side}", _whole_error(error)) for side, error in errors if error]
+            for side in ("before", "after"):
+                if error := aligned.part(side):
+                    figures = {
+                        "last hidden state, relative error": next(reversed(error.numbers("layers").values()), None),
+                        "pooled cosine": error.number("cosine"),
+                        "logits": error.number("logits"),
+                    }
+                    texts = [f"{name} {value:.4g}" for name, value in figures.items() if value is not None]
+                    rows.append((f"whole model {side}", ", ".join(texts)))
         if tuned := self.part("finetuning"):
             rows.append(("stage two", f"{tuned.text('task')} on {tuned.text('data')}, {tuned.whole('steps')} steps"))
             rows += [(f"metric {name}", f"{value:.4g}") for name, value in tuned.numbers("metrics").items()]
             if (chance := tuned.number("chance")) is not None:
                 rows.append(("chance", f"{chance:.4g}{'' if tuned.is_true('above_chance') else ', not above it'}"))
         return rows
-
-
-def _whole_error(error: Record) -> str:
-    """Describe how far a whole model is from its original."""
-    figures = {
-        "last hidden state, relative error": next(reversed(error.numbers("layers").values()), None),
-        "pooled cosine": error.number("cosine"),
-        "logits": error.number("logits"),
-    }
-    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
-
-
-def weights_were_trained(record: Mapping[str, Any] | None) -> bool:
-    """Tell whether the alignment or stage two trained weights of the original, according to a checkpoint's record."""
-    return Provenance(record).weights_were_trained
 
 
 def _length(tokens: float | None) -> int | None:

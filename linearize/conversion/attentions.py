@@ -132,7 +132,9 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
         return f"scores carry {call.altered}, which a kernel cannot honour"
     if call.mask == "bias":
         return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
-    if _attends_across(call, name):
+    # The name tells cross-attention between sequences of equal length.
+    across = any("cross" in part or part.startswith("encoder_attn") for part in name.split(".")[-2:])
+    if across or getattr(call.module, "is_cross_attention", False):
         return CROSS
     if call.query[2] != call.key[2]:
         return "cross-attention, or queries or keys that are pooled or chosen (their numbers differ)"
@@ -146,9 +148,3 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
     if call.query[1] % call.key[1]:
         return f"{call.query[1]} query heads over {call.key[1]} key heads"
     return ""
-
-
-def _attends_across(call: Call, name: str) -> bool:
-    """Recognise cross-attention between sequences of equal length by its name."""
-    named = any("cross" in part or part.startswith("encoder_attn") for part in name.split(".")[-2:])
-    return named or bool(getattr(call.module, "is_cross_attention", False))

@@ -78,11 +78,8 @@ def located(name: str) -> tuple[str, dict[str, str]]:
         CheckpointError: if a GGUF file is damaged, or one of its shards is missing.
         MissingPackageError: if the package `gguf` is needed and not installed.
     """
-    file = find_gguf(name)
-    if file is None:
-        return name, {}
-    whole = _whole(file)
-    return str(whole.parent), {"gguf_file": whole.name}
+    file = _whole(name)
+    return (name, {}) if file is None else (str(file.parent), {"gguf_file": file.name})
 
 
 def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]:
@@ -94,10 +91,10 @@ def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]
     """
     from transformers import PreTrainedConfig
 
-    file = find_gguf(name)
+    file = _whole(name)
     if file is None:
         return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
-    return dict(_gguf_values(*_stamp(_whole(file))))
+    return dict(_gguf_values(*_stamp(file)))
 
 
 def count_parameters(name: str | os.PathLike[str]) -> int | None:
@@ -106,8 +103,8 @@ def count_parameters(name: str | os.PathLike[str]) -> int | None:
     Raises:
         CheckpointError: if the file is damaged, or one of its shards is missing.
     """
-    file = find_gguf(name)
-    return None if file is None else _header(*_stamp(_whole(file))).parameters
+    file = _whole(name)
+    return None if file is None else _header(*_stamp(file)).parameters
 
 
 def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
@@ -157,12 +154,15 @@ def _stamp(path: Path) -> tuple[Path, int, int]:
     return path, status.st_size, status.st_mtime_ns
 
 
-def _whole(file: Path) -> Path:
-    """Return a file with all tensors: the file itself, or a temporary one if the model is in shards.
+def _whole(name: str | os.PathLike[str]) -> Path | None:
+    """Return a GGUF file with all tensors: the file itself, or a temporary one if the model is in shards.
 
     Raises:
         CheckpointError: if a file is damaged or missing.
     """
+    file = find_gguf(name)
+    if file is None:
+        return None
     count = _header(*_stamp(file)).shards
     part = SHARD.search(file.name)
     if count == 1 and part is None:

@@ -69,7 +69,10 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
     Raises:
         UnsupportedModelError: if the model's inputs are of an unknown kind.
     """
-    names = _forward_names(model)
+    names = set(inspect.signature(model.forward).parameters)
+    if not names & set(_MAIN):
+        # A wrapper may take only **kwargs.
+        names.add(model.main_input_name)
     text, images, sounds = _texts(model, names), list(_images(model, names)), list(_sounds(model, names))
     images += _patches(model, names)
     others = [*_series(model, names), *_states(model, names)]
@@ -125,9 +128,7 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
             f"example inputs: got {got} in {path!r}, expected arguments of {type(model).__name__}'s forward: "
             f"{', '.join(list(parameters)[:12])}"
         )
-    device = next(model.parameters()).device
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return {key: x.to(device, dtype if x.is_floating_point() else x.dtype) for key, x in tensors.items()}
+    return {key: x.to(model.device, model.dtype if x.is_floating_point() else x.dtype) for key, x in tensors.items()}
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -139,14 +140,6 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config.get_text_config(decoder=True)
 
 
-def _forward_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of forward's arguments, with the main input if a wrapper takes only **kwargs."""
-    names = set(inspect.signature(model.forward).parameters)
-    if not names & set(_MAIN):
-        names.add(model.main_input_name)
-    return names
-
-
 def _setting(config: object, *names: str) -> Any:
     """Return the first of the named config values that is neither None nor zero; else None."""
     return next((value for value in (getattr(config, name, None) for name in names) if value), None)
@@ -156,7 +149,7 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
     """Make up additional inputs that some models need, judging by the names of forward's arguments."""
     extra: Inputs = {}
     tensors = {key: x for key, x in made.items() if isinstance(x, Tensor)}
-    ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), next(model.parameters()).device
+    ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), model.device
     if ids is not None and "lang_ids" in names:
         extra["lang_ids"] = torch.zeros(len(ids), dtype=torch.long, device=device)
     images = next((x for x in tensors.values() if x.ndim == 5), None)
@@ -184,7 +177,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     """Make up the past values of a time series, and the time features that some forecasters take."""
     if "past_values" not in names:
         return
-    config, device = model.config, next(model.parameters()).device
+    config, device = model.config, model.device
     zeros = functools.partial(torch.zeros, 1, dtype=torch.long, device=device)
     horizon = _setting(config, "prediction_length") or 1
     length = _setting(config, "context_length") or horizon
@@ -218,12 +211,26 @@ def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
 
 
 def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
-    config, device = model.config, next(model.parameters()).device
-    lengths = {"input_ids": TOKENS}
+    """Make up token ids [1, T] without special tokens; none if the config has no vocabulary."""
+    config, lengths = model.config, {"input_ids": TOKENS}
     if getattr(config, "is_encoder_decoder", False):
         lengths["decoder_input_ids"] = DECODER_TOKENS
-    made = {name: _tokens(config, length, device) for name, length in lengths.items() if name in names}
-    return {name: ids for name, ids in made.items() if ids is not None}
+    if not names & lengths.keys():
+        return {}
+    text = text_config(config)
+    named = {name for one in (config, text) for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
+    special = {i for name in named for one in (config, text) for i in _ids(one, name)}
+    vocabulary = getattr(text, "vocab_size", 0) or 0
+    ordinary = [i for i in range(min(vocabulary, 64)) if i not in special]
+    made: Inputs = {}
+    for name, count in lengths.items():
+        if name in names and ordinary:
+            ids = (ordinary[:count] * count)[:count]
+            # CLIP-like text towers look for the end token.
+            for end in _ids(text, "eos_token_id")[:1]:
+                ids[-1] = end if end < vocabulary else ids[-1]
+            made[name] = torch.tensor([ids], device=model.device)
+    return made
 
 
 def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
@@ -249,7 +256,7 @@ def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     size, channels = getattr(config, "patch_size", None), _setting(config, "in_channels", "in_chans") or 3
     if name is not None and grid_name is not None and isinstance(size, int):
         merge, depth = _setting(config, "spatial_merge_size") or 2, _setting(config, "temporal_patch_size") or 1
-        grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=next(model.parameters()).device)
+        grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=model.device)
         patches = 4 * merge * merge
         yield {name: _floats(model, patches, channels * depth * size**2), grid_name: grid}
         yield {name: _floats(model, 1, patches, channels, size, size), grid_name: grid}
@@ -289,23 +296,6 @@ def _floats(model: PreTrainedModel, *shape: int) -> Tensor:
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return drawn if parameter is None else drawn.to(parameter.device, parameter.dtype)
-
-
-def _tokens(config: PreTrainedConfig, count: int, device: torch.device) -> Tensor | None:
-    """Make up token ids [1, count] without special tokens; None if the config has no vocabulary."""
-    text = text_config(config)
-    named = {name for one in (config, text) for name in vars(one) if name.endswith(("_token_id", "_token_index"))}
-    special = {i for name in named for one in (config, text) for i in _ids(one, name)}
-    vocabulary = getattr(text, "vocab_size", 0) or 0
-    ids = [i for i in range(min(vocabulary, 64)) if i not in special][:count]
-    if not ids:
-        return None
-    ids = (ids * count)[:count]
-    # CLIP-like text towers look for the end token.
-    for end in _ids(text, "eos_token_id")[:1]:
-        if end < vocabulary:
-            ids[-1] = end
-    return torch.tensor([ids], device=device)
 
 
 def _ids(config: PreTrainedConfig, name: str) -> list[int]:

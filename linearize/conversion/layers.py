@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,10 +76,10 @@ def parse_indices(text: str, where: str) -> list[int]:
     """
     indices: list[int] = []
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()) or part.strip().endswith("-"):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None:
             raise ConfigError(f"{where}: got {text!r}, expected layer numbers such as 0-5 or 0,11")
-        start, stop = int(first), int(last or first)
+        start, stop = int(match[1]), int(match[2] or match[1])
         if stop < start:
             raise ConfigError(f"{where}: got the range {part.strip()!r}, expected the smaller number first")
         if stop > _LARGEST:

@@ -7,9 +7,11 @@ nested dataclasses; its errors name the key.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -102,41 +104,24 @@ class Option:
         return f"{text} ({shown})" if shown else text
 
 
+@functools.cache
 def options_of(config: type) -> Mapping[str, Option]:
     """Return the options of a job's config by name, its own and those of its sections."""
-    return _options_of(config)
-
-
-@functools.cache
-def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
-    for field in dataclasses.fields(config):
-        section: Section | None = field.metadata.get(_SECTION)
-        if section is not None:
-            for name, inner in section.options().items():
-                shown = {"shown": section.shown[inner.name]} if inner.name in section.shown else {}
-                metadata = {**inner.metadata, **shown, "group": section.title}
-                _add(options, name, section.config, inner, metadata, (field.name, inner.name))
-        elif "help" in field.metadata:
-            _add(options, field.metadata.get("name", field.name), config, field, field.metadata, ("", field.name))
+    for outer in dataclasses.fields(config):
+        own = Section(config, outer.metadata.get("group"), only=(outer.name,) if "help" in outer.metadata else ())
+        section: Section = outer.metadata.get(_SECTION, own)
+        for name, field in section.options().items():
+            place = ("" if section is own else outer.name, field.name)
+            if name in options:
+                # One more field that the option sets.
+                options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
+                continue
+            shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
+            kind = _kinds(field_types(section.config)[field.name])[0]
+            metadata, required = {**field.metadata, **shown}, _is_required(field)
+            options[name] = Option(name, kind, field.default, metadata, section.title, (place,), required)
     return types.MappingProxyType(options)
-
-
-def _add(
-    options: dict[str, Option],
-    name: str,
-    config: type,
-    field: dataclasses.Field[Any],
-    metadata: Mapping[str, Any],
-    place: tuple[str, str],
-) -> None:
-    """Add an option, or one more field that an option sets."""
-    if name in options:
-        options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
-        return
-    kind = _kinds(field_types(config)[field.name])[0]
-    group = metadata.get("group")
-    options[name] = Option(name, kind, field.default, metadata, group, (place,), _is_required(field))
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -207,17 +192,9 @@ def recorded(job: object) -> dict[str, Any]:
     return record
 
 
-def on_disk(name: str) -> bool:
-    """Tell whether a file or folder of this name exists; a name that is too long or invalid does not."""
-    try:
-        return Path(name).exists()
-    except (OSError, ValueError):
-        return False
-
-
 def name_of(source: str) -> str:
     """Return a Hub name unchanged; strip the private path from a local file or folder."""
-    return Path(source).name if on_disk(source) else source
+    return Path(source).name if os.path.exists(source) else source
 
 
 def without_folder(value: Any) -> Any:
@@ -363,12 +340,13 @@ def convert(hint: Any, value: object, where: str) -> Any:
         return tuple(convert(kinds[n], part, f"{where}[{n}]") for n, part in enumerate(value))
     if (hint is dict or origin in (dict, Mapping)) and isinstance(value, Mapping):
         return {key: convert(inner[1] if inner else object, part, f"{where}.{key}") for key, part in value.items()}
-    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        number = _number(value)
-        if number is not None:
-            return number
-    elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value
+    plain = value
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-5 (without a dot) as text; it is a number nevertheless.
+        with contextlib.suppress(ValueError):
+            plain = float(value)
+    if isinstance(hint, type) and _fits(plain, hint):
+        return hint(plain) if hint is float else plain
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {_described(hint)}")
 
 
@@ -390,15 +368,6 @@ def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
 
 def _required(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if _is_required(field)]
-
-
-def _number(value: int | float | str) -> float | None:
-    """YAML 1.1 reads 1e-5 (without a dot) as text; it is a number nevertheless."""
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def kind_of(value: object) -> str:

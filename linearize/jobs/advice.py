@@ -5,6 +5,7 @@ Also command lines: the running one, and the suggested ones.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearize.checkpoint.provenance import weights_were_trained
+from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.heads import HEADS, head_of_class
-from linearize.core.options import effective, name_of, on_disk, options_of
+from linearize.core.options import effective, name_of, options_of
 from linearize.jobs.config import ConvertJob, StageOneJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
@@ -177,7 +178,7 @@ def next_command(context: Context) -> tuple[str, str]:
     """Return the purpose of the suggested next command, and the command."""
     job, target = context.job, context.target
     data = data_options(job)
-    if context.alignment is None and not weights_were_trained(context.provenance):
+    if context.alignment is None and not Provenance(context.provenance).weights_were_trained:
         # Stage one imitates the checkpoint's own softmax, which is still the original's.
         if context.distillation is None and isinstance(job, StageOneJob):
             return "to train the kernels", line("distill", target, data | {"distill_length": job.distill_length})
@@ -242,7 +243,7 @@ def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
     commands = list(earlier) if isinstance(earlier, list) else []
     # A caller in Python has no command line of ours.
     words = without(sys.argv[1:] if Path(sys.argv[0]).stem == "linearize" else [], (*SWITCHES, *PLACES))
-    named = [name_of(x) if on_disk(x) else "".join(map(name_of, re.split("([,=])", x))) for x in words]
+    named = [name_of(x) if os.path.exists(x) else "".join(map(name_of, re.split("([,=])", x))) for x in words]
     command = shlex.join(["linearize", *named])
     # All stages of one `longdoc` have the same command line.
     return {"commands": commands if not words or commands[-1:] == [command] else [*commands, command]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,13 +13,13 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import Loaded, load_converted, load_model, model_type, with_length
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
-from linearize.checkpoint.provenance import weights_were_trained
+from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.plan import convert_model, plan
 from linearize.conversion.plan_file import apply_file, check_plan_target, read_plan, write_plan
 from linearize.conversion.positions import PositionReport, current_length, extend_processor, tokens_of_image_size
 from linearize.core.errors import ConfigError, TrainingError
-from linearize.core.options import name_of, on_disk, recorded
+from linearize.core.options import name_of, recorded
 from linearize.core.parsing import finite
 from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import keep_heads
@@ -127,7 +128,7 @@ def open_distillation(job: DistillJob, on_event: Callback) -> Context:
     """
     context = _open_converted(job, on_event)
     on_event(Planned(context.plan))
-    if weights_were_trained(context.provenance) and "finetuning" not in context.provenance:
+    if Provenance(context.provenance).weights_were_trained and "finetuning" not in context.provenance:
         raise ConfigError(
             f"{job.model!r} was aligned with its original, so its own softmax, which stage one imitates, is no longer "
             f"the original's; continue with: linearize align {job.model} --teacher ORIGINAL"
@@ -151,7 +152,8 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
     """
     check_kernel(job)
     loaded, decided, inputs = make_plan(job)
-    made_from = {"base_model": name_of(job.model), "base_is_local": on_disk(job.model), "max_length": job.max_length}
+    is_local = os.path.exists(job.model)
+    made_from = {"base_model": name_of(job.model), "base_is_local": is_local, "max_length": job.max_length}
     if job.image_size is not None:
         made_from["image_size"] = job.image_size
     context = Context(job, loaded, decided, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
@@ -358,7 +360,7 @@ def open_alignment(job: AlignJob, on_event: Callback) -> Context:
         check_teacher(loaded.model, original.model)
         if hasattr(loaded.processor, "get_vocab") and hasattr(original.processor, "get_vocab"):
             check_processor(job.teacher, original.processor, loaded.processor)
-    elif weights_were_trained(provenance):
+    elif Provenance(provenance).weights_were_trained:
         tuned = "finetuning" in provenance
         name = "TUNED-ORIGINAL" if tuned else provenance.get("base_model", "ORIGINAL")
         raise ConfigError(
