@@ -28,30 +28,22 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the ordinary spec with a loader that registers afterwards."""
+        """Return the ordinary spec; its loader registers after it has run the module."""
         if fullname != TARGET:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                # Modules of a zip file share their loader.
+                if module.__name__ == TARGET:
+                    _register()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, wrapped: importlib.abc.Loader) -> None:
-        self.wrapped = wrapped
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.wrapped.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.wrapped.exec_module(module)
-        _register()
-
-    def __getattr__(self, name: str) -> object:
-        # Forward get_source and others, for inspect and debuggers.
-        return getattr(self.wrapped, name)
 
 
 def install() -> None:

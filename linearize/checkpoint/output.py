@@ -341,7 +341,13 @@ def check_room(target: Name, size: int) -> None:
     try:
         for number, file in enumerate(files):
             with open(file, "xb") as handle:
-                _reserve(handle.fileno(), max(1, min(SHARD, size - number * SHARD)))
+                part = max(1, min(SHARD, size - number * SHARD))
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle.fileno(), 0, part)
+                elif shutil.disk_usage(path.parent).free < part:
+                    raise OSError(28, "No space left on device")
+                else:
+                    handle.truncate(part)
     except OSError as error:
         raise CheckpointError(
             f"output {os.fspath(target)!r}: the {size / 1e6:,.1f} MB of the result cannot be written to "
@@ -350,14 +356,3 @@ def check_room(target: Name, size: int) -> None:
     finally:
         for file in files:
             _remove(file)
-
-
-def _reserve(handle: int, size: int) -> None:
-    """Reserve the blocks of a file; on systems that cannot, compare with the free space."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(handle, 0, size)
-        return
-    os.ftruncate(handle, size)
-    free = os.fstatvfs(handle)
-    if free.f_bavail * free.f_frsize < size:
-        raise OSError(28, "No space left on device")

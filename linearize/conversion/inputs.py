@@ -237,10 +237,18 @@ def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     name = next((x for x in ("pixel_values", "pixel_values_videos") if x in names), None)
     if name is None:
         return
-    shape, config = _image_shape(model.config), _setting(model.config, "vision_config") or model.config
-    yield {name: _floats(model, 1, *shape)}
+    config = _setting(model.config, "vision_config") or model.config
+    # Some configs give the size for their backbone, or for the part that reads its feature map (SAM 2).
+    places = (config, *(getattr(one, key, None) for key in _SIZED for one in (config, model.config)))
+    size = next(filter(None, (_setting(place, "image_size") for place in places)), None)
+    channels = _setting(config, "num_channels", "in_channels") or 3
+    if size is None:
+        args = _setting(config, "pretrained_cfg") or {}
+        channels, *size = args.get("input_size", (channels, 224, 224))
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    yield {name: _floats(model, 1, channels, height, width)}
     frames = _setting(config, "num_frames", "frames_per_clip") or 2
-    yield {name: _floats(model, 1, frames, *shape)}
+    yield {name: _floats(model, 1, frames, channels, height, width)}
 
 
 def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
@@ -302,16 +310,3 @@ def _ids(config: PreTrainedConfig, name: str) -> list[int]:
     """Return the special tokens that a config has under a name; some have several (Llama 3's ends of text)."""
     found = getattr(config, name, None)
     return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
-
-
-def _image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    vision = _setting(config, "vision_config") or config
-    # Some configs give the size for their backbone, or for the part that reads its feature map (SAM 2).
-    places = (vision, *(getattr(one, key, None) for key in _SIZED for one in (vision, config)))
-    size = next(filter(None, (_setting(place, "image_size") for place in places)), None)
-    channels = _setting(vision, "num_channels", "in_channels") or 3
-    if size is None:
-        args = _setting(vision, "pretrained_cfg") or {}
-        channels, *size = args.get("input_size", (channels, 224, 224))
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    return channels, height, width

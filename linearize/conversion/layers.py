@@ -110,12 +110,12 @@ def parse_share(text: str) -> int | None:
     Raises:
         ConfigError: if the text has a slash but is not 1/N with N of at least 2.
     """
-    first, slash, last = text.partition("/")
-    if not slash:
+    if "/" not in text:
         return None
-    if first.strip() != "1" or not last.strip().isdecimal() or not 2 <= int(last) <= _LARGEST:
+    share = re.fullmatch(r"\s*1\s*/\s*(\d+)\s*", text)
+    if share is None or not 2 <= int(share[1]) <= _LARGEST:
         raise ConfigError(f"keep_softmax: got {text!r}, expected one layer of every N, such as 1/4")
-    return int(last)
+    return int(share[1])
 
 
 def parse_layers(text: str) -> dict[int, str]:

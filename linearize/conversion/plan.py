@@ -224,10 +224,8 @@ def convert_model(
     Returns:
         How positions were extended; None if they were not.
     """
-    report = None
     _own_config(model)
-    if max_length is not None:
-        report = extend_positions(model, max_length, method=positions)
+    report = None if max_length is None else extend_positions(model, max_length, method=positions)
     apply(model, plan, example_inputs)
     return report
 

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from linearize.core.errors import ConfigError, UnsupportedModelError, unknown_name
-
-if TYPE_CHECKING:
-    from linearize.core.heads import Processor
+from linearize.core.heads import Processor
 
 _TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
 # No known table keeps more rows than this before position 0: a larger surplus means another table.

@@ -113,15 +113,6 @@ class Run(NamedTuple):
     inputs: Inputs
 
 
-def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> list[Call]:
-    """Run the model once and return all attention calls in order.
-
-    Raises:
-        UnsupportedModelError: if the trial run fails.
-    """
-    return trial_runs(model, inputs)[1]
-
-
 def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> tuple[list[Run], list[Call]]:
     """Run a model once, and record its attention calls.
 

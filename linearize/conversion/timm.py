@@ -91,7 +91,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
     if any(call.query[2] == call.key[2] for call in calls):
         return calls
     called = {id(call.module) for call in calls}
-    unseen = [m for m in watcher.ran if _is_attention(m) and not any(id(inner) in called for inner in m.modules())]
+    unseen = [m for m in watcher.attentions if not any(id(inner) in called for inner in m.modules())]
     if unseen:
         raise UnsupportedModelError(
             f"timm's {model.config.architecture!r} has attention that cannot be reached: {_why_unseen(unseen)}; use a "
@@ -103,11 +103,6 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
 _ATTENTIONS = re.compile("ttention|Attn|XCA|MHSA|GPSA|SHSA|LiteMLA")
 _NO_ATTENTIONS = re.compile("Pool|Block|Split|SelectiveKernel|ChannelAttn|SpatialAttn|NonLocal")
 """Names of attentions between tokens, and of modules with similar names: gates of channels, containers."""
-
-
-def _is_attention(module: nn.Module) -> bool:
-    name = type(module).__name__
-    return bool(_ATTENTIONS.search(name)) and not _NO_ATTENTIONS.search(name)
 
 
 def _why_unseen(unseen: list[nn.Module]) -> str:
@@ -138,13 +133,13 @@ def _between_channels(module: nn.Module) -> bool:
 
 
 class _Watcher(TorchFunctionMode):
-    """Records scaled dot-product attentions, with the modules that call them."""
+    """Records scaled dot-product attentions, the modules that call them, and the attentions that ran by their names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.running: list[nn.Module] = []
-        self.ran: list[nn.Module] = []
+        self.attentions: list[nn.Module] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> object:
         kwargs = kwargs or {}
@@ -169,7 +164,9 @@ def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
 
     def enter(module: nn.Module, args: object) -> None:
         watcher.running.append(module)
-        watcher.ran.append(module)
+        name = type(module).__name__
+        if _ATTENTIONS.search(name) and not _NO_ATTENTIONS.search(name):
+            watcher.attentions.append(module)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         watcher.running.pop()

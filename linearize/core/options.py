@@ -359,10 +359,8 @@ def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
     if len(wanted) == 1 or sections:
         return convert((sections or wanted)[0], value, where)
     for kind in wanted:
-        try:
+        with contextlib.suppress(ConfigError):
             return convert(kind, value, where)
-        except ConfigError:
-            continue
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {' or '.join(map(_described, wanted))}")
 
 

@@ -120,18 +120,6 @@ class _Writer(nn.Module):
         layers = [f"{number}.{key}" for number, keys in enumerate(self.keys) for key in keys]
         return [COUNT, *([SEEN] if self.masked else []), *layers]
 
-    def _cache(self, states: Sequence[Tensor]) -> Any:
-        """Build a cache from the layers' tensors."""
-        cache, rest = self.model.new_cache(), iter(states)
-        for layer, keys in zip(cache.layers, self.keys, strict=True):
-            tensors = {key: next(rest) for key in keys}
-            if keys == _KEYS:
-                layer.lazy_initialization(tensors["keys"], tensors["values"])
-                layer.keys, layer.values = tensors["keys"], tensors["values"]
-            else:
-                layer.store(tensors)
-        return cache
-
     def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]]:
         outputs = self.model(
             input_ids=ids,
@@ -169,11 +157,19 @@ class _Step(_Writer):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run it."""
-        input_ids, count, *layers = tensors
+        input_ids, count, *states = tensors
         mask = None
         if self.masked:
-            mask = torch.cat([layers.pop(0), torch.ones_like(input_ids)], dim=1)
-        out, kept = self._run(input_ids, mask, count[:, None], self._cache(layers))
+            mask = torch.cat([states.pop(0), torch.ones_like(input_ids)], dim=1)
+        cache, rest = self.model.new_cache(), iter(states)
+        for layer, keys in zip(cache.layers, self.keys, strict=True):
+            state = {key: next(rest) for key in keys}
+            if keys == _KEYS:
+                layer.lazy_initialization(state["keys"], state["values"])
+                layer.keys, layer.values = state["keys"], state["values"]
+            else:
+                layer.store(state)
+        out, kept = self._run(input_ids, mask, count[:, None], cache)
         return (out, count + 1, *([mask] if mask is not None else []), *kept)
 
 
@@ -198,7 +194,21 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
             f"{type(model).__name__} takes no position_ids, expected a decoder that does: a step would not know "
             "its position in the text"
         )
-    return _writer_graphs(model, last_logits)
+    prompt, step = _Prompt(model, last_logits), _Step(model)
+    ids = _ids(model, 2, 7)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    outputs = (prompt.output, *(AFTER + name for name in prompt.states))
+    sizes = {name: {0: BATCH, 1: TOKENS} for name in inputs}
+    first = Graph("model", prompt, inputs, outputs, sizes)
+    results = first.run(inputs)
+    state = {"input_ids": ids[:, -1:], **{BEFORE + name: results[AFTER + name] for name in prompt.states}}
+    sizes = {name: {0: BATCH} for name in state}
+    for name in state:
+        if name == BEFORE + SEEN:
+            sizes[name][1] = PAST
+        elif name.endswith((".keys", ".values")):
+            sizes[name][2] = PAST
+    return [first, Graph("step", step, state, outputs, sizes)]
 
 
 def _whole_graph(model: PreTrainedModel) -> Graph:
@@ -225,24 +235,6 @@ def _whole_graph(model: PreTrainedModel) -> Graph:
         ) from error
     sizes = {key: {0: BATCH, **({1: TOKENS} if key in _TEXT else {})} for key in inputs}
     return Graph("model", module, inputs, outputs, sizes)
-
-
-def _writer_graphs(model: PreTrainedModel, last: bool) -> list[Graph]:
-    prompt, step = _Prompt(model, last), _Step(model)
-    ids = _ids(model, 2, 7)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    outputs = (prompt.output, *(AFTER + name for name in prompt.states))
-    sizes = {name: {0: BATCH, 1: TOKENS} for name in inputs}
-    first = Graph("model", prompt, inputs, outputs, sizes)
-    results = first.run(inputs)
-    state = {"input_ids": ids[:, -1:], **{BEFORE + name: results[AFTER + name] for name in prompt.states}}
-    sizes = {name: {0: BATCH} for name in state}
-    for name in state:
-        if name == BEFORE + SEEN:
-            sizes[name][1] = PAST
-        elif name.endswith((".keys", ".values")):
-            sizes[name][2] = PAST
-    return [first, Graph("step", step, state, outputs, sizes)]
 
 
 def _layer_keys(model: PreTrainedModel, layer: Any) -> list[str]:

@@ -146,7 +146,7 @@ def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[s
         ConfigError: if the model has no such module.
     """
     from linearize.attention.interface import linear_attentions
-    from linearize.conversion.probe import probe
+    from linearize.conversion.probe import trial_runs
 
     if endings is not None:
         wanted = tuple(part.strip() for part in endings.split("+"))
@@ -158,7 +158,7 @@ def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[s
     if not hosts:
         # The attentions of a softmax model are found by a trial run.
         names = {id(module): name for name, module in model.named_modules()}
-        hosts = list(dict.fromkeys(names[id(call.module)] for call in probe(model) if id(call.module) in names))
+        hosts = list(dict.fromkeys(names[id(call.module)] for call in trial_runs(model)[1] if id(call.module) in names))
     for host in hosts:
         module = model.get_submodule(host)
         targets += [

@@ -122,7 +122,7 @@ def test_a_full_disk_is_seen_before_the_first_step(models, tmp_path, monkeypatch
 
 def test_room_is_asked_for_in_files_of_the_size_that_is_written(tmp_path, monkeypatch):
     sizes = []
-    monkeypatch.setattr(output, "_reserve", lambda handle, size: sizes.append(size))
+    monkeypatch.setattr(os, "posix_fallocate", lambda handle, start, size: sizes.append(size))
     check_room(tmp_path / "out", 2 * output.SHARD + 5)
     assert sizes == [output.SHARD, output.SHARD, 5] and list(tmp_path.iterdir()) == []
 

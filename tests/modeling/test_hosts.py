@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 import linearize
 from linearize.attention.cache import cache_nbytes
 from linearize.attention.interface import linear_attentions, observed
-from linearize.conversion.probe import probe
+from linearize.conversion.probe import trial_runs
 from linearize.core.errors import CheckpointError, ConfigError
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}
@@ -23,7 +23,7 @@ HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "i
 def test_several_end_tokens_are_read_from_the_config():
     config = transformers.LlamaConfig(**TEXT, bos_token_id=1, eos_token_id=[2, 98], pad_token_id=0)
     model = transformers.LlamaForCausalLM(config)
-    assert len(probe(model)) == TEXT["num_hidden_layers"]
+    assert len(trial_runs(model)[1]) == TEXT["num_hidden_layers"]
     linearize.convert(model)
 
 
@@ -32,7 +32,7 @@ def test_a_mask_handed_over_by_name():
     config = transformers.Blip2VisionConfig(**HEADS, image_size=28, patch_size=14)
     model = transformers.Blip2VisionModel(config).eval()
     pixels = {"pixel_values": torch.randn(1, 3, 28, 28)}
-    assert [call.mask for call in probe(model)] == ["none", "none"]
+    assert [call.mask for call in trial_runs(model)[1]] == ["none", "none"]
     linearize.convert(model)
     assert torch.isfinite(model(**pixels).last_hidden_state).all()
 
