@@ -79,6 +79,7 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     kernels = sorted({layer.kernel for layer in plan.converted})
     length = current_length(model)
     tuned = provenance.part("finetuning")
+    lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
     card = ModelCard.from_template(
         _card_data(model, kernels, head, facts or {}, name, tuned),
@@ -95,7 +96,7 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
         chance=_number(tuned.number("chance")),
         above_chance=tuned.is_true("above_chance"),
         original_score=any(name in original_metrics for name in metrics),
-        commands=commands(provenance),
+        commands=[" ".join(printable(line)[:LONGEST_COMMAND].split()) for line in lines[:MOST_COMMANDS]],
         longest="not limited" if length is None else f"{length:,} tokens",
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
         chosen=_text(provenance.search_sentence),
@@ -135,13 +136,6 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
     if reason := why_not(plan):
         sentences.append(f"Loading it needs more code: {reason}.")
     return sentences
-
-
-def commands(provenance: Provenance) -> list[str]:
-    """Return the command lines that made the checkpoint, in order."""
-    return [
-        " ".join(printable(line)[:LONGEST_COMMAND].split()) for line in provenance.texts("commands")[:MOST_COMMANDS]
-    ]
 
 
 def _card_data(

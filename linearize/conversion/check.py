@@ -104,11 +104,8 @@ def _without_those_of_padding(model: PreTrainedModel, batch: Inputs, outputs: li
 
     if embeddings is None:
         return list(outputs)
-    handle = embeddings.register_forward_hook(shift)
-    try:
+    with embeddings.register_forward_hook(shift):
         moved = _try_outputs(model, batch)
-    finally:
-        handle.remove()
     kept: list[Tensor | None] = list(outputs)
     for index, (old, new) in enumerate(zip(outputs, moved, strict=False)):
         if _real(mask, old) is None and not _difference(old, new, []) <= TOLERANCE.get(old.dtype, 5e-2):
@@ -155,22 +152,20 @@ def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
 def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """Make a model attend like a converted one, with softmax in place of the kernels, inside the block."""
     register_interface()
-    holders = [one for one in model.modules() if isinstance(getattr(one, "config", None), PreTrainedConfig)]
-    before = [(one, one.config, implementation_of(one.config)) for one in holders]  # type: ignore[arg-type]
-    hosts = [(model.base_model.get_submodule(layer.module), layer) for layer in plan.converted]
-    try:
-        for host, layer in hosts:
+    with contextlib.ExitStack() as undo:
+        for holder in model.modules():
+            config = getattr(holder, "config", None)
+            if isinstance(config, PreTrainedConfig):
+                undo.callback(set_implementation, config, implementation_of(config))
+                undo.callback(setattr, holder, "config", config)
+        for layer in plan.converted:
             direction, local = CALLED in layer.host, LOCAL in layer.host
             facts = {"shape": layer.shape, "declares_direction": direction, "local_as_full": local}
-            vars(host)["linear_attention"] = SimpleNamespace(**facts, observer=lambda *call: None)
+            host = vars(model.base_model.get_submodule(layer.module))
+            host["linear_attention"] = SimpleNamespace(**facts, observer=lambda *call: None)
+            undo.callback(host.pop, "linear_attention", None)
         use_implementations(model, plan, IMPLEMENTATION)
         yield
-    finally:
-        for host, _ in hosts:
-            vars(host).pop("linear_attention", None)
-        for holder, config, name in before:
-            holder.config = config
-            set_implementation(config, name)  # type: ignore[arg-type]
 
 
 def why_not_built(model: PreTrainedModel) -> str:

@@ -194,39 +194,25 @@ def convert(
     config = ConversionConfig(kernel, kernel_args, **options)
     if is_timm(model):
         model = wrap(model)
-    convert_model(
-        model,
-        make_plan(model, config),
-        max_length=config.max_length,
-        positions=config.positions,
-        example_inputs=config.example_inputs,
-    )
+    convert_model(model, make_plan(model, config), config)
     return model
 
 
-def convert_model(
-    model: PreTrainedModel,
-    plan: Plan,
-    *,
-    max_length: int | None = None,
-    positions: str = "tile",
-    example_inputs: Mapping[str, Tensor] | None = None,
-) -> PositionReport | None:
+def convert_model(model: PreTrainedModel, plan: Plan, config: ConversionConfig) -> PositionReport | None:
     """Carry out a plan made for this model, in place: extend its inputs first, then put in the kernels.
 
     Args:
         model: the model.
         plan: the plan.
-        max_length: longest input that it should take, in tokens; None keeps its current limit.
-        positions: how learned positions are extended, "tile" or "interpolate".
-        example_inputs: inputs for the trial run, if they cannot be made up from the config.
+        config: `max_length`, `positions` and `example_inputs` are read.
 
     Returns:
         How positions were extended; None if they were not.
     """
     _own_config(model)
-    report = None if max_length is None else extend_positions(model, max_length, method=positions)
-    apply(model, plan, example_inputs)
+    longest = config.max_length
+    report = None if longest is None else extend_positions(model, longest, method=config.positions)
+    apply(model, plan, config.example_inputs)
     return report
 
 

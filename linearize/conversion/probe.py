@@ -187,18 +187,14 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
     """Temporarily route the attention of `model` to the recorder, in all its configs."""
     AttentionInterface.register(_NAME, recorder.attention)
     AttentionMaskInterface.register(_NAME, recorder.mask_function)
-    held = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}.values()
     for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         change = recorder.eager.difference_update if knows_sdpa(part) else recorder.eager.update
         change(part.modules())
-    before = [(config, implementation_of(config)) for config in configs]
-    try:
-        for config in configs:
+    with contextlib.ExitStack() as undo:
+        for table in (AttentionInterface, AttentionMaskInterface):
+            undo.callback(table._global_mapping.pop, _NAME, None)
+        held = (getattr(module, "config", None) for module in model.modules())
+        for config in {id(config): config for config in held if isinstance(config, PreTrainedConfig)}.values():
+            undo.callback(set_implementation, config, implementation_of(config))
             set_implementation(config, _NAME)
         yield
-    finally:
-        for config, name in before:
-            set_implementation(config, name)
-        for table in (AttentionInterface, AttentionMaskInterface):
-            table._global_mapping.pop(_NAME, None)

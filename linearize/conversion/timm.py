@@ -171,23 +171,16 @@ def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
     def leave(module: nn.Module, args: object, output: object) -> None:
         watcher.running.pop()
 
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    # timm's switch between the fused function and the written-out formula.
-    unfused: list[Any] = [m for m in model.modules() if getattr(m, "fused_attn", None) is False]
-    for module in unfused:
-        module.fused_attn = True
-    written_out = [(m, called) for m in model.modules() if (called := form(type(m))) is not None]
-    for module, called in written_out:
-        module.forward = types.MethodType(called, module)
-    try:
+    modules: list[Any] = list(model.modules())
+    with contextlib.ExitStack() as undo:
+        for module in modules:
+            undo.enter_context(module.register_forward_pre_hook(enter))
+            undo.enter_context(module.register_forward_hook(leave, always_call=True))
+            if getattr(module, "fused_attn", None) is False:
+                # timm's switch between the fused function and the written-out formula.
+                module.fused_attn = True
+                undo.callback(setattr, module, "fused_attn", False)
+            if (called := form(type(module))) is not None:
+                module.forward = types.MethodType(called, module)
+                undo.callback(delattr, module, "forward")
         yield
-    finally:
-        for module, _ in written_out:
-            del module.forward
-        for module in unfused:
-            module.fused_attn = False
-        for handle in handles:
-            handle.remove()

@@ -15,6 +15,7 @@ from linearize.checkpoint.loading import Loaded, load_converted, load_model, mod
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.inputs import read_inputs
+from linearize.conversion.layers import ConversionConfig
 from linearize.conversion.plan import convert_model, plan
 from linearize.conversion.plan_file import apply_file, check_plan_target, read_plan, write_plan
 from linearize.conversion.positions import PositionReport, current_length, extend_processor, tokens_of_image_size
@@ -271,13 +272,9 @@ def put_in_kernels(context: Context) -> None:
     """Carry out the plan, and extend the positions if longer inputs were requested."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
-    report = convert_model(
-        loaded.model,
-        context.plan,
-        max_length=longest_input(job, loaded),
-        positions=job.positions,
-        example_inputs=context.example_inputs,
-    )
+    longest, inputs = longest_input(job, loaded), context.example_inputs
+    config = ConversionConfig(max_length=longest, positions=job.positions, example_inputs=inputs)
+    report = convert_model(loaded.model, context.plan, config)
     if report is not None:
         context.positions = report
         if loaded.processor is not None:

@@ -26,6 +26,7 @@ from linearize.attention.native.build import worth_building
 from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
+from linearize.conversion.layers import ConversionConfig
 from linearize.conversion.plan import convert_model
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
@@ -394,7 +395,8 @@ def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
 
         def put(model: PreTrainedModel) -> None:
             decided = plan_of(conversion, model, conversion.max_length)
-            convert_model(model, decided, max_length=conversion.max_length, positions=conversion.positions)
+            config = ConversionConfig(max_length=conversion.max_length, positions=conversion.positions)
+            convert_model(model, decided, config)
 
         trial.run("the original's tuning", lambda: tuned("the original", original))
         if job.distill_steps:

@@ -20,6 +20,7 @@ import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.conversion.check import record
 from linearize.conversion.inputs import candidates
+from linearize.conversion.layers import ConversionConfig
 from linearize.conversion.plan import convert_model
 from linearize.core.errors import LinearizeError, UnsupportedModelError
 from linearize.modeling.plan import Plan
@@ -200,7 +201,7 @@ class _Trial:
 
     def convert(self) -> None:
         """Convert it, which compares it with the original."""
-        convert_model(self.model, self.planned, example_inputs=self.inputs)
+        convert_model(self.model, self.planned, ConversionConfig(example_inputs=self.inputs))
         self.model.eval()
 
     def forward(self) -> None:

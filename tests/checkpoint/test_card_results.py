@@ -18,7 +18,7 @@ from support.tiny import converted, original
 from transformers import AutoModel
 
 import linearize
-from linearize.checkpoint.card import commands, limits, model_card
+from linearize.checkpoint.card import limits, model_card
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.checkpoint.provenance import Provenance
 from linearize.checkpoint.push import _name_card, with_name
@@ -120,8 +120,19 @@ def test_a_card_without_results_says_nothing_of_them(tmp_path):
     text = (tmp_path / 'a "name"' / "README.md").read_text()
     assert "## Results" not in text and "model-index" not in text and "How it was made" not in text
     assert 'from_pretrained("a \\"name\\"")' in text
-    assert commands(read({"commands": "x"})) == [] and commands(read({"commands": [1]})) == []
-    assert commands(read({"commands": ["a\nb\x1b[2J"] * 30})) == ["a b\ufffd[2J"] * 20
+
+
+@pytest.mark.parametrize(
+    ("commands", "shown"),
+    [("x", []), ([1], []), (["a\nb\x1b[2J"] * 30, ["a b\ufffd[2J"] * 20), (["a" * 9000], ["a" * 4000])],
+)
+def test_a_card_shows_a_limited_number_of_printable_commands(commands, shown):
+    model = converted("bert", "AutoModel")
+    model.config.linearize = {**model.config.linearize, "provenance": {"commands": commands}}
+    text = model_card(model)
+    assert ("## How it was made" in text) is bool(shown)
+    made = text.partition("## How it was made\n")[2].partition("## ")[0]
+    assert [line.strip() for line in made.splitlines() if line] == shown
 
 
 def test_a_repository_gives_its_name(place, card, tmp_path):
