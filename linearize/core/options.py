@@ -104,9 +104,13 @@ class Option:
         return f"{text} ({shown})" if shown else text
 
 
-@functools.cache
 def options_of(config: type) -> Mapping[str, Option]:
     """Return the options of a job's config by name, its own and those of its sections."""
+    return _options_of(config)
+
+
+@functools.cache  # Type checkers take some classes for unhashable, so this function is called here only.
+def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
     for outer in dataclasses.fields(config):
         own = Section(config, outer.metadata.get("group"), only=(outer.name,) if "help" in outer.metadata else ())
@@ -340,7 +344,7 @@ def convert(hint: Any, value: object, where: str) -> Any:
         return tuple(convert(kinds[n], part, f"{where}[{n}]") for n, part in enumerate(value))
     if (hint is dict or origin in (dict, Mapping)) and isinstance(value, Mapping):
         return {key: convert(inner[1] if inner else object, part, f"{where}.{key}") for key, part in value.items()}
-    plain = value
+    plain: Any = value
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 1e-5 (without a dot) as text; it is a number nevertheless.
         with contextlib.suppress(ValueError):
