@@ -212,8 +212,6 @@ def _worst(pairs: list[tuple[Tensor, Tensor]]) -> Checked:
     differences = []
     for got, expected in pairs:
         got, expected = got.double(), expected.double()
-        difference = (got - expected).abs().max().item()
-        differences.append(
-            Checked(difference if difference == difference else float("inf"), expected.abs().max().item())
-        )
+        difference = (got - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
+        differences.append(Checked(difference, expected.abs().max().item()))
     return max(differences, key=lambda checked: checked.difference / max(checked.largest, 1e-30))
