@@ -350,7 +350,7 @@ def convert(hint: Any, value: object, where: str) -> Any:
         with contextlib.suppress(ValueError):
             plain = float(value)
     if isinstance(hint, type) and _fits(plain, hint):
-        return hint(plain) if hint is float else plain
+        return float(plain) if hint is float else plain
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {_described(hint)}")
 
 
