@@ -364,9 +364,14 @@ def _parse(name: str, file: str, content: bytes) -> object:
 
 def _bytes(name: str, file: str, revision: str | None) -> bytes | None:
     """Return the bytes of a checkpoint's file; None if it does not exist."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        path = folder / file
+        return path.read_bytes() if path.is_file() else None
+    # Imported here: pushing a folder needs no torch.
     from linearize.modeling.weights import find_file
 
-    path = None
+    cached = None
     with contextlib.suppress(OSError, ValueError):
-        path = find_file(os.path.expanduser(name), file, {"revision": revision})
-    return None if path is None else Path(path).read_bytes()
+        cached = find_file(name, file, {"revision": revision})
+    return None if cached is None else Path(cached).read_bytes()
