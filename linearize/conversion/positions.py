@@ -204,11 +204,6 @@ def _no_length(model: nn.Module) -> UnsupportedModelError:
     return refusal(model, why)
 
 
-def _tile(rows: Tensor, count: int) -> Tensor:
-    """Repeat the trained rows, [N, D] -> [count, D]."""
-    return rows.repeat(-(-count // len(rows)), 1)[:count]
-
-
 def _stretch(rows: Tensor, count: int) -> Tensor:
     """Interpolate linearly between the trained rows, [N, D] -> [count, D]; first and last row are kept exactly."""
     new = F.interpolate(rows.float().T[None], size=count, mode="linear", align_corners=True)[0].T.to(rows.dtype)
@@ -216,8 +211,11 @@ def _stretch(rows: Tensor, count: int) -> Tensor:
     return new
 
 
-METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"tile": _tile, "interpolate": _stretch}
-"""Ways to extend a learned table of positions, [N, D] -> [count, D]."""
+METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "tile": lambda rows, count: rows.repeat(-(-count // len(rows)), 1)[:count],
+    "interpolate": _stretch,
+}
+"""Ways to extend a learned table of positions, [N, D] -> [count, D]: repeat its trained rows, or interpolate."""
 
 
 def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:

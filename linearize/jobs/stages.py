@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.loading import Loaded, move, pools_first, quiet
@@ -229,15 +229,15 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     wait_for_all()
 
 
-def _record(result: DistillResult | AlignResult) -> dict[str, Any]:
-    """Return a stage's figures and its measurements before and after, as plain data."""
+def _record(result: DistillResult | AlignResult, before: object, after: object) -> dict[str, Any]:
+    """Return a stage's figures, and its measurements before and after, which are plain data."""
     record = {name: getattr(result, name) for name in ("steps", "best_step", "stopped", "seconds")}
-    return record | {"before": result.before.to_dict(), "after": result.after.to_dict()}
+    return record | {"before": before, "after": after}
 
 
 def distillation_record(result: DistillResult) -> dict[str, Any]:
     """Return the result of stage one as plain data."""
-    return {"held_out_loss": result.held_out, **_record(result)}
+    return {"held_out_loss": result.held_out, **_record(result, result.before.to_dict(), result.after.to_dict())}
 
 
 def without_heads(record: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +252,8 @@ def without_heads(record: dict[str, Any]) -> dict[str, Any]:
 def alignment_record(result: AlignResult, config: AlignConfig | None = None) -> dict[str, Any]:
     """Return the result of an alignment as plain data, with those of its options that a checkpoint records."""
     kept = ("train", "blockwise", "learning_rate", "kernel_learning_rate", "seed") if config is not None else ()
-    return _record(result) | {name: getattr(config, name) for name in kept}
+    record = _record(result, asdict(result.before), asdict(result.after))
+    return record | {name: getattr(config, name) for name in kept}
 
 
 def data_names(data: DataConfig) -> str | None:

@@ -70,11 +70,6 @@ class LayerPlan:
         """The arguments of `build_mixer` and `LinearAttention`, which fully determine the layer's computation."""
         return self.kernel, self.arguments, self.shape, self.hybrid
 
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data without unused additions, so that older versions can read it."""
-        values = {name: value for name, value in dataclasses.asdict(self).items() if name != "hybrid"}
-        return values | {"window": self.hybrid.window} | self.hybrid.changed
-
     def bare(self, kernel: str = SOFTMAX, reason: str = "") -> LayerPlan:
         """Return the layer with another kernel, or with softmax, without arguments."""
         return dataclasses.replace(self, kernel=kernel, arguments={}, hybrid=PLAIN, reason=reason)
@@ -117,12 +112,17 @@ class Plan:
         return dataclasses.replace(self, layers=layers)
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain data for config.json."""
+        """Return plain data for config.json, without unused additions, so that older versions can read it."""
+        layers = []
+        for layer in self.layers:
+            values = dataclasses.asdict(layer)
+            del values["hybrid"]
+            layers.append(values | {"window": layer.hybrid.window} | layer.hybrid.changed)
         return {
             "base_model_type": self.base_model_type,
             "base_architecture": self.architecture,
             "seed": self.seed,
-            "layers": [layer.to_dict() for layer in self.layers],
+            "layers": layers,
         }
 
     @classmethod

@@ -34,12 +34,6 @@ class Variant:
     bytes: int | None = None
     problem: str | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        names = {"seconds": "seconds", "spread": "spread", "repeats": "repeats", "first_seconds": "first"}
-        figures = {key: getattr(self.timing, name, None) for key, name in names.items()}
-        return figures | {"bytes": self.bytes, "problem": self.problem}
-
 
 @dataclass(frozen=True)
 class Row:
@@ -101,6 +95,12 @@ class Row:
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         reference, ours = self.pair
+        times = {"seconds": "seconds", "spread": "spread", "repeats": "repeats", "first_seconds": "first"}
+        sides = {
+            name: {key: getattr(variant.timing, figure, None) for key, figure in times.items()}
+            | {"bytes": variant.bytes, "problem": variant.problem}
+            for name, variant in self.variants.items()
+        }
         return {
             "suite": self.suite,
             "what": self.what,
@@ -109,7 +109,7 @@ class Row:
             "ours": ours,
             "speedup": self.speedup,
             "memory_ratio": ratio(self.memory(reference), self.memory(ours)),
-            "sides": {name: variant.to_dict() for name, variant in self.variants.items()},
+            "sides": sides,
             "figures": dict(self.figures),
         }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -323,10 +323,6 @@ class Closeness:
     cosine: float
     logits: float | None
     loss: float
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        return asdict(self)
 
 
 @torch.no_grad()

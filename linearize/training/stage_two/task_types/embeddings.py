@@ -5,7 +5,7 @@ Texts are read whole or in chunks (`task_types.text`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -59,8 +59,13 @@ class PartEmbedder(Reader):
         is the mean over its tokens, or over its chunks.
         """
         if owners is None:
-            halves = [_trimmed({name: field.chunk(2)[side] for name, field in fields.items()}) for side in (0, 1)]
-            sides = [self.spans(**half) for half in halves]
+            sides = []
+            for side in (0, 1):
+                half = {name: field.chunk(2)[side] for name, field in fields.items()}
+                length, width = int(half["attention_mask"].sum(dim=1).max()), half["attention_mask"].shape[1]
+                # Columns that are padding in all rows are cut if they are at least half: questions next to documents.
+                kept = length if 2 * length <= width else width
+                sides.append(self.spans(**{name: field[:, :kept] for name, field in half.items()}))
         else:
             chunks = read_chunks(lambda **part: self.spans(**part)[:, 0], fields)
             texts = [chunks[owners == owner] for owner in range(int(owners[-1]) + 1)]
@@ -76,13 +81,6 @@ class PartEmbedder(Reader):
         parts = zip(states.split(SPAN, dim=1), attention_mask.split(SPAN, dim=1), strict=True)
         spans = [pooled(part, mask).masked_fill(~mask.any(dim=1)[:, None], IGNORED) for part, mask in parts]
         return torch.stack([pooled(states, attention_mask), *spans], dim=1)
-
-
-def _trimmed(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut off columns that are padding in all rows, if they are at least half: questions next to long documents."""
-    length = int(fields["attention_mask"].sum(dim=1).max())
-    few = 2 * length <= fields["attention_mask"].shape[1]
-    return {name: field[:, :length] for name, field in fields.items()} if few else dict(fields)
 
 
 class EmbeddedPairs(Texts):
