@@ -228,7 +228,7 @@ SHARE = re.compile(r"(.+_)?dropout(_p|_prob)?")
 
 
 def check_options(config: TuneConfig, adapter_of: str | None) -> None:
-    """Refuse what needs no model to be refused: an adapter without low-rank updates, and FSDP.
+    """Check the options that need no model: a kept adapter needs low-rank updates, and FSDP is refused.
 
     Under FSDP a tuning would end with a part of the weights in every process.
 
@@ -245,7 +245,7 @@ def check_options(config: TuneConfig, adapter_of: str | None) -> None:
 
 
 def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) -> None:
-    """Refuse a task without anything to train, and gradient checkpointing of a model that does not support it.
+    """Check that the task trains something, and that the model supports gradient checkpointing if it is wanted.
 
     Raises:
         ConfigError: if the task can only be measured, or gradient checkpointing is wanted and not supported.
