@@ -293,15 +293,15 @@ def error_against_time(result: SearchResult) -> Figure:
         SOFTMAX: ("softmax", {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2}),
         "": ("another plan", {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2}),
     }
-    rest = list(result.points)
+    of_kind: dict[str, list[Point]] = {start: [] for start in kinds}
+    for point in result.points:
+        of_kind[next(start for start in kinds if point.name.startswith(start))].append(point)
     for start, (label, look) in kinds.items():
-        points = [point for point in rest if point.name.startswith(start)]
-        rest = [point for point in rest if point not in points]
-        if points:
+        if points := of_kind[start]:
             axes.scatter([x.seconds for x in points], [x.error for x in points], label=label, **look)
-    for other in points:
-        where = (other.seconds, other.error)
-        axes.annotate(other.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
+    for point in of_kind[""]:
+        where = (point.seconds, point.error)
+        axes.annotate(point.name, where, xytext=(6, -10), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.margins(0.18)
     axes.legend(fontsize=7, frameon=False)
