@@ -14,6 +14,7 @@ from torch import Tensor
 
 from linearize.attention.backends.causal import CAUSAL_OPS, CausalOp
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
+from linearize.attention.backends.fused import Fused
 from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
 from linearize.attention.call import AttentionCall, MixerState
@@ -49,7 +50,7 @@ class Backend(Protocol):
 
 T = TypeVar("T", Backend, CausalOp)
 
-BACKENDS: tuple[Backend, ...] = (Native(), OneStep(), Windowed(), Streamed(), Eager())
+BACKENDS: tuple[Backend, ...] = (Native(), Fused(), OneStep(), Windowed(), Streamed(), Eager())
 """All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
 

@@ -34,7 +34,7 @@ class Native:
             why = "it cannot add several tokens to the state of a window"
         elif not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
             why = "its gradient does not pass through states"
-        if why := why or unreadable(call.q, call.k, call.v) or _unknown_maps(mixer):
+        if why := why or unreadable(call.q, call.k, call.v) or unknown_maps(mixer):
             return why
         if not step or call.state is None:
             return ""
@@ -71,14 +71,14 @@ def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerS
     mask, (_, log_scale) = call.key_padding_mask, mixer.log_scales(call)
     options = AttendOptions(mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask, log_scale)
     if not torch.is_grad_enabled():
-        out, kv, log_scale = loaded().attend(_maps(mixer), q, k, v, options, call.linear_state)
+        out, kv, log_scale = loaded().attend(maps_of(mixer), q, k, v, options, call.linear_state)
         return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
 
     def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
         queries, keys = mixer.features(replace(call, q=q, k=k, v=v), (None, log_scale))
         return causal_attention(queries.phi, keys.phi, v.float(), **mixer.options(call, keys.log_scale))[0].to(v.dtype)
 
-    return attend_with_gradient(_maps(mixer), q, k, v, fallback, options), None
+    return attend_with_gradient(maps_of(mixer), q, k, v, fallback, options), None
 
 
 def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
@@ -97,14 +97,14 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     options = AttendOptions(form.causal, scale, mixer.eps, mask, log_scale=scales[1], query_scale=scales[0])
     if form.exact_keys:
         # The log-scales of the keys' features decide the exact keys.
-        scaled = _maps(mixer)[0].scaled
+        scaled = maps_of(mixer)[0].scaled
         priority = mixer.map_tokens(k, call.scaling).log_scale if scaled else scales[1]
         options = options._replace(priority=torch.zeros(k.shape[:3]) if priority is None else priority)
     if torch.is_grad_enabled():
         queries, keys = mixer.features(call, scales)
-        out: Tensor = WindowedAttention.apply(_maps(mixer), options, form, q, k, v, *queries, *keys)
+        out: Tensor = WindowedAttention.apply(maps_of(mixer), options, form, q, k, v, *queries, *keys)
         return out if order is None else put_back(out, order), None
-    attended = loaded().window(_maps(mixer), q, k, v, options, form)
+    attended = loaded().window(maps_of(mixer), q, k, v, options, form)
     out = attended.out if order is None else put_back(attended.out, order)
     if not call.needs_state or not form.causal:
         return out, None
@@ -114,7 +114,7 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     return out, state_after(k, v, real, form, past, features, kept).present()
 
 
-def _unknown_maps(mixer: FeatureMapMixer) -> str:
+def unknown_maps(mixer: FeatureMapMixer) -> str:
     """Return why the op cannot compute the mixer apart from its window; empty if it can. Computed once."""
     why = mixer.memory.get("native.unknown_maps")
     if why is None:
@@ -133,7 +133,7 @@ def _feature_maps(mixer: FeatureMapMixer) -> list[FeatureMap]:
     return [mixer.keys] if mixer.queries is None else [mixer.keys, mixer.queries]
 
 
-def _maps(mixer: FeatureMapMixer) -> list[MapSpec]:
+def maps_of(mixer: FeatureMapMixer) -> list[MapSpec]:
     """Return the maps of keys and queries, or the single map that they share."""
     return [spec for map in _feature_maps(mixer) if (spec := map.map_spec()) is not None]
 
@@ -162,7 +162,7 @@ def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | Non
     tensors = [scale.tensors for scale in learned]
     if faded is not None:
         tensors[-1] = (tensors[-1][0], faded, *tensors[-1][2:])
-    packed = loaded().pack(_maps(mixer), mixer.input_scale(scaling), tensors)
+    packed = loaded().pack(maps_of(mixer), mixer.input_scale(scaling), tensors)
     if {id(w) for w in packed.held} <= {id(w) for w in (*weights, faded)}:
         mixer.memory[name] = key, packed._replace(held=()), faded
     return packed

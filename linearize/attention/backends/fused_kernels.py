@@ -1,0 +1,280 @@
+"""The Triton kernels of the backend `fused`: feature map and attention in one pass over the tokens.
+
+Only `fused.py` imports this file, when it runs for the first time: linearize itself must not import Triton.
+
+A *side* is the queries or the keys of a head: tokens x [T, D], which the map turns into features, with rows y [T, V] and
+one number b per token. For keys, y and b are the values and 1, both times the key's factor `a` if there is one. For
+queries (only in the backward pass), they are the gradient of the numerator and of the denominator: the output's
+gradient times `a`, the inverse of the denominator, and b. The sums of a side are `sum_t phi(x_t) [y_t, b_t]`.
+
+Features are kept as two tiles of n columns, because the maps have pairs of features (softmax of y and of -y); the
+second is unused for `relu`. Columns are padded to powers of two, and what is padded is zero. Padded tokens are read as
+zeros, whatever is there: keys have then no rows (y and b are 0), and queries stay finite.
+
+Every program walks through one segment of the tokens of one head, in blocks of BLOCK tokens. Sizes: D and V are the
+head and value size, N the rows of the map; D_, V_ and N_ are padded. A state [F, V + 1] has the sums of b last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """Multiply two fp32 tiles, adding up in fp32."""
+    if PRECISION == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _softmax(y, columns):
+    """Softmax over the columns that exist; zero elsewhere."""
+    y = tl.where(columns[None, :], y, float("-inf"))
+    y = tl.exp(y - tl.max(y, axis=1)[:, None])
+    return y / tl.sum(y, axis=1)[:, None]
+
+
+@triton.jit
+def _tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load [ROWS, COLUMNS] in fp32, with zeros except at the given rows and columns."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    at = base + row[:, None] * stride + column[None, :]
+    return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put(base, stride, tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store [ROWS, COLUMNS] at the given rows and columns."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    at = base + row[:, None] * stride + column[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=rows[:, None] & columns[None, :])
+
+
+@triton.jit
+def _weights(first, second, bias, magnitude, head, N, D, KIND: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr):
+    """Load a head's map: first [N, D], second [N, D], bias [N] and magnitude [D]; unused ones are copies or zeros.
+
+    `bias` is None for a map without it, and `magnitude` too.
+    """
+    rows, columns = tl.arange(0, N_) < N, tl.arange(0, D_) < D
+    matrix = head.to(tl.int64) * N * D
+    w = _tile(first + matrix, D, rows, columns, N_, D_)
+    other = w
+    if KIND == "positive_waves":
+        other = _tile(second + matrix, D, rows, columns, N_, D_)
+    if bias is None:
+        b = tl.zeros([N_], tl.float32)
+    else:
+        b = tl.load(bias + head * N + tl.arange(0, N_), mask=rows, other=0.0)
+    if magnitude is None:
+        m = tl.zeros([D_], tl.float32)
+    else:
+        m = tl.load(magnitude + head * D + tl.arange(0, D_), mask=columns, other=0.0)
+    return w, other, b, m
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _map(x, w, second, b, m, columns, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """Map x [BLOCK, D_] -> the two halves of the features [BLOCK, N_]."""
+    y = _product(x, tl.trans(w), PRECISION)
+    if KIND == "relu":
+        y = tl.maximum(y + b[None, :], 0.0)
+        return y, y
+    elif KIND == "softmax_both":
+        y = y + b[None, :]
+        return _softmax(y, columns), _softmax(-y, columns)
+    else:
+        envelope = _softmax(_product(x, tl.trans(second), PRECISION), columns)
+        factor = tl.exp(4.0 * _tanh(tl.sum(x * m[None, :], axis=1) * 0.25))
+        half = 0.5 * envelope * factor[:, None]
+        wave = tl.sin(2.0 * y) * half
+        return half - wave, half + wave
+
+
+@triton.jit
+def _side(x, y, a, b, real, seen, start, x_stride, y_stride, scale, D, V, KEYS: tl.constexpr, SCALED: tl.constexpr,
+          BLOCK: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr):  # fmt: skip
+    """Load a block of a side: x [BLOCK, D_], y [BLOCK, V_] without and with its factor a [BLOCK], a and b [BLOCK].
+
+    Args:
+        x, y: the head's first token.
+        a, b: the head's factors; not read if not SCALED.
+        real: which tokens are neither padding nor beyond the end.
+        seen: which tokens are not beyond the end.
+        start: the block's first token.
+        KEYS: whether padding has no rows.
+    """
+    if KEYS:
+        rows = real
+    else:
+        rows = seen
+    tile = _tile(x + start * x_stride, x_stride, real, tl.arange(0, D_) < D, BLOCK, D_) * scale
+    plain = _tile(y + start * y_stride, y_stride, rows, tl.arange(0, V_) < V, BLOCK, V_)
+    if SCALED:
+        at = start + tl.arange(0, BLOCK)
+        factor = tl.load(a + at, mask=rows, other=0.0)
+        number = tl.load(b + at, mask=rows, other=0.0)
+        return tile, plain, plain * factor[:, None], factor, number
+    else:
+        ones = rows.to(tl.float32)
+        return tile, plain, plain, ones, ones
+
+
+@triton.jit
+def _tokens(mask, batch, start, count, BLOCK: tl.constexpr):
+    """Tell which tokens of a block are real and which are not beyond the end; `mask` [B, T] is None without padding."""
+    at = start + tl.arange(0, BLOCK)
+    seen = at < count
+    if mask is None:
+        return seen, seen
+    else:
+        return seen & (tl.load(mask + batch * count + at, mask=seen, other=0) != 0), seen
+
+
+@triton.jit
+def _load_state(state, N, V, HALVES: tl.constexpr, N_: tl.constexpr, V_: tl.constexpr):
+    """Load a state [F, V + 1] -> the halves [N_, V_] of its sums of y, and [N_] of its sums of b."""
+    rows, columns = tl.arange(0, N_) < N, tl.arange(0, V_) < V
+    width = V + 1
+    upper = _tile(state, width, rows, columns, N_, V_)
+    upper_b = tl.load(state + tl.arange(0, N_) * width + V, mask=rows, other=0.0)
+    if HALVES == 2:
+        below = state + N * width
+        lower = _tile(below, width, rows, columns, N_, V_)
+        lower_b = tl.load(below + tl.arange(0, N_) * width + V, mask=rows, other=0.0)
+        return upper, lower, upper_b, lower_b
+    else:
+        return upper, upper, upper_b, upper_b
+
+
+@triton.jit
+def _store_half(state, tile, number, N, V, N_: tl.constexpr, V_: tl.constexpr):
+    """Store half a state [N, V + 1]."""
+    rows = tl.arange(0, N_) < N
+    _put(state, V + 1, tile, rows, tl.arange(0, V_) < V, N_, V_)
+    tl.store(state + tl.arange(0, N_) * (V + 1) + V, number, mask=rows)
+
+
+@triton.jit
+def _held(total, eps):
+    """Keep the magnitude of a denominator at eps or more, as `linearize.ops.state.held` does."""
+    return tl.where(tl.abs(total) < eps, tl.where(total < 0.0, -eps, eps), total)
+
+
+@triton.jit(do_not_specialize=["count", "blocks", "slots"])
+def sums(
+    x, y, a, b, mask, first, second, bias, magnitude, states,
+    xs_b, xs_h, xs_t, ys_b, ys_h, ys_t, scale, count, blocks, slots, heads, map_group, N, D, V,
+    KEYS: tl.constexpr, SCALED: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
+):  # fmt: skip
+    """Sum up a segment of a side, for all its heads: grid (B * heads, segments).
+
+    The sums of segment s are stored in `states` [B * heads, slots, F, V + 1], at s; if they will be added up into
+    states before each segment, at s + 1 (SLOTS = 1), or at segments - s if from the last to the first (SLOTS = -1).
+    """
+    row, segment = tl.program_id(0), tl.program_id(1)
+    batch, head = row // heads, row % heads
+    columns = tl.arange(0, N_) < N
+    w, w2, w_bias, m = _weights(first, second, bias, magnitude, head // map_group, N, D, KIND, N_, D_)
+    x += batch.to(tl.int64) * xs_b + head.to(tl.int64) * xs_h
+    y += batch.to(tl.int64) * ys_b + head.to(tl.int64) * ys_h
+    if SCALED:
+        a += row.to(tl.int64) * count
+        b += row.to(tl.int64) * count
+    upper, lower = tl.zeros([N_, V_], tl.float32), tl.zeros([N_, V_], tl.float32)
+    upper_b, lower_b = tl.zeros([N_], tl.float32), tl.zeros([N_], tl.float32)
+    for i in range(0, blocks):
+        start = (segment * blocks + i).to(tl.int64) * BLOCK
+        real, seen = _tokens(mask, batch, start, count, BLOCK)
+        tile, _, rows, _, number = _side(
+            x, y, a, b, real, seen, start, xs_t, ys_t, scale, D, V, KEYS, SCALED, BLOCK, D_, V_
+        )
+        p, n = _map(tile, w, w2, w_bias, m, columns, KIND, PRECISION)
+        upper += _product(tl.trans(p), rows, PRECISION)
+        upper_b += tl.sum(p * number[:, None], axis=0)
+        if HALVES == 2:
+            lower += _product(tl.trans(n), rows, PRECISION)
+            lower_b += tl.sum(n * number[:, None], axis=0)
+    slot = segment
+    if SLOTS == 1:
+        slot = segment + 1
+    elif SLOTS == -1:
+        slot = tl.num_programs(1) - segment
+    states += (row.to(tl.int64) * slots + slot) * HALVES * N * (V + 1)
+    _store_half(states, upper, upper_b, N, V, N_, V_)
+    if HALVES == 2:
+        _store_half(states + N * (V + 1), lower, lower_b, N, V, N_, V_)
+
+
+@triton.jit(do_not_specialize=["count", "blocks", "slots"])
+def attend(
+    q, k, v, a, mask, q_first, q_second, q_bias, q_magnitude, first, second, bias, magnitude, states, out, inverse,
+    qs_b, qs_h, qs_t, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t, os_b, os_h, os_t,
+    scale, eps, count, blocks, slots, heads, groups, q_map_group, N, D, V,
+    CAUSAL: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
+):  # fmt: skip
+    """Attend from a segment of the queries of a head: grid (B * H, segments).
+
+    Bidirectional: `states` [B * K, 1, F, V + 1] are the sums of all keys; the keys themselves are not read. CAUSAL:
+    `states` [B * K, slots, F, V + 1] are the sums before each segment. With SAVE, the inverses of the guarded
+    denominators are stored in `inverse` [B, H, T].
+    """
+    row, segment = tl.program_id(0), tl.program_id(1)
+    batch, head = row // heads, row % heads
+    key_head = head // groups
+    key_row = batch * (heads // groups) + key_head
+    columns = tl.arange(0, N_) < N
+    w, w2, w_bias, m = _weights(q_first, q_second, q_bias, q_magnitude, head // q_map_group, N, D, KIND, N_, D_)
+    q += batch.to(tl.int64) * qs_b + head.to(tl.int64) * qs_h
+    out += batch.to(tl.int64) * os_b + head.to(tl.int64) * os_h
+    states += key_row.to(tl.int64) * slots * HALVES * N * (V + 1)
+    if CAUSAL:
+        states += segment.to(tl.int64) * HALVES * N * (V + 1)
+        k_w, k_w2, k_bias, k_m = _weights(first, second, bias, magnitude, key_head, N, D, KIND, N_, D_)
+        k += batch.to(tl.int64) * ks_b + key_head.to(tl.int64) * ks_h
+        v += batch.to(tl.int64) * vs_b + key_head.to(tl.int64) * vs_h
+        if SCALED:
+            a += key_row.to(tl.int64) * count
+    upper, lower, upper_b, lower_b = _load_state(states, N, V, HALVES, N_, V_)
+    for i in range(0, blocks):
+        start = (segment * blocks + i).to(tl.int64) * BLOCK
+        real, seen = _tokens(mask, batch, start, count, BLOCK)
+        tile = _tile(q + start * qs_t, qs_t, real, tl.arange(0, D_) < D, BLOCK, D_) * scale
+        p, n = _map(tile, w, w2, w_bias, m, columns, KIND, PRECISION)
+        mixed = _product(p, upper, PRECISION)
+        total = tl.sum(p * upper_b[None, :], axis=1)
+        if HALVES == 2:
+            mixed += _product(n, lower, PRECISION)
+            total += tl.sum(n * lower_b[None, :], axis=1)
+        if CAUSAL:
+            k_tile, _, rows, _, number = _side(
+                k, v, a, a, real, seen, start, ks_t, vs_t, scale, D, V, True, SCALED, BLOCK, D_, V_
+            )
+            k_p, k_n = _map(k_tile, k_w, k_w2, k_bias, k_m, columns, KIND, PRECISION)
+            scores = _product(p, tl.trans(k_p), PRECISION)
+            if HALVES == 2:
+                scores += _product(n, tl.trans(k_n), PRECISION)
+            at = tl.arange(0, BLOCK)
+            scores = tl.where(at[:, None] >= at[None, :], scores, 0.0)
+            mixed += _product(scores, rows, PRECISION)
+            total += tl.sum(scores * number[None, :], axis=1)
+            upper += _product(tl.trans(k_p), rows, PRECISION)
+            upper_b += tl.sum(k_p * number[:, None], axis=0)
+            if HALVES == 2:
+                lower += _product(tl.trans(k_n), rows, PRECISION)
+                lower_b += tl.sum(k_n * number[:, None], axis=0)
+        factor = 1.0 / _held(total, eps)
+        _put(out + start * os_t, os_t, mixed * factor[:, None], seen, tl.arange(0, V_) < V, BLOCK, V_)
+        if SAVE:
+            tl.store(inverse + row.to(tl.int64) * count + start + tl.arange(0, BLOCK), factor, mask=seen)
