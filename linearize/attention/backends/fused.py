@@ -63,11 +63,25 @@ TUNING = {
     "causal_gradients": Tuning(32, 8),
     "slopes": Tuning(64, 4),
 }
-"""By kernel, or by way to use it; chosen for D = V = n = 64."""
+"""By kernel, or by the way in which it is used."""
 
-EXACT, ROUNDED = "tf32x3", "tf32"
-"""Precision of products, as in `triton.language.dot`, or bf16. The second is used where `exact_enough`; the first is
-three TF32 products, nearly as exact as fp32. "ieee" would be exact, but it is slow and takes too many registers."""
+TIGHT = {
+    "sums": Tuning(32, 8),
+    "read": Tuning(32, 8),
+    "scan": Tuning(16, 8),
+    "gradients": Tuning(16, 8),
+    "causal_gradients": Tuning(16, 8),
+    "slopes": Tuning(64, 4),
+}
+"""The same for exact products and for sizes above `USUAL`: an H100's shared memory has 227 KB per block."""
+
+USUAL, FEW = 64, 32
+"""Up to the first size products are TF32; up to the second, four warps are enough."""
+
+HALF, EXACT = "tf32", "tf32x3"
+"""Precision of products, as in `triton.language.dot`, or bf16: for values in half precision, and for fp32 unless
+PyTorch's products may be TF32. tf32x3 is three TF32 products, nearly as exact as fp32; "ieee" would be slow, and takes
+far too many registers."""
 
 
 class Fused:
@@ -90,7 +104,9 @@ class Fused:
             return "its gradient does not pass through states"
         if mixer.shape.causal and mixer.key_scale is not None:
             return "it does not support learned log-scales of causal keys"
-        return _unreadable(call) or unknown_maps(mixer) or _unknown_kinds(mixer) or _absence()
+        return (
+            _unreadable(call) or unknown_maps(mixer) or _unknown_kinds(mixer) or _too_large(mixer, call) or _absence()
+        )
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         maps, mask = maps_of(mixer), call.key_padding_mask
@@ -125,6 +141,25 @@ def _unknown_kinds(mixer: FeatureMapMixer) -> str:
 def _knows(map: MapSpec) -> bool:
     plain = map.amplitude == 1.0 and not map.scaled and map.first.shape[1] <= LARGEST
     return map.kind in HALVES and plain
+
+
+def _too_large(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+    """Return why a block of such a call does not fit into shared memory; empty if it does."""
+    map, v = maps_of(mixer)[0], call.v
+    precision = _precision(v, largest := max(map.first.shape[1], call.q.shape[3], v.shape[3]))
+    if largest > USUAL and precision != "bf16":
+        return "in fp32 its heads have at most 64 numbers, and its maps 64 rows"
+    tight = largest > USUAL or precision == EXACT
+    if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
+        return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
+    return ""
+
+
+def _precision(v: Tensor, largest: int) -> str:
+    """Return the precision of products for such values, given the largest of all sizes."""
+    if v.dtype == torch.float32:
+        return "tf32" if exact_enough(v) else EXACT
+    return "bf16" if largest > USUAL else HALF
 
 
 @functools.lru_cache(maxsize=1)
@@ -224,11 +259,12 @@ class Launcher:
         self.segments = -(-self.tokens // self.segment)
         padded = [max(16, 1 << (x - 1).bit_length()) for x in self.numbers]
         self.padded = dict(zip(("N_", "D_", "V_"), padded, strict=True))
-        self.precision = ROUNDED if exact_enough(v) else EXACT
+        self.precision = _precision(v, max(self.numbers))
+        self.tuning = TIGHT if max(self.numbers) > USUAL or self.precision == EXACT else TUNING
 
     def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[Any], **options: bool | int) -> None:
         """Run a kernel for every segment of all heads."""
-        tuned, settings = TUNING[tuning], self.settings
+        tuned, settings = self.tuning[tuning], self.settings
         grid = self.batch * heads, self.segments
         getattr(kernels(), name)[grid](
             *arguments,
@@ -238,13 +274,13 @@ class Launcher:
             HALVES=self.halves,
             PRECISION=self.precision,
             BLOCK=tuned.block,
-            num_warps=tuned.warps,
+            num_warps=tuned.warps if max(self.padded.values()) > FEW else 4,
             num_stages=tuned.stages,
         )
 
     def blocks(self, tuning: str) -> int:
         """Return the number of blocks of a segment."""
-        return self.segment // TUNING[tuning].block
+        return self.segment // self.tuning[tuning].block
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Make the tensors' device the current one, on which Triton launches kernels."""
@@ -295,7 +331,7 @@ class Launcher:
 
     def slopes(self, out: Tensor, grad: Tensor, inverse: Tensor) -> Tensor:
         """Return the gradients [B, H, T] of the denominators."""
-        found, tuned = torch.empty_like(inverse), TUNING["slopes"]
+        found, tuned = torch.empty_like(inverse), self.tuning["slopes"]
         grid = self.batch * self.heads, -(-self.tokens // tuned.block)
         kernels().slopes[grid](
             *(out, grad, inverse, found, *_strides(out, grad)),
