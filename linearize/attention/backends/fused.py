@@ -94,8 +94,10 @@ class Fused:
             return "a graph is being traced"
         if call.q.device.type not in DEVICES:
             return "it runs only on CUDA"
-        if call.q.shape[2] == 1 or call.state is not None:
-            return "it cannot start from a state, or has nothing to gain for one token"
+        if call.q.shape[2] < 2 or call.q.shape[0] == 0:
+            return "it needs several tokens to be fast"
+        if call.state is not None:
+            return "it cannot start from a state"
         if mixer.window is not None:
             return NO_WINDOW
         if mixer.floor > 0.0:
