@@ -377,11 +377,12 @@ class Launcher:
         )
         options = {"KEYS": side.keys, "KEYS2": other.keys, "SCALED": side.a is not None, "SCALED2": other.a is not None}
         self.launch("gradients", tuning, heads, arguments, CAUSAL=causal, REVERSED=causal and side.keys, **options)
-        if group > 1:
-            dx, dy, da = (None if x is None else x.unflatten(1, (-1, group)).sum(dim=2) for x in (dx, dy, da))
         if dw is not None:
             dw = dw.unflatten(0, (self.batch, -1, group * side.map_group)).sum(dim=(0, 2, 3))
-        return SideGradients(dx, dy, da, dw)
+        if group == 1:
+            return SideGradients(dx, dy, da, dw)
+        dy, da = (None if x is None else x.unflatten(1, (-1, group)).sum(dim=2) for x in (dy, da))
+        return SideGradients(dx.unflatten(1, (-1, group)).sum(dim=2), dy, da, dw)
 
     def tokens_first(self, heads: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return memory [B, heads, T, size] with the tokens first, because that is how the host reads it next."""
