@@ -261,6 +261,8 @@ def test_no_function_has_many_parameters(part):
         for node in ast.walk(parsed(path))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
+    # What runs on a GPU gets pointers, strides and sizes one by one.
+    functions = [pair for pair in functions if not any("triton" in ast.unparse(d) for d in pair[1].decorator_list)]
     assert functions
     assert [f"{path.name}: {node.name}" for path, node in functions if parameters(node) > 8] == []
 

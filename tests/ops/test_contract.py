@@ -35,7 +35,8 @@ def test_no_function_has_more_than_eight_parameters(folder):
     bad = []
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef):
+            # What runs on a GPU gets pointers, strides and sizes one by one.
+            if isinstance(node, ast.FunctionDef) and not any("triton" in ast.unparse(d) for d in node.decorator_list):
                 every = node.args
                 given = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
                 if sum(one is not None and one.arg not in ("self", "ctx") for one in given) > 8:

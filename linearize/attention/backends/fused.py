@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,18 +42,44 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 128
 """Largest head and value size and number of rows of a map."""
 
-BLOCK, LEAST, PROGRAMS = 64, 2, 512
-"""Tokens of a block, fewest blocks of a segment, and the number of programs to aim at: about four per multiprocessor."""
+UNIT, LEAST, PROGRAMS = 64, 128, 512
+"""Segments are multiples of UNIT tokens, LEAST or more, with about PROGRAMS programs: four per multiprocessor."""
 
-SMALL = 64 * 64
-"""Up to this size of a half of the state, four warps compute a block; otherwise eight do. (On an H200, four are 1.6
-times as fast at a head size of 64.)"""
 
-STAGES = 1
-"""Blocks that are being loaded while another is computed, plus one."""
+class Tuning(NamedTuple):
+    """Tokens of a block, which divide UNIT; threads over 32; and how many blocks Triton pipelines."""
 
-EXACT = "ieee"
-"""Precision of products of fp32 numbers that are not rounded; slow, because tensor cores round."""
+    block: int
+    warps: int
+    stages: int = 1
+
+
+TUNING = {
+    "sums": Tuning(64, 8),
+    "read": Tuning(64, 8),
+    "scan": Tuning(32, 8),
+    "gradients": Tuning(32, 8),
+    "causal_gradients": Tuning(32, 8),
+    "slopes": Tuning(64, 4),
+}
+"""By kernel, or by the way in which it is used."""
+
+TIGHT = {
+    "sums": Tuning(32, 8),
+    "read": Tuning(32, 8),
+    "scan": Tuning(16, 8),
+    "gradients": Tuning(16, 8),
+    "causal_gradients": Tuning(16, 8),
+    "slopes": Tuning(64, 4),
+}
+"""The same for exact products and for sizes above `USUAL`: an H100's shared memory has 227 KB per block."""
+
+USUAL, FEW = 64, 32
+"""Above the first size only products of bf16 numbers fit; up to the second, four warps are enough."""
+
+EXACT = "tf32x3"
+"""Precision of products for fp32, unless PyTorch's own may be TF32: three TF32 products, nearly as exact as fp32.
+"ieee" takes far too many registers."""
 
 
 class Fused:
@@ -65,38 +92,29 @@ class Fused:
             return "a graph is being traced"
         if call.q.device.type not in DEVICES:
             return "it runs only on CUDA"
-        if call.q.shape[2] == 1 or call.state is not None:
-            return "it cannot start from a state, or has nothing to gain for one token"
+        if call.q.shape[2] < 2 or call.q.shape[0] == 0:
+            return "it needs several tokens to be fast"
+        if call.state is not None:
+            return "it cannot start from a state"
         if mixer.window is not None:
             return NO_WINDOW
         if mixer.floor > 0.0:
             return NO_FLOOR
-        if torch.is_grad_enabled():
-            return "it has no gradient yet"
+        if call.needs_state and torch.is_grad_enabled():
+            return "its gradient does not pass through states"
         if mixer.shape.causal and mixer.key_scale is not None:
             return "it does not support learned log-scales of causal keys"
-        if mixer.shape.causal and precision(call.v) == EXACT:
-            return "PyTorch's exact fp32 products are faster for causal calls"
-        return _unreadable(call) or unknown_maps(mixer) or _unknown_kinds(mixer) or absence()
+        return _unreadable(call) or unknown_maps(mixer) or _unknown_kinds(mixer) or _too_large(mixer, call) or absence()
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         maps, mask = maps_of(mixer), call.key_padding_mask
         mask = None if mask is None else mask.bool().contiguous()
         factor, shift = _key_factors(mixer, call, mask)
-        settings = Settings(
-            maps[0].kind, mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, call.needs_state
-        )
+        scale, gradient = mixer.input_scale(call.scaling), torch.is_grad_enabled()
+        settings = Settings(maps[0].kind, mixer.shape.causal, scale, mixer.eps, call.needs_state, gradient)
         weights = [getattr(map, name) for map in maps for name in WEIGHTS]
         out, kv = _Attend.apply(settings, mask, call.q, call.k, call.v, factor, *weights)
         return out, {"kv": kv, "log_scale": shift} if call.needs_state else None
-
-
-def precision(v: Tensor) -> str:
-    """Return the precision of products: that of the values, or TF32 where PyTorch's own products may be TF32."""
-    if v.dtype == torch.bfloat16:
-        return "bf16"
-    rounded = v.dtype == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if rounded else EXACT
 
 
 def _unreadable(call: AttentionCall) -> str:
@@ -121,6 +139,25 @@ def _unknown_kinds(mixer: FeatureMapMixer) -> str:
 def _knows(map: MapSpec) -> bool:
     plain = map.amplitude == 1.0 and not map.scaled and map.first.shape[1] <= LARGEST
     return map.kind in HALVES and plain
+
+
+def _too_large(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+    """Return why a block of such a call does not fit into shared memory; empty if it does."""
+    map, v = maps_of(mixer)[0], call.v
+    precision, largest = precision_of(v), max(map.first.shape[1], call.q.shape[3], v.shape[3])
+    if largest > USUAL and precision != "bf16":
+        return "except in bf16 its heads have at most 64 numbers, and its maps 64 rows"
+    tight = largest > USUAL or precision == EXACT
+    if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
+        return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
+    return ""
+
+
+def precision_of(v: Tensor) -> str:
+    """Return the precision of products for such values: bf16 for bf16, as in SDPA, or as in `triton.language.dot`."""
+    if v.dtype == torch.bfloat16:
+        return "bf16"
+    return "tf32" if v.dtype == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
 
 
 @functools.lru_cache(maxsize=1)
@@ -159,6 +196,7 @@ class Settings(NamedTuple):
         scale: factor of queries and keys before the map.
         eps: smallest magnitude of a denominator.
         needs_state: whether the state after the tokens is returned.
+        gradient: whether there may be a backward pass.
     """
 
     kind: str
@@ -166,6 +204,7 @@ class Settings(NamedTuple):
     scale: float
     eps: float
     needs_state: bool
+    gradient: bool
 
 
 class Side(NamedTuple):
@@ -177,7 +216,7 @@ class Side(NamedTuple):
         a: factors [B, H, T] of the rows, or None.
         b: numbers [B, H, T] that are added up, or None for ones.
         weights: the tensors `WEIGHTS` of the map, in fp32.
-        group: number of heads that share a map.
+        map_group: number of heads that share a map.
         keys: whether padding is left out.
     """
 
@@ -186,41 +225,61 @@ class Side(NamedTuple):
     a: Tensor | None
     b: Tensor | None
     weights: list[Tensor | None]
-    group: int
+    map_group: int
     keys: bool
 
 
-class Cut(NamedTuple):
-    """The tokens' segments: their number, and the number of blocks of each."""
+class SideGradients(NamedTuple):
+    """The gradients of a side: tokens, values, factors, and the map's weights as the kernel stores them."""
 
-    segments: int
-    blocks: int
+    x: Tensor
+    y: Tensor | None
+    a: Tensor | None
+    weights: Tensor | None
 
 
 class Launcher:
-    """Runs the kernels of one call."""
+    """Runs the kernels of one call.
 
-    def __init__(self, settings: Settings, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rows: int) -> None:
-        self.settings, self.mask, self.kernels = settings, mask, kernels()
-        self.batch, self.heads, self.tokens, self.size = q.shape
-        self.key_heads, self.width, self.rows = k.shape[1], v.shape[-1], rows
+    Attributes:
+        segment: tokens of a segment.
+        segments: number of segments.
+    """
+
+    def __init__(self, settings: Settings, mask: Tensor | None, q: Tensor, v: Tensor, rows: int) -> None:
+        self.settings, self.mask, self.device = settings, mask, q.device
+        self.batch, self.heads, self.tokens, size = q.shape
+        self.key_heads = v.shape[1]
         self.groups = self.heads // self.key_heads
         self.halves = HALVES[settings.kind]
-        self.device = q.device
-        blocks = -(-self.tokens // BLOCK)
-        each = max(LEAST, -(-blocks * self.batch * self.key_heads // PROGRAMS))
-        self.cut = Cut(-(-blocks // each), min(each, blocks))
-        padded = [max(16, 1 << (x - 1).bit_length()) for x in (rows, self.size, self.width)]
-        self.numbers = rows, self.size, self.width
-        self.meta = {
-            "KIND": settings.kind,
-            "HALVES": self.halves,
-            "PRECISION": precision(v),
-            "BLOCK": BLOCK,
-            **dict(zip(("N_", "D_", "V_"), padded, strict=True)),
-            "num_warps": 4 if padded[0] * padded[2] <= SMALL else 8,
-            "num_stages": STAGES,
-        }
+        self.numbers = rows, size, v.shape[-1]
+        most = max(1, PROGRAMS // (self.batch * self.key_heads))
+        self.segment = max(LEAST, -(-self.tokens // (most * UNIT)) * UNIT)
+        self.segments = -(-self.tokens // self.segment)
+        padded = [max(16, 1 << (x - 1).bit_length()) for x in self.numbers]
+        self.padded = dict(zip(("N_", "D_", "V_"), padded, strict=True))
+        self.precision = precision_of(v)
+        self.tuning = TIGHT if max(self.numbers) > USUAL or self.precision == EXACT else TUNING
+
+    def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[Any], **options: bool | int) -> None:
+        """Run a kernel for every segment of all heads."""
+        tuned, settings = self.tuning[tuning], self.settings
+        grid = self.batch * heads, self.segments
+        getattr(kernels(), name)[grid](
+            *arguments,
+            **options,
+            **self.padded,
+            KIND=settings.kind,
+            HALVES=self.halves,
+            PRECISION=self.precision,
+            BLOCK=tuned.block,
+            num_warps=tuned.warps if max(self.padded.values()) > FEW else 4,
+            num_stages=tuned.stages,
+        )
+
+    def blocks(self, tuning: str) -> int:
+        """Return the number of blocks of a segment."""
+        return self.segment // self.tuning[tuning].block
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Make the tensors' device the current one, on which Triton launches kernels."""
@@ -228,7 +287,8 @@ class Launcher:
 
     def states(self, count: int, slots: int) -> Tensor:
         """Return memory for states [count, slots, F, V + 1]."""
-        return torch.empty(count, slots, self.halves * self.rows, self.width + 1, device=self.device)
+        rows, _, width = self.numbers
+        return torch.empty(count, slots, self.halves * rows, width + 1, device=self.device)
 
     def sums(self, side: Side, order: int) -> Tensor:
         """Sum up a side for every head [B * heads, slots, F, V + 1].
@@ -238,44 +298,97 @@ class Launcher:
             order: 0: one slot with the sum of all tokens. 1: a slot with the sums before each segment, and one with
                 the sum of all. -1: the same in the opposite order, from the last segment to the first.
         """
-        heads, segments = side.x.shape[1], self.cut.segments
-        slots = segments + abs(order)
+        heads = side.x.shape[1]
+        slots = self.segments + abs(order)
         states = self.states(self.batch * heads, slots)
-        self.kernels.sums[(self.batch * heads, segments)](
+        arguments = (
             *(side.x, side.y, side.a, side.b, self.mask, *side.weights, states),
-            *(*side.x.stride()[:3], *side.y.stride()[:3]),
-            *(self.settings.scale, self.tokens, self.cut.blocks, slots, heads, side.group, *self.numbers),
-            KEYS=side.keys,
-            SCALED=side.a is not None,
-            SLOTS=order,
-            **self.meta,
+            *_strides(side.x, side.y),
+            *(self.settings.scale, self.tokens, self.blocks("sums"), slots, heads, side.map_group, *self.numbers),
         )
+        self.launch("sums", "sums", heads, arguments, KEYS=side.keys, SCALED=side.a is not None, SLOTS=order)
         if order == 0:
-            return states if segments == 1 else states.sum(dim=1, keepdim=True)
+            return states if slots == 1 else states.sum(dim=1, keepdim=True)
         states[:, 0] = 0.0
         return states.cumsum_(dim=1)
 
-    def attend(self, q: Tensor, weights: list[Tensor | None], keys: Side, states: Tensor, *, save: bool) -> Any:
+    def attend(self, queries: Side, keys: Side, states: Tensor, *, save: bool) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, T, V] and, with `save`, the inverse denominators [B, H, T], given the keys' sums."""
-        out, inverse = self.tokens_first(self.heads, self.width, keys.y.dtype), None
+        out, inverse = self.tokens_first(self.heads, self.numbers[2], keys.y.dtype), None
         if save:
             inverse = torch.empty(self.batch, self.heads, self.tokens, device=self.device)
-        group = self.groups if weights is keys.weights else 1
-        self.kernels.attend[(self.batch * self.heads, self.cut.segments)](
-            *(q, keys.x, keys.y, keys.a, self.mask, *weights, *keys.weights, states, out, inverse),
-            *(stride for x in (q, keys.x, keys.y, out) for stride in x.stride()[:3]),
-            *(self.settings.scale, self.settings.eps, self.tokens, self.cut.blocks, states.shape[1]),
-            *(self.heads, self.groups, group, *self.numbers),
-            CAUSAL=self.settings.causal,
-            SCALED=keys.a is not None,
-            SAVE=save,
-            **self.meta,
+        causal, settings = self.settings.causal, self.settings
+        tuning = "scan" if causal else "read"
+        arguments = (
+            *(queries.x, keys.x, keys.y, keys.a, self.mask, *queries.weights, *keys.weights, states, out, inverse),
+            *_strides(queries.x, keys.x, keys.y, out),
+            *(settings.scale, settings.eps, self.tokens, self.blocks(tuning), states.shape[1]),
+            *(self.heads, self.groups, queries.map_group, *self.numbers),
         )
+        self.launch("attend", tuning, self.heads, arguments, CAUSAL=causal, SCALED=keys.a is not None, SAVE=save)
         return out, inverse
+
+    def slopes(self, out: Tensor, grad: Tensor, inverse: Tensor) -> Tensor:
+        """Return the gradients [B, H, T] of the denominators."""
+        found, tuned = torch.empty_like(inverse), self.tuning["slopes"]
+        grid = self.batch * self.heads, -(-self.tokens // tuned.block)
+        kernels().slopes[grid](
+            *(out, grad, inverse, found, *_strides(out, grad)),
+            *(self.heads, self.tokens, self.settings.eps, self.numbers[2]),
+            BLOCK=tuned.block,
+            V_=self.padded["V_"],
+            num_warps=tuned.warps,
+        )
+        return found
+
+    def gradients(self, side: Side, other: Side, states: Tensor, *, learned: bool) -> SideGradients:
+        """Return the gradients of a side, given the sums of the other: in causal calls those before or after segments.
+
+        Args:
+            side: the side.
+            other: the other side.
+            states: the sums of the other side, for each of its heads.
+            learned: whether the gradients of the weights are needed.
+        """
+        causal = self.settings.causal
+        # Causal keys are mapped once for each query head, because the kernel walks through the queries, too.
+        heads = self.heads if causal else side.x.shape[1]
+        group, other_group = heads // side.x.shape[1], heads // other.x.shape[1] if causal else 1
+        # Sums over the heads of a group follow, so they are not rounded before.
+        dtype = side.x.dtype if group == 1 else torch.float32
+        dx, dy, da, dw = self.tokens_first(heads, side.x.shape[3], dtype), None, None, None
+        rows, size, width = self.numbers
+        if side.keys:
+            dy = self.tokens_first(heads, width, side.y.dtype if group == 1 else torch.float32)
+            da = None if side.a is None else torch.empty(self.batch, heads, self.tokens, device=self.device)
+        if learned:
+            all_rows = 2 * rows + 1 if self.settings.kind == "positive_waves" else rows
+            dw = torch.zeros(self.batch * heads, self.segments, all_rows, size + 1, device=self.device)
+        tuning = "causal_gradients" if causal else "gradients"
+        arguments = (
+            *(side.x, side.y, side.a, side.b, other.x, other.y, other.a, other.b, self.mask),
+            *(*side.weights, *other.weights, states, dx, dw, dy, da),
+            *_strides(side.x, side.y, other.x, other.y, dx, dx if dy is None else dy),
+            *(self.settings.scale, self.tokens, self.blocks(tuning), states.shape[1], heads, group, other_group),
+            *(group * side.map_group, other_group * other.map_group, self.batch * heads // len(states), *self.numbers),
+        )
+        options = {"KEYS": side.keys, "KEYS2": other.keys, "SCALED": side.a is not None, "SCALED2": other.a is not None}
+        self.launch("gradients", tuning, heads, arguments, CAUSAL=causal, REVERSED=causal and side.keys, **options)
+        if dw is not None:
+            dw = dw.unflatten(0, (self.batch, -1, group * side.map_group)).sum(dim=(0, 2, 3))
+        if group == 1:
+            return SideGradients(dx, dy, da, dw)
+        dy, da = (None if x is None else x.unflatten(1, (-1, group)).sum(dim=2) for x in (dy, da))
+        return SideGradients(dx.unflatten(1, (-1, group)).sum(dim=2), dy, da, dw)
 
     def tokens_first(self, heads: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return memory [B, heads, T, size] with the tokens first, because that is how the host reads it next."""
         return torch.empty(self.batch, self.tokens, heads, size, device=self.device, dtype=dtype).transpose(1, 2)
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of tensors [B, heads, T, size] without their last axes, which are contiguous."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -283,35 +396,78 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _ready(weights: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Return the weights as the kernels read them."""
-    return [None if w is None else w.detach().float().contiguous() for w in weights]
+def _sides(
+    q: Tensor, rows: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, *weights: Tensor | None
+) -> tuple[Side, Side]:
+    """Return queries with `rows` [B, H, T, V], which the forward pass does not use, and keys."""
+    ready = [None if w is None else w.detach().float().contiguous() for w in weights]
+    count, groups = len(WEIGHTS), q.shape[1] // k.shape[1]
+    a = None if factor is None else factor.detach().contiguous()
+    keys = Side(_readable(k), _readable(v), a, a, ready[:count], 1, keys=True)
+    own = ready[count:]
+    return Side(_readable(q), _readable(rows), None, None, own or keys.weights, 1 if own else groups, keys=False), keys
 
 
 class _Attend(torch.autograd.Function):
-    """Map and attend; the inputs are the settings, the mask, q, k, v, the keys' factors and the maps' weights."""
+    """Map and attend.
+
+    The inputs are the settings, the mask, q, k, v, the keys' factors, and the maps of keys and queries (or the single
+    map that they share); the results are the output, and the state's sums or None.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, settings: Settings, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None
+        ctx: Any, settings: Settings, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, Tensor | None]:
-        factor, *weights = more
-        q, k, v = (_readable(x) for x in (q, k, v))
-        assert weights[0] is not None
-        launcher = Launcher(settings, mask, q, k, v, weights[0].shape[1])
-        key_weights = _ready(tuple(weights[: len(WEIGHTS)]))
-        query_weights = _ready(tuple(weights[len(WEIGHTS) :])) or key_weights
-        a = None if factor is None else factor.detach().contiguous()
-        keys = Side(k, v, a, a, key_weights, 1, keys=True)
-        save = any(ctx.needs_input_grad)
+        queries, keys = _sides(q, q, k, v, *more)
+        launcher = Launcher(settings, mask, q, v, more[1].shape[1])
+        # Without gradients, too, `needs_input_grad` tells which inputs are leaves that could have one.
+        save = settings.gradient and any(ctx.needs_input_grad)
         with launcher.on_device():
-            if settings.causal and launcher.cut.segments == 1 and not settings.needs_state:
+            if settings.causal and launcher.segments == 1 and not settings.needs_state:
                 # There are no keys before the only segment.
                 states = launcher.states(k.shape[0] * k.shape[1], 1).zero_()
             else:
                 states = launcher.sums(keys, int(settings.causal))
-            out, inverse = launcher.attend(q, query_weights, keys, states, save=save)
-        kv = None
-        if settings.needs_state:
-            kv = states[:, -1].unflatten(0, k.shape[:2]).clone()
+            out, inverse = launcher.attend(queries, keys, states, save=save)
+        if save:
+            ctx.settings = settings
+            ctx.save_for_backward(mask, out, inverse, states, q, k, v, *more)
+        kv = states[:, -1].unflatten(0, k.shape[:2]).clone() if settings.needs_state else None
         return out, kv
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        mask, out, inverse, states, q, k, v, *more = ctx.saved_tensors
+        settings, weights = ctx.settings, more[1:]
+        launcher = Launcher(settings, mask, q, v, weights[0].shape[1])
+        queries, keys = _sides(q, grad, k, v, *more)
+        learned = any(ctx.needs_input_grad[6:])
+        with launcher.on_device():
+            queries = queries._replace(a=inverse, b=launcher.slopes(out, queries.y, inverse))
+            of_q = launcher.gradients(queries, keys, states, learned=learned)
+            sums = launcher.sums(queries, -1 if settings.causal else 0)
+            if not settings.causal:
+                sums = sums.unflatten(0, (-1, launcher.groups)).sum(dim=1)
+            of_k = launcher.gradients(keys, queries, sums, learned=learned)
+        size = q.shape[-1]
+        if len(weights) == len(WEIGHTS):
+            whole = None if of_k.weights is None or of_q.weights is None else of_k.weights + of_q.weights
+            of_weights = _weight_gradients(whole, weights, size)
+        else:
+            of_weights = [
+                *_weight_gradients(of_k.weights, weights[: len(WEIGHTS)], size),
+                *_weight_gradients(of_q.weights, weights[len(WEIGHTS) :], size),
+            ]
+        of_v = None if of_k.y is None else of_k.y.to(v.dtype)
+        return None, None, of_q.x.to(q.dtype), of_k.x.to(k.dtype), of_v, of_k.a, *of_weights
+
+
+def _weight_gradients(packed: Tensor | None, weights: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
+    """Unpack the gradients of a map's `WEIGHTS` as `fused_kernels.gradients` stores them [heads, rows, D + 1]."""
+    if packed is None or weights[0] is None:
+        return [None] * len(WEIGHTS)
+    rows = weights[0].shape[1]
+    found = [packed[:, :rows, :size], packed[:, rows : 2 * rows, :size], packed[:, :rows, size], packed[:, -1, :size]]
+    return [None if w is None else grad.to(w.dtype) for w, grad in zip(weights, found, strict=True)]

@@ -2,8 +2,8 @@
 
 Only `fused.py` imports this file, when it runs for the first time: linearize itself must not import Triton.
 
-A *side* is the queries or the keys of a head: tokens x [T, D], which the map turns into features, with rows y [T, V] and
-one number b per token. For keys, y and b are the values and 1, both times the key's factor `a` if there is one. For
+A *side* is the queries or the keys of a head: tokens x [T, D], which the map turns into features, with rows y [T, V]
+and one number b per token. For keys, y and b are the values and 1, both times the key's factor `a` if there is one. For
 queries (only in the backward pass), they are the gradient of the numerator and of the denominator: the output's
 gradient times `a`, the inverse of the denominator, and b. The sums of a side are `sum_t phi(x_t) [y_t, b_t]`.
 
@@ -113,10 +113,7 @@ def _side(x, y, a, b, real, seen, start, x_stride, y_stride, scale, D, V, KEYS: 
         start: the block's first token.
         KEYS: whether padding has no rows.
     """
-    if KEYS:
-        rows = real
-    else:
-        rows = seen
+    rows = real if KEYS else seen
     tile = _tile(x + start * x_stride, x_stride, real, tl.arange(0, D_) < D, BLOCK, D_) * scale
     plain = _tile(y + start * y_stride, y_stride, rows, tl.arange(0, V_) < V, BLOCK, V_)
     if SCALED:
@@ -217,7 +214,7 @@ def sums(
 
 
 @triton.jit(do_not_specialize=["count", "blocks", "slots"])
-def attend(
+def attend(  # noqa: PLR0915
     q, k, v, a, mask, q_first, q_second, q_bias, q_magnitude, first, second, bias, magnitude, states, out, inverse,
     qs_b, qs_h, qs_t, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t, os_b, os_h, os_t,
     scale, eps, count, blocks, slots, heads, groups, q_map_group, N, D, V,
@@ -278,3 +275,172 @@ def attend(
         _put(out + start * os_t, os_t, mixed * factor[:, None], seen, tl.arange(0, V_) < V, BLOCK, V_)
         if SAVE:
             tl.store(inverse + row.to(tl.int64) * count + start + tl.arange(0, BLOCK), factor, mask=seen)
+
+
+@triton.jit
+def _map_gradient(x, p, n, dp, dn, w, second, m, columns, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the gradients of a map's projections, given those of the halves p and n of its features.
+
+    They are those of the first one, before the bias, and of the second one [BLOCK, N_], and of m . x [BLOCK].
+    """
+    if KIND == "relu":
+        first = tl.where(p > 0.0, dp, 0.0)
+        return first, first, tl.sum(first, axis=1)
+    elif KIND == "softmax_both":
+        first = p * (dp - tl.sum(p * dp, axis=1)[:, None]) - n * (dn - tl.sum(n * dn, axis=1)[:, None])
+        return first, first, tl.sum(first, axis=1)
+    else:
+        # p and n are (1 -+ sin 2 y) / 2 times an envelope: r = exp(4 tanh(m . x / 4)) times a softmax.
+        y = 2.0 * _product(x, tl.trans(w), PRECISION)
+        envelope = p + n
+        first = (dn - dp) * envelope * tl.cos(y)
+        slope = envelope * 0.5 * (dp + dn + (dn - dp) * tl.sin(y))
+        total = tl.sum(slope, axis=1)
+        tanh = _tanh(tl.sum(x * m[None, :], axis=1) * 0.25)
+        # The softmax is the envelope over its sum, r.
+        whole = tl.sum(envelope, axis=1)
+        return first, slope - envelope * (total / whole)[:, None], total * (1.0 - tanh * tanh)
+
+
+@triton.jit(do_not_specialize=["count", "blocks", "slots"])
+def gradients(  # noqa: C901, PLR0915
+    x, y, a, b, x2, y2, a2, b2, mask, first, second, bias, magnitude, first2, second2, bias2, magnitude2,
+    states, dx, dw, dy, da,
+    xs_b, xs_h, xs_t, ys_b, ys_h, ys_t, xs2_b, xs2_h, xs2_t, ys2_b, ys2_h, ys2_t, ds_b, ds_h, ds_t, es_b, es_h, es_t,
+    scale, count, blocks, slots, heads, group, group2, map_group, map_group2, state_group, N, D, V,
+    CAUSAL: tl.constexpr, REVERSED: tl.constexpr, KEYS: tl.constexpr, KEYS2: tl.constexpr, SCALED: tl.constexpr,
+    SCALED2: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a segment of a side: grid (B * heads, segments).
+
+    The gradient of a feature vector is `sum_j phi2_j ([y, b] . [y2_j, b2_j])` over the tokens j of the other side (all
+    names with a 2), and the gradient of the rows [y, b] is `sum_j [y2_j, b2_j] (phi . phi2_j)`. Bidirectional: the sums
+    over all j are in `states` [rows, 1, F, V + 1], and the other side is not read. CAUSAL: a slot has the sums of all
+    segments before, or, if REVERSED, after this one.
+
+    Group sizes: of heads that share x, x2, the maps of both and a state. Stored: dx [B, heads, T, D]; for keys dy
+    [B, heads, T, V] and da [B, heads, T], the gradients of values and factors, da None if there are no factors; dw
+    [B * heads, segments, rows, D + 1], the gradients of the first projection with that of the bias, of the second, and
+    of the magnitude; dw is None if they are not needed.
+    """
+    row, segment = tl.program_id(0), tl.program_id(1)
+    batch, head = (row // heads).to(tl.int64), row % heads
+    columns, d_columns, v_columns = tl.arange(0, N_) < N, tl.arange(0, D_) < D, tl.arange(0, V_) < V
+    w, w2, w_bias, m = _weights(first, second, bias, magnitude, head // map_group, N, D, KIND, N_, D_)
+    x += batch * xs_b + (head // group).to(tl.int64) * xs_h
+    y += batch * ys_b + (head // group).to(tl.int64) * ys_h
+    dx += batch * ds_b + head.to(tl.int64) * ds_h
+    if SCALED:
+        a += (batch * (heads // group) + head // group) * count
+        b += (batch * (heads // group) + head // group) * count
+    states += (batch * (heads // state_group) + head // state_group) * slots * HALVES * N * (V + 1)
+    if CAUSAL:
+        slot = segment
+        if REVERSED:
+            slot = tl.num_programs(1) - 1 - segment
+        states += slot.to(tl.int64) * HALVES * N * (V + 1)
+        o_w, o_w2, o_bias, o_m = _weights(first2, second2, bias2, magnitude2, head // map_group2, N, D, KIND, N_, D_)
+        x2 += batch * xs2_b + (head // group2).to(tl.int64) * xs2_h
+        y2 += batch * ys2_b + (head // group2).to(tl.int64) * ys2_h
+        if SCALED2:
+            a2 += (batch * (heads // group2) + head // group2) * count
+            b2 += (batch * (heads // group2) + head // group2) * count
+    upper, lower, upper_b, lower_b = _load_state(states, N, V, HALVES, N_, V_)
+    if dw is not None:
+        dw_first, d_bias = tl.zeros([N_, D_], tl.float32), tl.zeros([N_], tl.float32)
+        if KIND == "positive_waves":
+            dw_second, d_magnitude = tl.zeros([N_, D_], tl.float32), tl.zeros([D_], tl.float32)
+    for i in range(0, blocks):
+        block = i
+        if REVERSED:
+            block = blocks - 1 - i
+        start = (segment * blocks + block).to(tl.int64) * BLOCK
+        real, seen = _tokens(mask, batch, start, count, BLOCK)
+        tile, plain, rows, factor, number = _side(
+            x, y, a, b, real, seen, start, xs_t, ys_t, scale, D, V, KEYS, SCALED, BLOCK, D_, V_
+        )
+        p, n = _map(tile, w, w2, w_bias, m, columns, KIND, PRECISION)
+        dp = _product(rows, tl.trans(upper), PRECISION) + number[:, None] * upper_b[None, :]
+        dn = dp
+        if HALVES == 2:
+            dn = _product(rows, tl.trans(lower), PRECISION) + number[:, None] * lower_b[None, :]
+        if KEYS:
+            mixed = _product(p, upper, PRECISION)
+            total = tl.sum(p * upper_b[None, :], axis=1)
+            if HALVES == 2:
+                mixed += _product(n, lower, PRECISION)
+                total += tl.sum(n * lower_b[None, :], axis=1)
+        if CAUSAL:
+            o_tile, _, o_rows, _, o_number = _side(
+                x2, y2, a2, b2, real, seen, start, xs2_t, ys2_t, scale, D, V, KEYS2, SCALED2, BLOCK, D_, V_
+            )
+            o_p, o_n = _map(o_tile, o_w, o_w2, o_bias, o_m, columns, KIND, PRECISION)
+            at = tl.arange(0, BLOCK)
+            visible = at[:, None] <= at[None, :] if REVERSED else at[:, None] >= at[None, :]
+            scores = _product(rows, tl.trans(o_rows), PRECISION) + number[:, None] * o_number[None, :]
+            scores = tl.where(visible, scores, 0.0)
+            dp += _product(scores, o_p, PRECISION)
+            if HALVES == 2:
+                dn += _product(scores, o_n, PRECISION)
+            if KEYS:
+                scores = _product(p, tl.trans(o_p), PRECISION)
+                if HALVES == 2:
+                    scores += _product(n, tl.trans(o_n), PRECISION)
+                scores = tl.where(visible, scores, 0.0)
+                mixed += _product(scores, o_rows, PRECISION)
+                total += tl.sum(scores * o_number[None, :], axis=1)
+            upper += _product(tl.trans(o_p), o_rows, PRECISION)
+            upper_b += tl.sum(o_p * o_number[:, None], axis=0)
+            if HALVES == 2:
+                lower += _product(tl.trans(o_n), o_rows, PRECISION)
+                lower_b += tl.sum(o_n * o_number[:, None], axis=0)
+        if KEYS:
+            _put(dy + batch * es_b + head.to(tl.int64) * es_h + start * es_t, es_t,
+                 tl.where(real[:, None], mixed * factor[:, None], 0.0), seen, v_columns, BLOCK, V_)  # fmt: skip
+            if da is not None:
+                total += tl.sum(plain * mixed, axis=1)
+                tl.store(
+                    da + row.to(tl.int64) * count + start + tl.arange(0, BLOCK),
+                    tl.where(real, total, 0.0),
+                    mask=seen,
+                )
+        d_first, d_second, d_u = _map_gradient(tile, p, n, dp, dn, w, w2, m, columns, KIND, PRECISION)
+        d_tile = _product(d_first, w, PRECISION)
+        if KIND == "positive_waves":
+            d_tile += _product(d_second, w2, PRECISION) + d_u[:, None] * m[None, :]
+        _put(dx + start * ds_t, ds_t, tl.where(real[:, None], d_tile * scale, 0.0), seen, d_columns, BLOCK, D_)
+        if dw is not None:
+            dw_first += _product(tl.trans(d_first), tile, PRECISION)
+            d_bias += tl.sum(d_first, axis=0)
+            if KIND == "positive_waves":
+                dw_second += _product(tl.trans(d_second), tile, PRECISION)
+                d_magnitude += tl.sum(d_u[:, None] * tile, axis=0)
+    if dw is not None:
+        extra = 0
+        if KIND == "positive_waves":
+            extra = N + 1
+        dw += (row.to(tl.int64) * tl.num_programs(1) + segment) * (N + extra) * (D + 1)
+        _store_half(dw, dw_first, d_bias, N, D, N_, D_)
+        if KIND == "positive_waves":
+            dw += N * (D + 1)
+            _put(dw, D + 1, dw_second, columns, d_columns, N_, D_)
+            tl.store(dw + N * (D + 1) + tl.arange(0, D_), d_magnitude, mask=d_columns)
+
+
+@triton.jit(do_not_specialize=["count"])
+def slopes(out, gradient, inverse, b, os_b, os_h, os_t, gs_b, gs_h, gs_t, heads, count, eps, V,
+           BLOCK: tl.constexpr, V_: tl.constexpr):  # fmt: skip
+    """Store the gradients b [B, H, T] of the denominators: grid (B * H, blocks).
+
+    A denominator that was held at eps is a constant.
+    """
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * BLOCK
+    batch, head = row // heads, row % heads
+    seen, columns = start + tl.arange(0, BLOCK) < count, tl.arange(0, V_) < V
+    o = _tile(out + batch * os_b + head * os_h + start * os_t, os_t, seen, columns, BLOCK, V_)
+    g = _tile(gradient + batch * gs_b + head * gs_h + start * gs_t, gs_t, seen, columns, BLOCK, V_)
+    at = row * count + start + tl.arange(0, BLOCK)
+    factor = tl.load(inverse + at, mask=seen, other=0.0)
+    slope = tl.where(tl.abs(factor) * eps < 0.99999, -factor * tl.sum(o * g, axis=1), 0.0)
+    tl.store(b + at, slope, mask=seen)

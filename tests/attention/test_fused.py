@@ -1,0 +1,73 @@
+"""The Triton backend on the CPU, in Triton's interpreter, equals the eager one; and which calls it declines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from support.kernel_cases import make_inputs, make_mixer
+
+from linearize.attention.backends import fused
+from linearize.attention.call import AttentionCall
+from linearize.core.registry import kernel_info
+
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("way", ["bidirectional", "causal"])
+def test_outputs_states_and_gradients_equal_the_eager_backend(way):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "LINEARIZE_NATIVE": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, sys.path)])
+    line = [sys.executable, "-m", "support.children.fused", way]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) > 6
+    for name, errors in found.items():
+        # One rounding of the output to bf16, and of the gradients.
+        limit = 2e-2 if "bfloat16" in name else 1e-5
+        assert {what: error for what, error in errors.items() if not error < limit} == {}, name
+
+
+def why_not(name="hedgehog", arguments=None, *, gradient=False, dtype=torch.float32, dim=16, more=None, **options):
+    """Why the backend declines a call; it takes the CPU for a GPU."""
+    mixer = make_mixer(kernel_info(name), arguments, **{"causal": True, **options}, dim=dim)
+    q, k, v = (x.to(dtype) for x in make_inputs(20, dim=dim))
+    with torch.set_grad_enabled(gradient):
+        return fused.Fused().why_not(mixer, AttentionCall(q, k, v, 0.25, **(more or {})))
+
+
+def test_it_declines_what_it_cannot_compute(monkeypatch):
+    monkeypatch.delenv(fused.SWITCH, raising=False)
+    assert why_not() == "it runs only on CUDA"
+    monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(fused, "kernels", lambda: object())
+    assert why_not() == why_not(gradient=True) == why_not("t2r") == why_not("flexformer_n") == ""
+    assert why_not(causal=False, scale="linear") == why_not(more={"needs_state": True}) == ""
+    assert "window" in why_not(window=4)
+    assert "causal keys" in why_not(scale="linear")
+    assert "feature map" in why_not("elu")
+    assert "feature map" in why_not("hedgehog", {"activation": "exp"})
+    assert "before or after" in why_not("cosformer")
+    assert "states" in why_not(gradient=True, more={"needs_state": True})
+    assert "plain tensors" in why_not(dtype=torch.float64)
+    assert "128" in why_not(dim=130)
+    assert "64" in why_not(dim=80) and why_not(dim=80, dtype=torch.bfloat16) == ""
+    assert "shared memory" in why_not("flexformer_n", gradient=True)
+    assert why_not("flexformer_n", gradient=True, dtype=torch.bfloat16) == ""
+    monkeypatch.setattr(fused, "kernels", lambda: None)
+    assert why_not() == "Triton is not installed"
+    monkeypatch.setenv(fused.SWITCH, "0")
+    assert why_not() == "LINEARIZE_TRITON is 0"
+
+
+def test_linearize_does_not_import_the_kernels():
+    code = "import sys, linearize.attention.feature_map; sys.exit(any('fused_kernels' in name for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)
