@@ -75,8 +75,8 @@ def show(out: Screen, result: BenchResult) -> None:
         use = "used (--no-native turns it off)" if machine.native else "not compiled (linearize native --build)"
         out.print(f"Native op: {use}.")
     else:
-        use = "used (LINEARIZE_FLA=0 turns it off)" if machine.fla else "not available (extra: gpu)"
-        out.print(f"flash-linear-attention: {use}.")
+        use = "used (LINEARIZE_TRITON=0 turns them off)" if machine.triton else "not available"
+        out.print(f"Triton kernels: {use}.")
     out.print(f"Noise: {result.noise.text}.")
 
 

@@ -12,6 +12,7 @@ is 0.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shlex
@@ -196,7 +197,7 @@ def cuda_device() -> Mapping[str, Any] | None:
 
     if not torch.cuda.is_available():
         return None
-    from linearize.attention.backends.fla import chunk_kernel
+    from linearize.attention.backends.fused import absence
 
     properties = torch.cuda.get_device_properties(0)
     return {
@@ -205,7 +206,7 @@ def cuda_device() -> Mapping[str, Any] | None:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
-        "flash_linear_attention": chunk_kernel(torch.device("cuda")) is not None,
+        "triton": absence() or importlib.metadata.version("triton"),
     }
 
 

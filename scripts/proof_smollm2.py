@@ -127,9 +127,9 @@ def column_of(model: Any, column: Column) -> Iterator[None]:
 
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, last: int = 0) -> Tensor:
-    """Return the logits [T, vocabulary] of one row [T], or of its last tokens."""
-    result: Tensor = model(ids[None], use_cache=False, logits_to_keep=last).logits[0]
-    return result
+    """Return the logits [T, vocabulary] of one row [T], or of its last tokens, on the CPU."""
+    result: Tensor = model(ids[None].to(model.device), use_cache=False, logits_to_keep=last).logits[0]
+    return result.cpu()
 
 
 def cloze_items(ids: Tensor, rows: int, length: int, tokens: Sequence[str], most: int) -> list[list[Any]]:
@@ -252,7 +252,8 @@ def generations(model: Any, tokenizer: Any, rows: Sequence[Tensor]) -> dict[str,
     tokens = []
     for row in rows:
         limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": tokenizer.eos_token_id}
-        out = model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, **limits)
+        given = {"input_ids": row.to(model.device), "attention_mask": torch.ones_like(row).to(model.device)}
+        out = model.generate(**given, do_sample=False, **limits)
         tokens.append(out[0, row.shape[1] :].tolist())
     return {"tokens": tokens, "texts": [tokenizer.decode(answer) for answer in tokens]}
 
@@ -375,6 +376,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--needle-rows", type=int, default=10)
     parser.add_argument("--columns", nargs="*", default=list(COLUMNS), help="columns to measure; by default all")
     parser.add_argument("--only", nargs="*", help="figures to measure; by default all")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", required=True)
     return parser.parse_args(words)
 
@@ -429,6 +431,7 @@ def main(words: list[str] | None = None) -> None:
                 original = AutoModelForCausalLM.from_pretrained(args.original)
                 done.setdefault("same_weights", {})[column.folder] = same_weights(original, model)
                 del original
+            model.to(args.device)
         with column_of(model, column) if column.folder else nullcontext():
             for what in missing:
                 figures[what] = measures[what](model)

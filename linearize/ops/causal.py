@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.causal_traced import CHUNK, traced_attention
+from linearize.ops.causal_parallel import CHUNK, parallel_attention
 from linearize.ops.state import (
     EPS,
     FLOOR,
@@ -52,11 +52,11 @@ def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[
         **options: the fields of `linearize.ops.state.Options`.
 
     Returns:
-        Output [B, H, T, V] in `v`'s dtype and the `State` after the last token. Sums and states are fp32. Under
-        `torch.compile` and `torch.export` the same chunks are computed with plain tensor operations.
+        Output [B, H, T, V] in `v`'s dtype and the `State` after the last token. Sums and states are fp32. On a
+        GPU and in traced graphs all chunks are computed at once (`linearize.ops.causal_parallel`).
     """
-    if is_tracing():
-        return traced_attention(phi_q, phi_k, v, **options)
+    if v.device.type != "cpu" or is_tracing():
+        return parallel_attention(phi_q, phi_k, v, **options)
     given = Options(**options)
     state, mask = given.start(phi_k, v), given.key_padding_mask
     padding = None if mask is None else ~mask[:, None, :, None].bool()

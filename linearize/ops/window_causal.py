@@ -67,6 +67,8 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
         slots: S.
         every: steps between the reported places.
     """
+    if priority.device.type != "cpu":
+        return parallel_contest(priority, there, slots, every)
     batch, heads, count = priority.shape
     steps, device = count - slots, priority.device
     values, real = ranks(priority).cpu().tolist(), there.cpu().tolist()
@@ -95,6 +97,44 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
     loser_, lost_ = (torch.tensor(x, device=device).view(*form, -1) for x in (losers, losts))
     kept_ = torch.tensor(kept, device=device).view(*form, -1, slots)
     return Contest(loser_.clamp(min=0), loser_[:, 0] >= 0, lost_, kept_.clamp(min=0), kept_[:, 0] >= 0)
+
+
+MOST_PAIRS = 1 << 26
+"""How many pairs of candidates are compared at once."""
+
+
+def parallel_contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
+    """Compute what `contest` does, for the same arguments, by comparing all pairs: a GPU would wait for the heaps.
+
+    A candidate loses when the candidates so far include S stronger ones, and never returns, so no step depends on
+    another. Time grows with the square of the length, memory does not.
+    """
+    count = priority.shape[-1]
+    steps, device = count - slots, priority.device
+    values, order = ranks(priority), torch.arange(count, device=device)
+    exists = there[:, None].expand(values.shape)
+    size = max(1, MOST_PAIRS // values.numel())
+    losts = []
+    for part in order.split(size):
+        own = values[..., part, None]
+        stronger = (values[..., None, :] > own) | ((values[..., None, :] == own) & (order < part[:, None]))
+        full = (stronger & exists[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
+        # The first candidate with which there are S stronger ones, but not before its own entry.
+        first = torch.where(full[..., -1], full.int().argmax(dim=-1), count)
+        losts.append(torch.maximum(first, part) - slots)
+    lost = torch.cat(losts, dim=-1).clamp(max=steps).masked_fill(~exists, 0)
+    loses = exists & (lost < steps)
+    # What loses nothing goes to an extra step, which is dropped.
+    target = torch.where(loses, lost, steps)
+    loser = torch.zeros(*lost.shape[:2], steps + 1, dtype=torch.long, device=device)
+    loser = loser.scatter(-1, target, order.expand_as(target))[..., :steps]
+    has_loser = torch.zeros(lost.shape[0], steps + 1, dtype=torch.bool, device=device)
+    has_loser = has_loser.scatter(-1, target[:, 0], True)[:, :steps]
+    reported = torch.cat([torch.arange(0, steps, every, device=device), torch.tensor([steps - 1], device=device)])
+    stays = exists[:, :, None] & (order <= reported[:, None] + slots) & (lost[:, :, None] > reported[:, None])
+    kept = places_of(stays, slots)
+    is_kept = torch.arange(slots, device=device) < stays[:, 0].sum(dim=-1, keepdim=True)
+    return Contest(loser, has_loser, lost, kept.masked_fill(~is_kept[:, None], 0), is_kept)
 
 
 def causal_parts(

@@ -10,9 +10,8 @@ from rich.console import Console
 from support.kernel_cases import KERNELS, make_inputs, make_mixer
 
 from linearize.attention.backends import choose as choosing
-from linearize.attention.backends.causal import CAUSAL_OPS, FlaOp, causal_op
+from linearize.attention.backends.causal import CAUSAL_OPS, causal_op
 from linearize.attention.backends.choose import BACKENDS, choose, explain
-from linearize.attention.backends.fla import exact_enough
 from linearize.attention.call import AttentionCall
 from linearize.cli.native import explain_layers
 from linearize.core.registry import kernel_info
@@ -98,21 +97,6 @@ def test_natively(switch):
     assert chosen(mixer_of("elu", causal=True, window=4), grad=False) == "window, pytorch"
     switch(False)
     assert chosen(causal, grad=False) == "streamed, pytorch"
-
-
-def test_flash_linear_attention(monkeypatch):
-    """As on a GPU where it is installed; values in half precision always, fp32 where TF32 is allowed."""
-    monkeypatch.setattr(FlaOp, "why_not", lambda self, x, v, *, normalize: "" if exact_enough(v) else "inexact")
-    half = lambda **more: AttentionCall(*(x.bfloat16() for x in make_inputs(20)), 0.25, **more)  # noqa: E731
-    with torch.no_grad():
-        for name, options, wanted in [
-            ("hedgehog", {}, "streamed, flash-linear-attention"),
-            ("rfa", {}, "eager, flash-linear-attention"),
-            ("hedgehog", {"window": 4}, "window, flash-linear-attention"),
-        ]:
-            assert name_of(mixer_of(name, causal=True, **options), half()) == wanted
-        assert name_of(mixer_of("hedgehog", causal=False), half()) == "streamed, pytorch"
-        assert name_of(mixer_of("hedgehog", causal=True), call()) == "streamed, pytorch"
 
 
 @pytest.mark.parametrize("info", FEATURES, ids=lambda info: info.name)

@@ -96,8 +96,8 @@ def test_prompt_and_steps_are_the_model(name, which):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_chunks_that_are_written_down_are_those_of_the_op(scaled):
-    """The chunk that `scan` repeats, in the loop that stands for a known length."""
-    from linearize.ops.causal_traced import traced_attention
+    """All chunks at once, as in a graph, equal the loop over the chunks."""
+    from linearize.ops.causal_parallel import parallel_attention
     from linearize.ops.state import empty_state
 
     q, k, v, *scale = tensors(2, 150, scaled)
@@ -110,7 +110,7 @@ def test_the_chunks_that_are_written_down_are_those_of_the_op(scaled):
         options = {
             name: None if x is None else x[:, part] if x.ndim == 2 else x[:, :, part] for name, x in given.items()
         }
-        out, after = traced_attention(*tokens, **options, initial_state=state, normalize=True, eps=1e-30)
+        out, after = parallel_attention(*tokens, **options, initial_state=state, normalize=True, eps=1e-30)
         expected, state = causal_attention(*tokens, **options, initial_state=state)
         real = mask[:, part][:, None, :, None].expand_as(out)
         torch.testing.assert_close(out[real], expected[real], rtol=1e-5, atol=1e-5)

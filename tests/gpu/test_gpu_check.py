@@ -70,12 +70,12 @@ def test_the_runner_continues_after_a_failure(tmp_path, capsys):
 def test_results_of_pytest_become_json(tmp_path):
     (tmp_path / "tests.xml").write_text(
         '<testsuites><testsuite><testcase classname="a" name="b" time="1.5"/><testcase classname="a" name="c" time="0">'
-        '<failure message="x"/></testcase><testcase classname="a" name="d" time="0.5"><skipped message="no fla"/>'
+        '<failure message="x"/></testcase><testcase classname="a" name="d" time="0.5"><skipped message="no device"/>'
         "</testcase></testsuite></testsuites>"
     )
     found = check.summary_of_tests(tmp_path / "tests.xml")
     assert found == {
-        "tests": 3, "passed": 1, "failed": ["a.c"], "skipped": 1, "skipped_because": ["no fla"], "seconds": 2.0,
+        "tests": 3, "passed": 1, "failed": ["a.c"], "skipped": 1, "skipped_because": ["no device"], "seconds": 2.0,
     }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import torch
 from support.naive import naive_attention
 from support.op_cases import gradients, make
 
-from linearize.attention.backends import fla
 from linearize.ops import bidirectional_attention, causal_attention, recurrent_attention
 
 OPS = {
@@ -86,20 +85,3 @@ def test_causal_in_parts_equals_the_whole(scaled, device, dtype):
         parts.append(out)
     assert error(torch.cat(parts, dim=2).float(), whole) < LIMITS[dtype]
     assert error(state.kv, last.kv) < 2e-5
-
-
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-def test_the_chunk_kernels_of_fla_equal_naive(scaled, device):
-    """bf16 values go through flash-linear-attention where it is installed, and equal the reference."""
-    if fla.chunk_kernel(device) is None:
-        pytest.skip("no CUDA device, or the extra `gpu` (flash-linear-attention) is not installed")
-    *inputs, scale, mask = make(1000, features=64, width=64, scaled=scaled, padded="right")
-    there = on(device, [x for x in (*inputs, scale) if x is not None], torch.bfloat16)
-    here = [x.detach().cpu().float().requires_grad_() for x in there]
-    out, _ = fla.fla_attention(*there[:3], key_padding_mask=mask.to(device), log_scale=there[3] if scaled else None)
-    expected, _ = naive_attention(*here[:3], causal=True, key_padding_mask=mask, log_scale=here[3] if scaled else None)
-    real = mask[:, None, :, None]
-    assert error(out.float().cpu() * real, expected * real) < 1e-2
-    ours = gradients(out.float().cpu() * real, there)
-    for found, exact in zip(ours, gradients(expected * real, here), strict=True):
-        assert error(found, exact) < 2e-2

@@ -20,7 +20,7 @@ from linearize.ops import (
     recurrent_attention,
     window_attention,
 )
-from linearize.ops.causal_traced import traced_attention
+from linearize.ops.causal_parallel import parallel_attention
 
 TOKENS = 70
 """More than a chunk of the ops in PyTorch, and than a tile of the native op."""
@@ -124,7 +124,7 @@ def blockwise(q, k, v, *, log_scale, key_padding_mask):
 def traced(q, k, v, *, log_scale, key_padding_mask):
     state = empty_state(k, v, scaled=log_scale is not None)
     options = {"key_padding_mask": key_padding_mask, "log_scale": log_scale, "initial_state": state}
-    return traced_attention(q, k, v, **options, normalize=True, eps=1e-30)
+    return parallel_attention(q, k, v, **options, normalize=True, eps=1e-30)
 
 
 OPS = {

@@ -6,11 +6,13 @@ from support.naive import naive_attention
 from support.op_cases import gradients, make
 
 from linearize.ops import bidirectional_attention, causal_attention, kernel_weights, recurrent_attention
+from linearize.ops.causal_parallel import parallel_attention
 
 LENGTHS = [1, 63, 100, 1000]
 OPS = {
     "bidirectional": (bidirectional_attention, False),
     "causal": (causal_attention, True),
+    "parallel": (parallel_attention, True),
     "recurrent": (recurrent_attention, True),
 }
 
@@ -102,7 +104,7 @@ def test_a_backward_inside_autocast_is_the_one_outside(scaled):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("name", ["causal", "recurrent"])
+@pytest.mark.parametrize("name", ["causal", "parallel", "recurrent"])
 def test_no_future_token_changes_an_earlier_output(name):
     op, _ = OPS[name]
     phi_q, phi_k, v, scale, _ = make(90, scaled=True)

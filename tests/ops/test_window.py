@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linearize.ops import Mapped, Window, window, window_attention, window_weights
+from linearize.ops import Mapped, Window, window, window_attention, window_causal, window_weights
 
 BATCH, HEADS, KEY_HEADS, DIM, FEATURES, WIDTH = 2, 4, 2, 5, 6, 3
 SCALING = DIM**-0.5
@@ -302,3 +302,23 @@ def test_exact_keys_go_on_from_a_state(first, sinks):
     assert state.kept_k.shape[2] == slots and bool(state.kept_mask.all())
     # The same keys are kept; a heap may hold them in another order.
     torch.testing.assert_close(state.kept_scale.sort(dim=-1).values, last.kept_scale.sort(dim=-1).values)
+
+
+def test_the_contest_of_a_gpu_is_that_of_the_heaps(monkeypatch):
+    """With equal priorities, NaN, missing candidates, and pairs compared in parts of several sizes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(1, most, (1,), generator=generator))
+
+    for trial in range(60):
+        slots, steps, every = draw(6), draw(30), draw(9)
+        priority = torch.randint(0, 6, (2, 3, slots + steps), generator=generator).float()
+        if trial % 3 == 0:
+            priority[0, 0, 0] = torch.nan
+        there = torch.rand(2, slots + steps, generator=generator) > 0.3
+        monkeypatch.setattr(window_causal, "MOST_PAIRS", 1 << draw(12))
+        wanted = window_causal.contest(priority, there, slots, every)
+        found = window_causal.parallel_contest(priority, there, slots, every)
+        assert torch.equal(found.loser * found.has_loser[:, None], wanted.loser * wanted.has_loser[:, None])
+        assert all(torch.equal(one, two) for one, two in zip(found[1:], wanted[1:], strict=True))

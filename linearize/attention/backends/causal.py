@@ -1,4 +1,4 @@
-"""Causal ops on given features, in PyTorch, in C and with flash-linear-attention, and the choice between them."""
+"""Causal ops on given features, in PyTorch and in C, and the choice between them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.fla import chunk_kernel, exact_enough, fla_attention
 from linearize.attention.native import absence, engine, unreadable
 from linearize.attention.native.gradient import attend_with_gradient
 from linearize.attention.native.options import AttendOptions
 from linearize.ops import LinearOptions, State, causal_attention
-from linearize.ops.state import EPS, is_tracing
+from linearize.ops.state import EPS
 
 
 class CausalOp:
@@ -33,22 +32,6 @@ class CausalOp:
     def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
         """Attend without returning the state."""
         return self.attend(phi_q, phi_k, v, **options)[0]
-
-
-class FlaOp(CausalOp):
-    """The op on a GPU with flash-linear-attention."""
-
-    name = "flash-linear-attention"
-    attend = staticmethod(fla_attention)
-
-    def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
-        if not x.is_cuda:
-            return "flash-linear-attention runs only on CUDA"
-        if is_tracing():
-            return "a graph is being traced"
-        if chunk_kernel(x.device) is None:
-            return "flash-linear-attention is not installed (extra: gpu), or LINEARIZE_FLA is 0"
-        return "" if exact_enough(v) else "its products are TF32, which PyTorch's settings do not allow for fp32"
 
 
 class NativeOp(CausalOp):
@@ -91,7 +74,7 @@ def _attend_options(options: LinearOptions) -> AttendOptions:
     return AttendOptions(True, 1.0, eps, mask=mask, log_scale=options.get("log_scale"))
 
 
-CAUSAL_OPS: tuple[CausalOp, ...] = (FlaOp(), NativeOp(), CausalOp())
+CAUSAL_OPS: tuple[CausalOp, ...] = (NativeOp(), CausalOp())
 """The first op that accepts a call is used; the last one accepts every call."""
 
 

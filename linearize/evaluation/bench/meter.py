@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from linearize.attention.backends.fla import chunk_kernel
+from linearize.attention.backends.fused import absence
 from linearize.attention.native import engine
 from linearize.checkpoint.loading import wait
 from linearize.core.errors import ConfigError, unknown_name
@@ -200,7 +200,7 @@ class Machine:
         dtype: dtype of the tensors.
         torch: version of torch.
         native: whether the native op was compiled and is used.
-        fla: whether causal attention may use flash-linear-attention's kernels.
+        triton: whether attention on a GPU may use the Triton kernels.
     """
 
     device: str
@@ -210,15 +210,17 @@ class Machine:
     dtype: str
     torch: str
     native: bool = False
-    fla: bool = False
+    triton: bool = False
 
 
 def describe(device: str, dtype: str) -> Machine:
     """Describe the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     native = device == "cpu" and engine() is not None
-    fla = chunk_kernel(torch.device(device)) is not None
-    return Machine(device, device_name(device), torch.get_num_threads(), cores, dtype, torch.__version__, native, fla)
+    triton = device.startswith("cuda") and not absence()
+    return Machine(
+        device, device_name(device), torch.get_num_threads(), cores, dtype, torch.__version__, native, triton
+    )
 
 
 def device_name(device: str) -> str:

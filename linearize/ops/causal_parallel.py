@@ -1,0 +1,93 @@
+"""The causal op with all chunks at once, in plain tensor operations: for GPUs and for tracing compilers.
+
+A GPU waits for every launch of a loop over the chunks. Here the number of operations does not depend on the length, and
+a traced graph is the same for every length. There is nothing in place and no branch on values.
+
+Every row is relative to its own running maximum of log-scales, and the state before every chunk to its running maximum.
+With log-scales the states come from one product of the chunks' sums with a lower triangular matrix of factors: that is
+quadratic in the number of chunks, but much smaller than all else up to a million tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries
+
+CHUNK = 64
+"""Tokens per chunk: larger chunks cost more inside each chunk, but less for the products with the state."""
+
+
+def parallel_attention(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]
+) -> tuple[Tensor, State]:
+    """Attend; arguments and results as in `linearize.ops.causal_attention`.
+
+    Shapes below: n chunks of C tokens, the query heads of a group concatenated to G C rows.
+    """
+    given, tokens = Options(**options), v.shape[2]
+    state, scale = given.start(phi_k, v), given.scale(phi_k)
+    # At least two chunks in a traced graph: with only one, the length would become a constant.
+    count = (tokens + CHUNK - 1) // CHUNK + int(isinstance(tokens, torch.SymInt))
+
+    def cut(x: Tensor, fill: float = 0.0) -> Tensor:
+        """Cut x [..., T, X] into chunks [..., n, C, X]."""
+        return F.pad(x, (0, 0, 0, count * CHUNK - tokens), value=fill).unflatten(-2, (count, CHUNK))
+
+    queries = cut(group_queries(phi_q, phi_k.shape[1]).float())
+    groups = queries.shape[2]
+    q = queries.transpose(2, 3).flatten(3, 4)
+    k, values = cut(given.keys(phi_k)), cut(given.values(v))
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    scores = (q @ k.transpose(-1, -2)).masked_fill(later.repeat(groups, 1), 0.0)
+    if scale is None:
+        sums = k.transpose(-1, -2) @ values
+        through = sums.cumsum(dim=2) + state.kv[:, :, None]
+        before = torch.cat([state.kv[:, :, None], through[:, :, :-1]], dim=2)
+        mixed, after = scores @ values + q @ before, State(through[:, :, -1], state.log_scale)
+    else:
+        chunks = cut(scale[..., None], FLOOR)[..., 0]
+        levels = _levels(chunks, state.log_scale, later)
+        values_after = values * torch.exp(chunks - levels.after[..., None])[..., None]
+        sums = k.transpose(-1, -2) @ values_after
+        before = (levels.carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
+        before = before + torch.exp(state.log_scale[..., None] - levels.before)[..., None, None] * state.kv[:, :, None]
+        decay = torch.exp((chunks[..., None, :] - levels.rows[..., None]).masked_fill(later, FLOOR))
+        past = torch.exp(levels.before[..., None] - levels.rows)[..., None]
+        mixed = (scores * decay.repeat(1, 1, 1, groups, 1)) @ values + (q * past.repeat(1, 1, 1, groups, 1)) @ before
+        fade = torch.exp(levels.before[..., -1] - levels.after[..., -1])[..., None, None]
+        after = State(before[:, :, -1] * fade + sums[:, :, -1], levels.after[..., -1])
+    mixed = mixed.unflatten(3, (groups, CHUNK)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
+    return given.divided(mixed).to(v.dtype), after
+
+
+class _Levels(NamedTuple):
+    """Running maxima of log-scales, without a gradient.
+
+    Attributes:
+        rows: [B, K, n, C] up to each token.
+        before: [B, K, n] before each chunk.
+        after: [B, K, n] after each chunk.
+        carry: [B, K, n, n] factor that brings the sums of chunk m to the level before chunk n; 0 unless m < n.
+    """
+
+    rows: Tensor
+    before: Tensor
+    after: Tensor
+    carry: Tensor
+
+
+@torch.no_grad()
+def _levels(chunks: Tensor, start: Tensor, later: Tensor) -> _Levels:
+    """Return the maxima for log-scales [B, K, n, C] after a state of log-scale `start` [B, K]."""
+    count = torch.arange(chunks.shape[2], device=chunks.device)
+    tops = chunks.amax(dim=-1)[..., None, :].masked_fill(count > count[:, None], FLOOR)
+    after = torch.maximum(tops.amax(dim=-1), start[..., None])
+    before = torch.cat([start[..., None], after[..., :-1]], dim=-1)
+    rows = torch.maximum(chunks[..., None, :].masked_fill(later, FLOOR).amax(dim=-1), before[..., None])
+    gaps = (after[..., None, :] - before[..., None]).masked_fill(count >= count[:, None], FLOOR)
+    return _Levels(rows, before, after, torch.exp(gaps))
