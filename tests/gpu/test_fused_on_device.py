@@ -15,8 +15,12 @@ from linearize.attention.call import AttentionCall
 from linearize.core.registry import kernel_info
 
 SCALING = 0.125
-LIMITS = {"exact": (2e-5, 2e-4), "tf32": (3e-3, 1e-2), "bf16": (1e-2, 2e-2), "fp16": (3e-3, 1e-2)}
-"""Relative errors allowed in outputs and gradients: TF32 and fp16 have 11 bits, bf16 has 8."""
+LIMITS = {"exact": (2e-5, 2e-4), "tf32": (3e-3, 1e-2), "bf16": (2e-2, 4e-2), "fp16": (3e-3, 1e-2)}
+"""Relative errors allowed in outputs and gradients: TF32 and fp16 have 11 bits, bf16 has 8.
+
+With all products rounded to bf16 on the CPU, outputs were 1.2 % off and gradients 2.3 %; those of relu 6.3 %, as it
+has a kink.
+"""
 DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,6 +39,7 @@ def error(found, wanted):
 def check(mixer, inputs, mask, precision):
     """Compare with the eager backend in exact fp32, on the same device and the same rounded inputs."""
     limit, gradient_limit = LIMITS[precision]
+    gradient_limit *= 3 if mixer.info.name == "t2r" else 1
     torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     call = AttentionCall(*inputs, SCALING, mask)
     assert (why := fused.Fused().why_not(mixer, call)) == "", why
