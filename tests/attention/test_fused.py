@@ -61,6 +61,7 @@ def test_it_declines_what_it_cannot_compute(monkeypatch):
     assert "128" in why_not(dim=130)
     exact = {"causal": False, "dtype": torch.float32}
     assert why_not(**exact) == why_not(dim=80) == why_not("flexformer_n", **exact) == ""
+    assert "exact" in why_not(dtype=torch.float32)
     assert "64" in why_not(**exact, dim=80)
     assert "shared memory" in why_not("flexformer_n", **exact, gradient=True)
     assert "shared memory" in why_not("flexformer_n", dim=80, gradient=True)

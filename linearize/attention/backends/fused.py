@@ -42,8 +42,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 128
 """Largest head and value size and number of rows of a map."""
 
-UNIT, LEAST, PROGRAMS = 64, 128, 512
-"""Segments are multiples of UNIT tokens, LEAST or more, with about PROGRAMS programs: four per multiprocessor."""
+UNIT, LEAST, PROGRAMS = 64, 128, 1056
+"""Segments are multiples of UNIT tokens, LEAST or more, with about PROGRAMS programs: eight per multiprocessor."""
 
 
 class Tuning(NamedTuple):
@@ -55,14 +55,14 @@ class Tuning(NamedTuple):
 
 
 TUNING = {
-    "sums": Tuning(64, 8),
-    "read": Tuning(64, 8),
-    "scan": Tuning(32, 8),
-    "gradients": Tuning(32, 8),
-    "causal_gradients": Tuning(32, 8),
+    "sums": Tuning(64, 4, 3),
+    "read": Tuning(64, 4),
+    "scan": Tuning(64, 4),
+    "gradients": Tuning(32, 4),
+    "causal_gradients": Tuning(16, 4),
     "slopes": Tuning(64, 4),
 }
-"""By kernel, or by the way in which it is used."""
+"""By kernel, or by the way in which it is used; the fastest for bf16 on an H200 (docs/benchmarks/gpu.md)."""
 
 TIGHT = {
     "sums": Tuning(32, 8),
@@ -104,6 +104,8 @@ class Fused:
             return "its gradient does not pass through states"
         if mixer.shape.causal and mixer.key_scale is not None:
             return "it does not support learned log-scales of causal keys"
+        if mixer.shape.causal and precision_of(call.v) == EXACT:
+            return "exact fp32 products of causal calls are faster in PyTorch"
         return _unreadable(call) or unknown_maps(mixer) or _unknown_kinds(mixer) or _too_large(mixer, call) or absence()
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
