@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.kernel_cases import make_inputs, make_mixer
+from support.scripts import script
 
 from linearize.attention.backends import fused
 from linearize.attention.call import AttentionCall
@@ -74,3 +75,15 @@ def test_it_declines_what_it_cannot_compute(monkeypatch):
 def test_linearize_does_not_import_the_kernels():
     code = "import sys, linearize.attention.feature_map; sys.exit(any('fused_kernels' in name for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_blocks_divide_the_segments_whatever_their_length():
+    """Otherwise the last tokens of a segment would be left out."""
+    for tuning in (*fused.TUNING.values(), *fused.TIGHT.values(), *script("tune_triton").CANDIDATES):
+        assert fused.UNIT % tuning.block == 0 and fused.LEAST % fused.UNIT == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_the_tuning_script_says_what_it_needs():
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        script("tune_triton").main([])
