@@ -81,15 +81,20 @@ def passes(kernel: str, inputs: list[torch.Tensor], towards: torch.Tensor) -> di
     return found
 
 
-def main(words: list[str] | None = None) -> None:
-    """Time all candidates and write the figures."""
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", default="hedgehog")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--output", help="JSON file")
-    args = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Time all candidates and write the figures."""
+    args = parse(words)
     if why := "there is no CUDA device" if not torch.cuda.is_available() else fused.absence():
         sys.exit(f"{why}; run this on a machine with a GPU and Triton")
     shape = (1, args.tokens, args.heads, args.head_dim)

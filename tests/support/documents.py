@@ -342,8 +342,8 @@ def run_example(line, file, words, parse_only=False):
     if file == "scripts/silence_kernel.py" and not parse_only:
         script(name).main(words)
         return
-    if file in ("scripts/search_check.py", "scripts/proof_smollm2.py", "scripts/silence_kernel.py"):
-        # They take minutes, and proof_smollm2 a real language model: only the line is checked here.
+    if file in (f"scripts/{name}.py" for name in ("search_check", "proof_smollm2", "silence_kernel", "tune_triton")):
+        # They take minutes, proof_smollm2 a real language model and tune_triton a GPU: only the line is checked here.
         script(name).parse(words)
         return
     assert file == f"examples/{name}.py" and name in EXAMPLES, f"{line!r} is not covered; add the example to EXAMPLES"
