@@ -65,7 +65,8 @@ def plan(output: Path, *, model: str | None) -> list[Step]:
         model: folder of the demo's MiniLM, or None if it is not installed.
     """
     junit = output / "tests.xml"
-    tests = ("-m", "pytest", "tests/gpu", "-m", "gpu", f"--junitxml={junit}", "--durations=10", "--timeout=120")
+    # -v names the tests as they end, also if the time is up before the summary.
+    tests = ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", f"--junitxml={junit}", "--durations=10", "--timeout=120")
     steps = [Step("tests", "ops, kernels and checkpoints on the device, fp32 and bf16", tests, 300.0)]
     if model is not None:
         steps.append(_conversion(output, model))
