@@ -31,8 +31,8 @@ def parallel_attention(
     """
     given, tokens = Options(**options), v.shape[2]
     state, scale = given.start(phi_k, v), given.scale(phi_k)
-    # At least two chunks in a traced graph: with only one, the length would become a constant.
-    count = (tokens + CHUNK - 1) // CHUNK + int(isinstance(tokens, torch.SymInt))
+    # At least three chunks in a traced graph: a slice of size one would make the length a constant.
+    count = (tokens + CHUNK - 1) // CHUNK + 2 * int(isinstance(tokens, torch.SymInt))
 
     def cut(x: Tensor, fill: float = 0.0) -> Tensor:
         """Cut x [..., T, X] into chunks [..., n, C, X]."""
