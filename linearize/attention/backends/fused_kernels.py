@@ -138,16 +138,19 @@ def _tokens(mask, batch, start, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _load_half(state, N, V, N_: tl.constexpr, V_: tl.constexpr):
+    """Load half a state [N, V + 1] -> its sums of y [N_, V_] and of b [N_]."""
+    rows = tl.arange(0, N_) < N
+    tile = _tile(state, V + 1, rows, tl.arange(0, V_) < V, N_, V_)
+    return tile, tl.load(state + tl.arange(0, N_) * (V + 1) + V, mask=rows, other=0.0)
+
+
+@triton.jit
 def _load_state(state, N, V, HALVES: tl.constexpr, N_: tl.constexpr, V_: tl.constexpr):
     """Load a state [F, V + 1] -> the halves [N_, V_] of its sums of y, and [N_] of its sums of b."""
-    rows, columns = tl.arange(0, N_) < N, tl.arange(0, V_) < V
-    width = V + 1
-    upper = _tile(state, width, rows, columns, N_, V_)
-    upper_b = tl.load(state + tl.arange(0, N_) * width + V, mask=rows, other=0.0)
+    upper, upper_b = _load_half(state, N, V, N_, V_)
     if HALVES == 2:
-        below = state + N * width
-        lower = _tile(below, width, rows, columns, N_, V_)
-        lower_b = tl.load(below + tl.arange(0, N_) * width + V, mask=rows, other=0.0)
+        lower, lower_b = _load_half(state + N * (V + 1), N, V, N_, V_)
         return upper, lower, upper_b, lower_b
     else:
         return upper, upper, upper_b, upper_b
@@ -159,6 +162,37 @@ def _store_half(state, tile, number, N, V, N_: tl.constexpr, V_: tl.constexpr):
     rows = tl.arange(0, N_) < N
     _put(state, V + 1, tile, rows, tl.arange(0, V_) < V, N_, V_)
     tl.store(state + tl.arange(0, N_) * (V + 1) + V, number, mask=rows)
+
+
+@triton.jit
+def _add(upper, lower, upper_b, lower_b, p, n, rows, number, HALVES: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a block with features p and n [BLOCK, N_], rows [BLOCK, V_] and numbers [BLOCK] to a state."""
+    upper += _product(tl.trans(p), rows, PRECISION)
+    upper_b += tl.sum(p * number[:, None], axis=0)
+    if HALVES == 2:
+        lower += _product(tl.trans(n), rows, PRECISION)
+        lower_b += tl.sum(n * number[:, None], axis=0)
+    return upper, lower, upper_b, lower_b
+
+
+@triton.jit
+def _read(p, n, upper, lower, upper_b, lower_b, HALVES: tl.constexpr, PRECISION: tl.constexpr):
+    """Read a state with features p and n [BLOCK, N_] -> the sums of y [BLOCK, V_] and of b [BLOCK]."""
+    mixed = _product(p, upper, PRECISION)
+    total = tl.sum(p * upper_b[None, :], axis=1)
+    if HALVES == 2:
+        mixed += _product(n, lower, PRECISION)
+        total += tl.sum(n * lower_b[None, :], axis=1)
+    return mixed, total
+
+
+@triton.jit
+def _scores(p, n, other_p, other_n, HALVES: tl.constexpr, PRECISION: tl.constexpr):
+    """Multiply the features of two blocks -> [BLOCK, BLOCK]."""
+    scores = _product(p, tl.trans(other_p), PRECISION)
+    if HALVES == 2:
+        scores += _product(n, tl.trans(other_n), PRECISION)
+    return scores
 
 
 @triton.jit
@@ -197,11 +231,7 @@ def sums(
             x, y, a, b, real, seen, start, xs_t, ys_t, scale, D, V, KEYS, SCALED, BLOCK, D_, V_
         )
         p, n = _map(tile, w, w2, w_bias, m, columns, KIND, PRECISION)
-        upper += _product(tl.trans(p), rows, PRECISION)
-        upper_b += tl.sum(p * number[:, None], axis=0)
-        if HALVES == 2:
-            lower += _product(tl.trans(n), rows, PRECISION)
-            lower_b += tl.sum(n * number[:, None], axis=0)
+        upper, lower, upper_b, lower_b = _add(upper, lower, upper_b, lower_b, p, n, rows, number, HALVES, PRECISION)
     slot = segment
     if SLOTS == 1:
         slot = segment + 1
@@ -214,7 +244,7 @@ def sums(
 
 
 @triton.jit(do_not_specialize=["count", "blocks", "slots"])
-def attend(  # noqa: PLR0915
+def attend(
     q, k, v, a, mask, q_first, q_second, q_bias, q_magnitude, first, second, bias, magnitude, states, out, inverse,
     qs_b, qs_h, qs_t, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t, os_b, os_h, os_t,
     scale, eps, count, blocks, slots, heads, groups, q_map_group, N, D, V,
@@ -249,28 +279,20 @@ def attend(  # noqa: PLR0915
         real, seen = _tokens(mask, batch, start, count, BLOCK)
         tile = _tile(q + start * qs_t, qs_t, real, tl.arange(0, D_) < D, BLOCK, D_) * scale
         p, n = _map(tile, w, w2, w_bias, m, columns, KIND, PRECISION)
-        mixed = _product(p, upper, PRECISION)
-        total = tl.sum(p * upper_b[None, :], axis=1)
-        if HALVES == 2:
-            mixed += _product(n, lower, PRECISION)
-            total += tl.sum(n * lower_b[None, :], axis=1)
+        mixed, total = _read(p, n, upper, lower, upper_b, lower_b, HALVES, PRECISION)
         if CAUSAL:
             k_tile, _, rows, _, number = _side(
                 k, v, a, a, real, seen, start, ks_t, vs_t, scale, D, V, True, SCALED, BLOCK, D_, V_
             )
             k_p, k_n = _map(k_tile, k_w, k_w2, k_bias, k_m, columns, KIND, PRECISION)
-            scores = _product(p, tl.trans(k_p), PRECISION)
-            if HALVES == 2:
-                scores += _product(n, tl.trans(k_n), PRECISION)
+            scores = _scores(p, n, k_p, k_n, HALVES, PRECISION)
             at = tl.arange(0, BLOCK)
             scores = tl.where(at[:, None] >= at[None, :], scores, 0.0)
             mixed += _product(scores, rows, PRECISION)
             total += tl.sum(scores * number[None, :], axis=1)
-            upper += _product(tl.trans(k_p), rows, PRECISION)
-            upper_b += tl.sum(k_p * number[:, None], axis=0)
-            if HALVES == 2:
-                lower += _product(tl.trans(k_n), rows, PRECISION)
-                lower_b += tl.sum(k_n * number[:, None], axis=0)
+            upper, lower, upper_b, lower_b = _add(
+                upper, lower, upper_b, lower_b, k_p, k_n, rows, number, HALVES, PRECISION
+            )
         factor = 1.0 / _held(total, eps)
         _put(out + start * os_t, os_t, mixed * factor[:, None], seen, tl.arange(0, V_) < V, BLOCK, V_)
         if SAVE:
@@ -366,11 +388,7 @@ def gradients(  # noqa: C901, PLR0915
         if HALVES == 2:
             dn = _product(rows, tl.trans(lower), PRECISION) + number[:, None] * lower_b[None, :]
         if KEYS:
-            mixed = _product(p, upper, PRECISION)
-            total = tl.sum(p * upper_b[None, :], axis=1)
-            if HALVES == 2:
-                mixed += _product(n, lower, PRECISION)
-                total += tl.sum(n * lower_b[None, :], axis=1)
+            mixed, total = _read(p, n, upper, lower, upper_b, lower_b, HALVES, PRECISION)
         if CAUSAL:
             o_tile, _, o_rows, _, o_number = _side(
                 x2, y2, a2, b2, real, seen, start, xs2_t, ys2_t, scale, D, V, KEYS2, SCALED2, BLOCK, D_, V_
@@ -384,17 +402,13 @@ def gradients(  # noqa: C901, PLR0915
             if HALVES == 2:
                 dn += _product(scores, o_n, PRECISION)
             if KEYS:
-                scores = _product(p, tl.trans(o_p), PRECISION)
-                if HALVES == 2:
-                    scores += _product(n, tl.trans(o_n), PRECISION)
+                scores = _scores(p, n, o_p, o_n, HALVES, PRECISION)
                 scores = tl.where(visible, scores, 0.0)
                 mixed += _product(scores, o_rows, PRECISION)
                 total += tl.sum(scores * o_number[None, :], axis=1)
-            upper += _product(tl.trans(o_p), o_rows, PRECISION)
-            upper_b += tl.sum(o_p * o_number[:, None], axis=0)
-            if HALVES == 2:
-                lower += _product(tl.trans(o_n), o_rows, PRECISION)
-                lower_b += tl.sum(o_n * o_number[:, None], axis=0)
+            upper, lower, upper_b, lower_b = _add(
+                upper, lower, upper_b, lower_b, o_p, o_n, o_rows, o_number, HALVES, PRECISION
+            )
         if KEYS:
             _put(dy + batch * es_b + head.to(tl.int64) * es_h + start * es_t, es_t,
                  tl.where(real[:, None], mixed * factor[:, None], 0.0), seen, v_columns, BLOCK, V_)  # fmt: skip
