@@ -116,7 +116,9 @@ class Fused:
         settings = Settings(maps[0].kind, mixer.shape.causal, scale, mixer.eps, call.needs_state, gradient)
         weights = [getattr(map, name) for map in maps for name in WEIGHTS]
         out, kv = _Attend.apply(settings, mask, call.q, call.k, call.v, factor, *weights)
-        return out, {"kv": kv, "log_scale": shift} if call.needs_state else None
+        if not call.needs_state:
+            return out, None
+        return out, {"kv": kv, "log_scale": kv.new_zeros(kv.shape[:2]) if shift is None else shift}
 
 
 def _unreadable(call: AttentionCall) -> str:
@@ -179,11 +181,13 @@ def absence() -> str:
     return "" if kernels() is not None else "Triton is not installed"
 
 
-def _key_factors(mixer: FeatureMapMixer, call: AttentionCall, mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Return the factors [B, K, T] of the keys (None: all 1), and the logarithm [B, K] of what they are divided by."""
+def _key_factors(
+    mixer: FeatureMapMixer, call: AttentionCall, mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the factors [B, K, T] of the keys, and the logarithm [B, K] of what they are divided by; None if all 1."""
     scale = mixer.log_scales(call)[1]
     if scale is None:
-        return None, torch.zeros(call.k.shape[:2], device=call.k.device)
+        return None, None
     scale = scale if mask is None else scale.masked_fill(~mask[:, None], FLOOR)
     shift = scale.detach().amax(dim=-1)
     return torch.exp(scale - shift[..., None]), shift
