@@ -26,10 +26,7 @@ from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
 
-CANDIDATES = [
-    Tuning(block, warps, stages) for block in (16, 32, 64) for warps in (4, 8) for stages in (1, 2, 3)
-    if fused.UNIT % block == 0
-]  # fmt: skip
+CANDIDATES = [Tuning(block, warps, stages) for block in (16, 32, 64) for warps in (4, 8) for stages in (1, 2, 3)]
 PARTS = {
     "sums": ("forward", False),
     "read": ("forward", False),

@@ -70,8 +70,8 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
     if priority.device.type != "cpu":
         return parallel_contest(priority, there, slots, every)
     batch, heads, count = priority.shape
-    steps, device = count - slots, priority.device
-    values, real = ranks(priority).cpu().tolist(), there.cpu().tolist()
+    steps = count - slots
+    values, real = ranks(priority).tolist(), there.tolist()
     losers, losts, kept = [], [], []
     for entry, head in ((b, h) for b in range(batch) for h in range(heads)):
         row, exists = values[entry][head], real[entry]
@@ -94,8 +94,8 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
         losers.append(loser)
         losts.append(lost)
     form = (batch, heads)
-    loser_, lost_ = (torch.tensor(x, device=device).view(*form, -1) for x in (losers, losts))
-    kept_ = torch.tensor(kept, device=device).view(*form, -1, slots)
+    loser_, lost_ = (torch.tensor(x).view(*form, -1) for x in (losers, losts))
+    kept_ = torch.tensor(kept).view(*form, -1, slots)
     return Contest(loser_.clamp(min=0), loser_[:, 0] >= 0, lost_, kept_.clamp(min=0), kept_[:, 0] >= 0)
 
 
