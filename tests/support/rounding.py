@@ -45,7 +45,8 @@ class Moved(torch.autograd.Function):
 
 
 def moved(x, generator, roundings=1.0):
-    return x * (1 + roundings * UNIT * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1))
+    drawn = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+    return x * (1 + roundings * UNIT * (2 * drawn - 1))
 
 
 def deviation(function, inputs, draws=4, roundings=1.0):
