@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal_parallel import CHUNK, parallel_attention
-from linearize.ops.state import LinearOptions, Options, State, guarded, is_tracing, without_padding
+from linearize.ops.state import LinearOptions, Options, State, is_tracing, without_padding
 
 
 def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
@@ -101,6 +101,5 @@ def advance(
         values, phi_k = values.masked_fill(padding, 0.0), without_padding(phi_k, mask)
     flat.baddbmm_(phi_k.reshape(count, features, 1), values)
     mixed = torch.bmm(phi_q.reshape(count, -1, features), flat)
-    if given.normalize:
-        mixed = mixed[..., :-1] / guarded(mixed[..., -1:], given.eps)
+    mixed = given.divided(mixed)
     return mixed.reshape(batch, -1, 1, mixed.shape[-1]), State(kv, shift)

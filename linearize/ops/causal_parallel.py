@@ -57,6 +57,7 @@ def parallel_attention(
         values_after = values * torch.exp(chunks - levels.after[..., None])[..., None]
         sums = k.transpose(-1, -2) @ values_after
         before = torch.exp(state.log_scale[..., None] - levels.before)[..., None, None] * state.kv[:, :, None]
+        # A lone chunk has no others before it; zeros times its sums would spread a NaN.
         if count != 1:
             before = before + (levels.carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
         decay = torch.exp((chunks[..., None, :] - levels.rows[..., None]).masked_fill(later, FLOOR))
