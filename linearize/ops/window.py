@@ -225,6 +225,10 @@ def _far_sums(phi: Tensor, values: Tensor) -> Tensor:
     return before + after
 
 
+AT_ONCE = 256
+"""How many keys compete at once for the exact places."""
+
+
 class NearKeys:
     """Tells which keys get softmax weights (window, sinks, exact keys), for some rows of queries, without padding.
 
@@ -241,7 +245,7 @@ class NearKeys:
         there = torch.arange(tokens, device=priority.device) >= window.sinks
         if window.causal:
             exists = F.pad(there.expand(priority.shape[0], -1), (slots, 0))
-            self.kept = contest(F.pad(priority, (slots, 0)), exists, slots, tokens).lost[..., slots:].flatten(0, 1)
+            self.kept = contest(F.pad(priority, (slots, 0)), exists, slots, AT_ONCE).lost[..., slots:].flatten(0, 1)
         else:
             self.kept = strongest(priority, there.expand_as(priority), slots).flatten(0, 1)
 

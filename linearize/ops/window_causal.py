@@ -11,7 +11,6 @@ https://arxiv.org/abs/2505.23666, keeps the keys that the state recalls badly.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class Contest(NamedTuple):
         loser: [B, K, T] the candidate that loses its place, or gets no place, at each step.
         has_loser: [B, T] whether a candidate loses; the same for all heads.
         lost: [B, K, S + T] the step at which a candidate loses; T if it never does, 0 if it does not exist.
-        kept: [B, K, N, S] the candidates kept after steps 0, `every`, 2 `every` ... and after the last one (N of them).
+        kept: [B, K, N, S] the candidates kept after steps 0, `every`, 2 `every` ... and after the last one, in order.
         is_kept: [B, N, S] whether that place is taken; the same for all heads.
     """
 
@@ -61,80 +60,40 @@ class Contest(NamedTuple):
 def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
     """Let candidates compete for `slots` places.
 
+    A candidate loses when the candidates so far include S stronger ones. So those that leave in `every` steps are
+    compared at once, with each other and with those kept before.
+
     Args:
         priority: [B, K, S + T].
         there: [B, S + T] bool, which candidates exist.
         slots: S.
         every: steps between the reported places.
     """
-    if priority.device.type != "cpu":
-        return parallel_contest(priority, there, slots, every)
-    batch, heads, count = priority.shape
-    steps = count - slots
-    values, real = ranks(priority).tolist(), there.tolist()
-    losers, losts, kept = [], [], []
-    for entry, head in ((b, h) for b in range(batch) for h in range(heads)):
-        row, exists = values[entry][head], real[entry]
-        heap = [(row[j], -j) for j in range(slots) if exists[j]]
-        heapq.heapify(heap)
-        lost, loser = [0 if not exists[j] else steps for j in range(count)], [-1] * steps
-        for t in range(steps):
-            j = slots + t
-            if exists[j] and len(heap) < slots:
-                heapq.heappush(heap, (row[j], -j))
-            elif exists[j]:
-                loser[t] = out = -heapq.heappushpop(heap, (row[j], -j))[1]
-                lost[out] = t
-            if t % every == 0 or t == steps - 1:
-                # In order, so that the newest of equal keys still loses after a state is passed on.
-                places = sorted(-j for _, j in heap)
-                kept.append(places + [-1] * (slots - len(places)))
-                if t == steps - 1 and t % every == 0:
-                    kept.append(kept[-1])
-        losers.append(loser)
-        losts.append(lost)
-    form = (batch, heads)
-    loser_, lost_ = (torch.tensor(x).view(*form, -1) for x in (losers, losts))
-    kept_ = torch.tensor(kept).view(*form, -1, slots)
-    return Contest(loser_.clamp(min=0), loser_[:, 0] >= 0, lost_, kept_.clamp(min=0), kept_[:, 0] >= 0)
-
-
-MOST_PAIRS = 1 << 26
-"""How many pairs of candidates are compared at once."""
-
-
-def parallel_contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
-    """Compute what `contest` does, for the same arguments, by comparing all pairs: a GPU would wait for the heaps.
-
-    A candidate loses when the candidates so far include S stronger ones, and never returns, so no step depends on
-    another. Time grows with the square of the length, memory does not.
-    """
-    count = priority.shape[-1]
-    steps, device = count - slots, priority.device
-    values, order = ranks(priority), torch.arange(count, device=device)
-    exists = there[:, None].expand(values.shape)
-    size = max(1, MOST_PAIRS // values.numel())
-    losts = []
-    for part in order.split(size):
-        own = values[..., part, None]
-        stronger = (values[..., None, :] > own) | ((values[..., None, :] == own) & (order < part[:, None]))
-        full = (stronger & exists[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
-        # The first candidate with which there are S stronger ones, but not before its own entry.
-        first = torch.where(full[..., -1], full.int().argmax(dim=-1), count)
-        losts.append(torch.maximum(first, part) - slots)
-    lost = torch.cat(losts, dim=-1).clamp(max=steps).masked_fill(~exists, 0)
-    loses = exists & (lost < steps)
+    count, device = priority.shape[-1], priority.device
+    steps, values = count - slots, ranks(priority)
+    order = torch.arange(count, device=device).expand(values.shape)
+    lost = torch.where(there[:, None].expand(values.shape), steps, 0)
+    kept, places, taken = order[..., :slots], [], []
+    for start in range(slots + 1 - every, count, every):
+        index = torch.cat([kept, order[..., max(slots, start) : start + every]], dim=-1)
+        value, earlier = values.gather(-1, index), lost.gather(-1, index)
+        own, competes, place = value[..., None], earlier == steps, order[0, 0, : index.shape[-1]]
+        stronger = (value[..., None, :] > own) | ((value[..., None, :] == own) & (place < place[:, None]))
+        full = (stronger & competes[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
+        loses = competes & full[..., -1]
+        # With the first candidate with which there are S stronger ones, but not before its own entry.
+        at = torch.maximum(full.int().argmax(dim=-1), place)
+        lost = lost.scatter(-1, index, torch.where(loses, index.gather(-1, at) - slots, earlier))
+        stays = competes & ~loses
+        # In order, so that the newest of equal keys still loses after a state is passed on.
+        kept = index.gather(-1, places_of(stays, slots))
+        taken.append(torch.arange(slots, device=device) < stays[:, 0].sum(dim=-1, keepdim=True))
+        places.append(kept.masked_fill(~taken[-1][:, None], 0))
     # What loses nothing goes to an extra step, which is dropped.
-    target = torch.where(loses, lost, steps)
-    loser = torch.zeros(*lost.shape[:2], steps + 1, dtype=torch.long, device=device)
-    loser = loser.scatter(-1, target, order.expand_as(target))[..., :steps]
-    has_loser = torch.zeros(lost.shape[0], steps + 1, dtype=torch.bool, device=device)
-    has_loser = has_loser.scatter(-1, target[:, 0], True)[:, :steps]
-    reported = torch.cat([torch.arange(0, steps, every, device=device), torch.tensor([steps - 1], device=device)])
-    stays = exists[:, :, None] & (order <= reported[:, None] + slots) & (lost[:, :, None] > reported[:, None])
-    kept = places_of(stays, slots)
-    is_kept = torch.arange(slots, device=device) < stays[:, 0].sum(dim=-1, keepdim=True)
-    return Contest(loser, has_loser, lost, kept.masked_fill(~is_kept[:, None], 0), is_kept)
+    target = torch.where(there[:, None], lost, steps)
+    loser = order.new_zeros(*order.shape[:2], steps + 1).scatter(-1, target, order)[..., :steps]
+    has_loser = there.new_zeros(there.shape[0], steps + 1).scatter(-1, target[:, 0], True)[:, :steps]
+    return Contest(loser, has_loser, lost, torch.stack(places, dim=2), torch.stack(taken, dim=1))
 
 
 def causal_parts(
