@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.causal_parallel import CHUNK, parallel_attention
+from linearize.ops.causal_parallel import CHUNK, parallel_sums
 from linearize.ops.state import LinearOptions, Options, State, is_tracing, without_padding
 
 
@@ -28,23 +28,29 @@ def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[
         **options: the fields of `linearize.ops.state.Options`.
 
     Returns:
-        Output [B, H, T, V] in `v`'s dtype and the `State` after the last token. Sums and states are fp32. On a
-        GPU and in traced graphs all chunks are computed at once (`linearize.ops.causal_parallel`).
+        Output [B, H, T, V] in `v`'s dtype and the `State` after the last token. Sums and states are fp32.
     """
-    if v.device.type != "cpu" or is_tracing():
-        return parallel_attention(phi_q, phi_k, v, **options)
+    given = Options(**options)
+    keys, values, scale = given.keys(phi_k), given.values(v), given.scale(phi_k)
+    mixed, _, after = causal_sums(phi_q, keys, values, scale, given.start(phi_k, v))
+    return given.divided(mixed).to(v.dtype), after
+
+
+def causal_sums(
+    phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
+) -> tuple[Tensor, Tensor, State]:
+    """Sum up the weighted values that each query sees; arguments and results as in `causal_parallel.parallel_sums`."""
+    if values.device.type != "cpu" or is_tracing():
+        return parallel_sums(phi_q, phi_k, values, scale, state)
     # On the CPU one chunk after the other, so that its intermediate results stay in the cache.
-    given, outputs = Options(**options), []
-    state, count = given.start(phi_k, v), -(-v.shape[2] // CHUNK)
-    masks, scales = (
-        [None] * count if x is None else x.split(CHUNK, dim=-1) for x in (given.key_padding_mask, given.log_scale)
-    )
-    tokens = (x.split(CHUNK, dim=2) for x in (phi_q, phi_k, v))
-    for q, k, values, mask, scale in zip(*tokens, masks, scales, strict=True):
-        part = given._replace(key_padding_mask=mask, log_scale=scale, initial_state=state)
-        out, state = parallel_attention(q, k, values, **part._asdict())
-        outputs.append(out)
-    return torch.cat(outputs, dim=2), state
+    sums, levels = [], []
+    tokens = [x.split(CHUNK, dim=2) for x in (phi_q, phi_k, values)]
+    scales = [None] * len(tokens[0]) if scale is None else scale.split(CHUNK, dim=2)
+    for part in zip(*tokens, scales, strict=True):
+        mixed, level, state = parallel_sums(*part, state)
+        sums.append(mixed)
+        levels.append(level)
+    return torch.cat(sums, dim=2), torch.cat(levels, dim=2), state
 
 
 def recurrent_attention(

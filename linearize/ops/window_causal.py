@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.causal import recurrent_attention
-from linearize.ops.state import FLOOR, LinearOp, State, empty_state, group_queries, take, with_ones, without_padding
+from linearize.ops.causal import causal_sums
+from linearize.ops.state import FLOOR, State, empty_state, group_queries, take, with_ones, without_padding
 from linearize.ops.window_parts import (
     Keys,
     Part,
@@ -33,9 +33,6 @@ from linearize.ops.window_parts import (
     ranks,
     weigh,
 )
-
-MAX_CHUNK = 64
-"""How many numbers one step of a traced running maximum covers."""
 
 
 class Contest(NamedTuple):
@@ -97,7 +94,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
 
 
 def causal_parts(
-    queries: Queries, keys: Keys, window: Window, initial_state: WindowState | None, op: LinearOp
+    queries: Queries, keys: Keys, window: Window, initial_state: WindowState | None
 ) -> tuple[list[Part], WindowState]:
     """Return the parts beyond the window, inside it and of the sinks, and the state after these tokens."""
     tokens = queries.q.shape[2]
@@ -120,8 +117,8 @@ def causal_parts(
         kept = candidates.picked(result.kept[:, :, -1], result.is_kept[:, -1])
         leaving = candidates.picked(result.loser, result.has_loser)
         chosen = candidates, result
-    far, after = _linear(queries, leaving, past, op)
-    near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling, chosen)
+    far, after = kernel_part(queries, leaving, past)
+    near = softmax_part(queries.q, whole.part(slice(1, None)), window.size, window.scaling, chosen)
     count = keys.mask.sum(dim=1)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     state = WindowState(*after, *whole.taken(end))
@@ -191,21 +188,13 @@ def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys
     return Keys(*ring), Keys(*exact_keys) if exact_keys else none, State(state.kv, state.log_scale)
 
 
-def _linear(queries: Queries, keys: Keys, past: State, op: LinearOp) -> tuple[Part, State]:
+def kernel_part(queries: Queries, keys: Keys, past: State) -> tuple[Part, State]:
     """Return the part of the keys up to each query's place, and the linear state after them."""
-    values = with_ones(keys.v, True)
-    mixed, after = (recurrent_attention if values.shape[2] == 1 else op)(
-        *(queries.phi, keys.phi, values),
-        key_padding_mask=keys.mask,
-        log_scale=keys.scale,
-        initial_state=past,
-        normalize=False,
-    )
-    scale = keys.scale.detach().float().masked_fill(~keys.mask[:, None], FLOOR)
-    # The op's own stabiliser, which it does not return.
-    shift = torch.maximum(running_max(scale), past.log_scale[..., None])
-    groups = queries.phi.shape[1] // shift.shape[1]
-    return (mixed, queries.scale + shift.repeat_interleave(groups, dim=1)), after
+    phi, values = (without_padding(x, keys.mask) for x in (keys.phi, with_ones(keys.v, True)))
+    scale = keys.scale.float().masked_fill(~keys.mask[:, None], FLOOR)
+    mixed, level, after = causal_sums(queries.phi, phi, values, scale, past)
+    groups = queries.phi.shape[1] // level.shape[1]
+    return (mixed, queries.scale + level.repeat_interleave(groups, dim=1)), after
 
 
 def _block(tokens: int, span: int) -> int:
@@ -213,7 +202,7 @@ def _block(tokens: int, span: int) -> int:
     return max(span, 32) if isinstance(tokens, torch.SymInt) else min(tokens, max(span, 32))
 
 
-def _softmax(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None) -> Part:
+def softmax_part(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None) -> Part:
     """Return the softmax part over `span` keys per query, in blocks, and over the exact keys.
 
     Query t of [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given. An exact key that left the window
@@ -267,23 +256,3 @@ def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor
     # `unfold` needs a known length.
     place = step * torch.arange(count, device=x.device)[:, None] + torch.arange(size, device=x.device)
     return x.index_select(dim, place.flatten()).unflatten(dim, (count, size))
-
-
-def running_max(x: Tensor) -> Tensor:
-    """Return the running maximum along the last dimension, without a gradient."""
-    if not isinstance(x.shape[-1], torch.SymInt):
-        return x if x.shape[-1] == 1 else x.cummax(dim=-1).values
-    length = x.shape[-1]
-    # One chunk more than needed, so that there are at least two: with only one, the length would become a constant.
-    count = (length + MAX_CHUNK - 1) // MAX_CHUNK + 1
-    least = torch.finfo(x.dtype).min
-    chunks = F.pad(x, (0, count * MAX_CHUNK - length), value=least).unflatten(-1, (count, MAX_CHUNK))
-    inside = chunks[..., None, :].masked_fill(_later(MAX_CHUNK, 1, x), least).amax(dim=-1)
-    before = chunks.amax(dim=-1)[..., None, :].masked_fill(_later(count, 0, x), least).amax(dim=-1)
-    return torch.maximum(inside, before[..., None]).flatten(-2)[..., :length]
-
-
-def _later(count: int, own: int, x: Tensor) -> Tensor:
-    """Tell [count, count] which columns come after a row's own column; with `own` 0 that column counts as later too."""
-    place = torch.arange(count, device=x.device)
-    return place >= place[:, None] + own

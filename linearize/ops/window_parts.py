@@ -125,6 +125,10 @@ class Queries(NamedTuple):
     def taken(self, order: Tensor) -> Queries:
         return Queries(*(take(x, order) for x in self))
 
+    def both_ways(self) -> Queries:
+        """Return them, and in reversed order as further batch entries."""
+        return Queries(*(torch.cat([x, x.flip(2)]) for x in self))
+
 
 class Keys(NamedTuple):
     """Keys [B, K, T, D] with their values, features, log-scales and mask [B, T]."""
@@ -142,8 +146,9 @@ class Keys(NamedTuple):
         k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
         return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
 
-    def head(self, number: int) -> Keys:
-        return self._each(lambda x: x[:, number : number + 1], self.mask)
+    def both_ways(self) -> Keys:
+        """Return them, and in reversed order as further batch entries."""
+        return self._each(lambda x: torch.cat([x, x.flip(2)]), torch.cat([self.mask, self.mask.flip(1)]))
 
     def picked(self, tokens: Tensor, mask: Tensor) -> Keys:
         """Return tokens [B, K, N] that each head chose for itself; `mask` [B, N] is false where there is no token."""

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from support.naive import naive_attention
-from support.op_cases import gradients, make
+from support.op_cases import gradients, make, parallel_attention
 
 from linearize.ops import bidirectional_attention, causal_attention, kernel_weights, recurrent_attention
-from linearize.ops.causal_parallel import parallel_attention
 
 LENGTHS = [1, 63, 100, 1000]
 OPS = {

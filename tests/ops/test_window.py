@@ -5,7 +5,7 @@ import heapq
 import pytest
 import torch
 
-from linearize.ops import Mapped, Window, window, window_attention, window_causal, window_weights
+from linearize.ops import Mapped, Window, window_attention, window_causal, window_weights
 
 BATCH, HEADS, KEY_HEADS, DIM, FEATURES, WIDTH = 2, 4, 2, 5, 6, 3
 SCALING = DIM**-0.5
@@ -236,22 +236,6 @@ def test_a_part_that_counts_as_absent_has_no_gradient_either(causal):
     for ours, theirs in zip(found, torch.autograd.grad(expected.sin().sum(), [q, k, v]), strict=False):
         torch.testing.assert_close(ours, theirs)
     assert all(not one.any() for one in found[3:])
-
-
-@pytest.mark.parametrize("padded", [None, "left"])
-def test_key_heads_take_turns_where_inputs_are_long(monkeypatch, padded):
-    inputs, options, _ = make(90, padded=padded)
-    more = {"window": 8, "scaling": SCALING, "causal": False, "sinks": 2}
-    wanted, _ = attend(*inputs, **options, **more)
-    monkeypatch.setattr(window, "LONG", 64)
-    turns, cut = [], window.bidirectional_parts
-    monkeypatch.setattr(window, "bidirectional_parts", lambda *args: turns.append(1) or cut(*args))
-    with torch.no_grad():
-        found, _ = attend(*inputs, **options, **more)
-    assert len(turns) == KEY_HEADS
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    attend(*inputs, **options, **more)
-    assert len(turns) == KEY_HEADS + 1
 
 
 @pytest.mark.parametrize("padded", [None, "left", "right", "holes"])

@@ -73,7 +73,6 @@ class Windowed:
             window,
             key_padding_mask=call.key_padding_mask,
             initial_state=None if call.state is None else WindowState.of(call.state),
-            op=causal_op(call.k, call.v, normalize=mixer.divides).attend,
         )
         after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after
