@@ -58,24 +58,14 @@ def recurrent_attention(
 ) -> tuple[Tensor, State]:
     """Attend from query i to keys up to i, step by step; arguments and results as in `causal_attention`.
 
-    Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V]; T is 1 when decoding.
+    Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V] -> [B, H, T, V].
     """
-    given = Options(**options)
-    batch, heads, tokens, features = phi_q.shape
-    queries, keys, values, scale = phi_q.float(), given.keys(phi_k), given.values(v), given.scale(phi_k)
-    state = given.start(phi_k, v)
-    outputs = []
-    for i in range(tokens):
-        kv, value = state.kv, values[:, :, i]
-        last = state.log_scale
-        if scale is not None:
-            last = torch.maximum(last, scale[:, :, i].detach())
-            kv = kv * torch.exp(state.log_scale - last)[..., None, None]
-            value = value * torch.exp(scale[:, :, i] - last)[..., None]
-        kv = kv + keys[:, :, i, :, None] * value[:, :, None, :]
-        state = State(kv, last)
-        mixed = queries[:, :, i].reshape(batch, phi_k.shape[1], -1, features) @ kv
-        outputs.append(mixed.reshape(batch, heads, 1, -1))
+    given, outputs = Options(**options), []
+    keys, values, scale, state = given.keys(phi_k), given.values(v), given.scale(phi_k), given.start(phi_k, v)
+    for i in range(v.shape[2]):
+        q, k, value = (x[:, :, i : i + 1] for x in (phi_q, keys, values))
+        mixed, _, state = parallel_sums(q, k, value, None if scale is None else scale[:, :, i : i + 1], state)
+        outputs.append(mixed)
     return given.divided(torch.cat(outputs, dim=2)).to(v.dtype), state
 
 

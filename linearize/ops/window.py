@@ -29,8 +29,6 @@ from linearize.ops.window_parts import (
     Keys,
     Mapped,
     Part,
-    Queries,
-    Sinks,
     Window,
     WindowState,
     collect,
@@ -67,8 +65,7 @@ def window_attention(
     mask = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
     mask = mask if key_padding_mask is None else key_padding_mask.bool()
     q, k, v, phi_k = (without_padding(x, key_padding_mask) for x in (queries.x, keys.x, v, keys.phi.float()))
-    side = Queries(q, queries.phi, queries.scale())
-    run = Keys(k, v, phi_k, keys.scale(), mask)
+    side, run = queries._replace(x=q), Keys(k, v, phi_k, keys.scale(), mask)
     order = real_first(mask) if key_padding_mask is not None and v.shape[2] > 1 else None
     if order is not None:
         side, run = side.taken(order), run.taken(order)
@@ -81,9 +78,9 @@ def window_attention(
     return (out if order is None else put_back(out, order)).to(v.dtype), state
 
 
-def bidirectional_parts(queries: Queries, keys: Keys, window: Window) -> list[Part]:
+def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Part]:
     """Return the parts: softmax inside the window, the kernel before and after it, then the sinks and exact keys."""
-    tokens, far, parts = queries.q.shape[2], keys, []
+    tokens, far, parts = queries.x.shape[2], keys, []
     # Of a window that holds all tokens, more than that need not be read.
     half = window.size // 2 if isinstance(tokens, torch.SymInt) else min(window.size // 2, tokens - 1)
     place = torch.arange(tokens, device=keys.mask.device)
@@ -91,21 +88,20 @@ def bidirectional_parts(queries: Queries, keys: Keys, window: Window) -> list[Pa
         first = collect(keys, window.sinks, None)
         outside = (place[:, None] - place[: window.sinks]).abs() > half
         outside = F.pad(outside, (0, window.sinks - outside.shape[1]))
-        parts.append(exact(queries.q, first, (outside & first.mask[:, None])[:, None], window.scaling))
+        parts.append(exact(queries.x, first.k, first.v, (outside & first.mask[:, None])[:, None], window.scaling))
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
         index = places_of(chosen, window.exact_keys)
-        kept = Sinks(pick(keys.k, index), pick(keys.v, index), keys.mask, place)
-        outside = (place[:, None] - index[:, :, None]).abs() > half
-        parts.append(exact(queries.q, kept, outside & chosen.gather(2, index)[:, :, None], window.scaling))
+        visible = ((place[:, None] - index[:, :, None]).abs() > half) & chosen.gather(2, index)[:, :, None]
+        parts.append(exact(queries.x, pick(keys.k, index), pick(keys.v, index), visible, window.scaling))
         phi, scale = far.phi.masked_fill(chosen[..., None], 0.0), far.scale.masked_fill(chosen, FLOOR)
         far = far._replace(phi=phi, scale=scale)
-    near = softmax_part(queries.q, keys.padded(half, half), 2 * half + 1, window.scaling)
+    near = softmax_part(queries.x, keys.padded(half, half), 2 * half + 1, window.scaling)
     return [near, *_beyond(queries, far, half), *parts]
 
 
-def _beyond(queries: Queries, keys: Keys, half: int) -> list[Part]:
+def _beyond(queries: Mapped, keys: Keys, half: int) -> list[Part]:
     """Return the kernel's parts over the keys more than `half` tokens before each query, and after it."""
     # Both ways at once: the keys after a query are those before it in the reversed order.
     queries, keys = queries.both_ways(), keys.both_ways()

@@ -22,8 +22,8 @@ from linearize.ops.causal import causal_sums
 from linearize.ops.state import FLOOR, State, empty_state, group_queries, take, with_ones, without_padding
 from linearize.ops.window_parts import (
     Keys,
+    Mapped,
     Part,
-    Queries,
     Window,
     WindowState,
     collect,
@@ -94,10 +94,10 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
 
 
 def causal_parts(
-    queries: Queries, keys: Keys, window: Window, initial_state: WindowState | None
+    queries: Mapped, keys: Keys, window: Window, initial_state: WindowState | None
 ) -> tuple[list[Part], WindowState]:
     """Return the parts beyond the window, inside it and of the sinks, and the state after these tokens."""
-    tokens = queries.q.shape[2]
+    tokens = queries.x.shape[2]
     ring, kept, past = _resume(keys, window, initial_state)
     whole = ring.then(keys)
     # The key that leaves the window when a token enters it; no key leaves for padding at the end.
@@ -109,7 +109,7 @@ def causal_parts(
         place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
         leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
         left = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
-        parts.append(exact(queries.q, sinks, (left & sinks.mask[:, None])[:, None], window.scaling))
+        parts.append(exact(queries.x, sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None], window.scaling))
     chosen = None
     if window.exact_keys:
         candidates = kept.then(leaving)
@@ -118,7 +118,7 @@ def causal_parts(
         leaving = candidates.picked(result.loser, result.has_loser)
         chosen = candidates, result
     far, after = kernel_part(queries, leaving, past)
-    near = softmax_part(queries.q, whole.part(slice(1, None)), window.size, window.scaling, chosen)
+    near = softmax_part(queries.x, whole.part(slice(1, None)), window.size, window.scaling, chosen)
     count = keys.mask.sum(dim=1)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     state = WindowState(*after, *whole.taken(end))
@@ -188,13 +188,13 @@ def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys
     return Keys(*ring), Keys(*exact_keys) if exact_keys else none, State(state.kv, state.log_scale)
 
 
-def kernel_part(queries: Queries, keys: Keys, past: State) -> tuple[Part, State]:
+def kernel_part(queries: Mapped, keys: Keys, past: State) -> tuple[Part, State]:
     """Return the part of the keys up to each query's place, and the linear state after them."""
     phi, values = (without_padding(x, keys.mask) for x in (keys.phi, with_ones(keys.v, True)))
     scale = keys.scale.float().masked_fill(~keys.mask[:, None], FLOOR)
     mixed, level, after = causal_sums(queries.phi, phi, values, scale, past)
     groups = queries.phi.shape[1] // level.shape[1]
-    return (mixed, queries.scale + level.repeat_interleave(groups, dim=1)), after
+    return (mixed, queries.scale() + level.repeat_interleave(groups, dim=1)), after
 
 
 def _block(tokens: int, span: int) -> int:
