@@ -51,7 +51,7 @@ class Search(Verb):
     examples:
       linearize search roberta-base --plan-out plan.yaml              # as fast as hedgehog everywhere, and closer
       linearize search roberta-base --budget cost=0.25 --length 8192  # a quarter of softmax's time at 8,192 tokens
-      linearize search roberta-base --budget softmax=1,time=30m       # one layer may stay softmax; half an hour
+      linearize search roberta-base --budget softmax=1                # one layer may stay softmax
       linearize search gpt2 --candidates hedgehog,hedgehog:window=32,flexformer_n:frequencies=32
       linearize convert roberta-base --plan plan.yaml                 # carry out a plan, which may be edited
       linearize convert roberta-base --kernel auto                    # search and convert in one step

@@ -161,12 +161,12 @@ class LinearStateLayer(CacheLayerMixin):
                 self.base = self.recorded = None
         return self.state
 
-    def record(self, tokens: Recorded, before: State | None, fold: Fold | None) -> None:
-        """Record tokens before they are added to the state `before`; without `fold`, drop those recorded earlier."""
-        if self.recorded is None or fold is None:
+    def record(self, tokens: Recorded, before: State | None, fold: Fold) -> None:
+        """Record tokens before they are added to the state `before`; of many tokens, only the last ones are kept."""
+        if self.recorded is None:
             self.base, self.recorded = copied(before), tokens
-            return
-        self.recorded = self.recorded.then(tokens)
+        else:
+            self.recorded = self.recorded.then(tokens)
         surplus = self.recorded.length - self.window
         if surplus > self.window:
             self.base = fold(self.base, self.recorded.part(slice(0, surplus)))

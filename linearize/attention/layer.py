@@ -119,19 +119,11 @@ class LinearAttention(nn.Module):
             after: MixerState = self.mixer(folded)[1]
             return after
 
-        state, count = cache.before(fold), call.k.shape[2]
-        # Only the end of a long prompt is kept.
-        cut = max(0, count - cache.window) if count > 2 * cache.window else 0
-        outputs = []
-        for part in (slice(0, cut), slice(cut, count)) if cut else (slice(0, count),):
-            piece = replace(call.part(part), state=state, needs_state=True)
-            if part.stop == count:
-                tokens = Recorded(piece.k, piece.v, real_tokens(piece.k, piece.key_padding_mask))
-                cache.record(tokens, state, None if cut else fold)
-            out, state = self.mixer(piece)
-            outputs.append(out)
-        cache.store(state)
-        return torch.cat(outputs, dim=2)
+        state = cache.before(fold)
+        cache.record(Recorded(call.k, call.v, real_tokens(call.k, call.key_padding_mask)), state, fold)
+        out, after = self.mixer(replace(call, state=state, needs_state=True))
+        cache.store(after)
+        return out
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

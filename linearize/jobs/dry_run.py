@@ -291,8 +291,7 @@ def _search(context: Context, job: ConvertJob) -> StageBill:
     step = (seconds[-1] - seconds[0]) / timed
     training = (config.steps - timed) * step
     rows = context.source.options["batch_size"] * config.gradient_accumulation
-    whole = wall + (training if config.time is None else min(training, config.time))
-    return StageBill("the search", config.steps, rows, step, timed, 0, whole)
+    return StageBill("the search", config.steps, rows, step, timed, 0, wall + training)
 
 
 def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[StageBill]:

@@ -17,15 +17,14 @@ CANDIDATES = (
 """Default candidates; those that do not fit a model are left out."""
 REFERENCE = "hedgehog"
 """The kernel that plans are compared with: in every layer, with default arguments."""
-COST, SOFTMAX_LAYERS, TIME = "cost", "softmax", "time"
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+COST, SOFTMAX_LAYERS = "cost", "softmax"
 
 
 def parse_budget(given: str | Iterable[str] | Mapping[str, object]) -> dict[str, float]:
-    """Parse a budget: "cost=0.25,softmax=1,time=10m", a list of such strings, or a mapping.
+    """Parse a budget: "cost=0.25,softmax=1", a list of such strings, or a mapping.
 
     Returns:
-        The limits that were given: cost (a share of softmax's time, above 0), softmax (layers), time (seconds).
+        The limits that were given: cost (a share of softmax's time, above 0), softmax (layers).
 
     Raises:
         ConfigError: for anything else.
@@ -41,16 +40,14 @@ def parse_budget(given: str | Iterable[str] | Mapping[str, object]) -> dict[str,
         pairs = [(name.strip(), value.strip()) for name, _, value in parts]
     budget: dict[str, float] = {}
     for name, text in pairs:
-        if name not in (COST, SOFTMAX_LAYERS, TIME):
-            raise unknown_name("budget", name, (COST, SOFTMAX_LAYERS, TIME))
+        if name not in (COST, SOFTMAX_LAYERS):
+            raise unknown_name("budget", name, (COST, SOFTMAX_LAYERS))
         if name in budget:
             raise ConfigError(f"budget: {name} is given twice; give it once")
-        match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)([a-z]*)", text)
-        units = UNITS if name == TIME else {"": 1.0}
         if name == SOFTMAX_LAYERS and text.isdecimal() and int(text) < 2**31:
             budget[name] = int(text)
-        elif name != SOFTMAX_LAYERS and match is not None and match[2] in units and float(match[1]) > 0:
-            budget[name] = float(match[1]) * units[match[2]]
+        elif name == COST and re.fullmatch(r"\d+(\.\d*)?(e[+-]?\d+)?|\.\d+", text) and float(text) > 0:
+            budget[name] = float(text)
         else:
             raise _not_a_limit(f"{name}={text}")
     return budget
@@ -58,8 +55,7 @@ def parse_budget(given: str | Iterable[str] | Mapping[str, object]) -> dict[str,
 
 def _not_a_limit(got: str) -> ConfigError:
     return ConfigError(
-        f"budget: got {got}, expected cost=0.25 (share of softmax's time), softmax=1 (layers that may stay softmax) or "
-        "time=10m"
+        f"budget: got {got}, expected cost=0.25 (share of softmax's time) or softmax=1 (layers that may stay softmax)"
     )
 
 
@@ -77,8 +73,7 @@ class SearchConfig(RunConfig):
     budget: Mapping[str, float] = option(
         {},
         "limits of the plan: cost=0.25 (share of softmax's time at --length), softmax=1 (layers that may stay "
-        "softmax), time=10m (of the search, whose result then depends on the machine); separated by commas, or "
-        "repeated",
+        "softmax); separated by commas, or repeated",
         metavar="WHAT=N",
         repeat=True,
         parse=parse_budget,
@@ -111,11 +106,6 @@ class SearchConfig(RunConfig):
     def softmax_layers(self) -> int:
         """How many layers may stay softmax."""
         return int(self.budget.get(SOFTMAX_LAYERS, 0))
-
-    @property
-    def time(self) -> float | None:
-        """Seconds that the search may take, or None."""
-        return self.budget.get(TIME)
 
     def learning(self, steps: int, rung: int = 0) -> DistillConfig:
         """Return the training options of a rung: candidates are trained as in stage one."""

@@ -40,8 +40,6 @@ from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.run import Batches, Progress, Run, RunState, check_batches, frozen
 from linearize.training.stage_one.start import start_scales
 
-TRAINING = 0.8
-"""Share of a time limit that the rungs may take; the rest is for trying plans on the whole model."""
 CARRIER = "elu"
 """Placeholder kernel of the frozen model, which never runs: it has no parameters and fits every attention layer."""
 NO_FSDP = (
@@ -177,7 +175,7 @@ class _Search(Run):
             costs: Costs = {}
             if self.accelerator.is_main_process:
                 costs = costs_of_layers(self.layout, self.config.length, str(device), dtype, self.on_event)
-            self.costs = self._agreed(costs)
+            self.costs = broadcast_object_list([costs])[0]
         self.table = Table.of(self.layout, self.costs)
         self.limit = self.table.limit(self.config)
         self.whole = WholeModel(self.carrier, self.candidates, held_out, self.accelerator, self.config.precision)
@@ -188,10 +186,6 @@ class _Search(Run):
                 raise
             why = reasons(self.best, self.table)
             raise SearchInterruptedError(self.layout.plan(self.best, why), why) from interrupt
-
-    def _agreed(self, value: Any) -> Any:
-        """Return the main process's value in all processes."""
-        return broadcast_object_list([value])[0]
 
     def _search(self, saved: RunState | None) -> SearchResult:
         first = 0
@@ -246,14 +240,12 @@ class _Search(Run):
         )
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
-        """Train the candidates of a rung for one step, and end the rung if its share of the time limit is used up."""
+        """Train the candidates of a rung for one step."""
         trainer, progress, step = self.trainer, self.progress, self.progress.step + 1
         rate = trainer.step(batches, step)
         progress.step = step
-        late = self._late(TRAINING * (self.number + 1) / self.table.rungs)
-        if step == self.steps or late:
+        if step == self.steps:
             self.best_weights = trainer.snapshot()
-            progress.stopped = "time" if late else ""
         losses = [loss.mean for loss in trainer.layers]
         report = SearchStep(
             self.before + step,
@@ -267,11 +259,6 @@ class _Search(Run):
             best=short(self.best or ()),
         )
         self.finish_step(report)
-
-    def _late(self, share: float = 1.0) -> bool:
-        """Tell whether a share of the search's time limit is used up; the main process decides."""
-        limit = self.config.time
-        return limit is not None and self._agreed(self.seconds >= share * limit)
 
     def _choose(self) -> Choice:
         """Return the choice with the smallest error of the whole model.
@@ -290,11 +277,9 @@ class _Search(Run):
                 "check the data for broken inputs, or name other candidates (--candidates)"
             )
         self.on_event(Started("trying plans on the whole model"))
-        choices = [plain, *self.table.uniform(self.limit)]
-        if not self._late():
-            self.whole.weigh(self.table, tuple(map(self.table.best_of, self.table.rows)))
-            weighed = self.table.best(self.limit, self.config.softmax_layers)
-            choices = [weighed or plain, *choices]
+        self.whole.weigh(self.table, tuple(map(self.table.best_of, self.table.rows)))
+        weighed = self.table.best(self.limit, self.config.softmax_layers)
+        choices = [weighed or plain, plain, *self.table.uniform(self.limit)]
         self.best = min(zip(self.whole.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
         return self.best
 

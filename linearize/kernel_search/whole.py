@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
-from linearize.fidelity.teacher import body_of, run_body, softmax_output
+from linearize.fidelity.teacher import body_of, frozen_output, run_body, softmax_output
 from linearize.kernel_search.table import Choice, Table
 from linearize.kernel_search.trainer import Candidates, Key
 from linearize.modeling.plan import SOFTMAX
@@ -205,10 +205,9 @@ class WholeModel:
             layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
         ) -> Tensor | None:
             number = self.candidates.number_of[id(layer)]
-            if labels[number] != SOFTMAX:
-                return self.candidates.modules[number, labels[number]](q, k, v, mask, scaling)
-            # The host itself would build a T x T mask from the causal mask and the padding.
-            return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+            if labels[number] == SOFTMAX:
+                return frozen_output(layer, q, k, v, mask, scaling)
+            return self.candidates.modules[number, labels[number]](q, k, v, mask, scaling)
 
         with observed(self.model, observe), autocast(self.accelerator, self.precision):
             return run(self.model, self.blocks, batch, head=self.head)

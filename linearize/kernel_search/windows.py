@@ -27,7 +27,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
 from linearize.core.registry import SCALES, kernel_info, make_config
-from linearize.fidelity.teacher import run_body, softmax_output
+from linearize.fidelity.teacher import frozen_output, run_body
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.loop import carrier_of
 from linearize.kernel_search.table import Choice, Entry, Table
@@ -195,7 +195,7 @@ def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Ten
             else:
                 fit_scales(module, Targets(q, k, scaling, layer.shape.causal, mask))
                 fitted[hybrid.window] = module
-        return softmax_output(layer, q, k, v, mask, scaling) if layer.shape.causal else None
+        return frozen_output(layer, q, k, v, mask, scaling)
 
     with torch.no_grad(), observed(model, observe):
         run_body(model, batch)

@@ -22,21 +22,13 @@ def bidirectional_attention(
     return read_state(phi_q, state, normalize=given.normalize, eps=given.eps).to(v.dtype), state
 
 
-def gather_keys(phi_k: Tensor, v: Tensor, *, shift: Tensor | None = None, **options: Unpack[LinearOptions]) -> State:
-    """Add keys `phi_k` [B, K, S, F] with values `v` [B, K, S, V] to a state.
-
-    Args:
-        phi_k: key features.
-        v: values.
-        shift: [B, K] log-scale of the new state; by default the largest so far.
-        **options: the fields of `Options`.
-    """
+def gather_keys(phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> State:
+    """Add keys `phi_k` [B, K, S, F] with values `v` [B, K, S, V] to a state; options are the fields of `Options`."""
     given = Options(**options)
     scale, before = given.scale(phi_k), given.initial_state
-    if shift is None:
-        shift = phi_k.new_zeros(phi_k.shape[:2], dtype=torch.float32) if scale is None else scale.detach().amax(dim=-1)
-        if before is not None:
-            shift = torch.maximum(shift, before.log_scale)
+    shift = phi_k.new_zeros(phi_k.shape[:2], dtype=torch.float32) if scale is None else scale.detach().amax(dim=-1)
+    if before is not None:
+        shift = torch.maximum(shift, before.log_scale)
     values = given.values(v)
     if scale is not None:
         values = values * torch.exp(scale - shift[..., None])[..., None]

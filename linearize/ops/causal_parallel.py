@@ -1,7 +1,7 @@
-"""The causal op with all chunks at once, in plain tensor operations: for GPUs and for tracing compilers.
+"""The causal op with all chunks at once, in plain tensor operations; the CPU gives it one chunk at a time.
 
-A GPU waits for every launch of a loop over the chunks. Here the number of operations does not depend on the length, and
-a traced graph is the same for every length. There is nothing in place and no branch on values.
+A GPU would wait for every launch of a loop over the chunks. Here the number of operations does not depend on the
+length, and a traced graph is the same for every length. There is nothing in place and no branch on values.
 
 Every row is relative to its own running maximum of log-scales, and the state before every chunk to its running maximum.
 With log-scales the states come from one product of the chunks' sums with a lower triangular matrix of factors: that is
@@ -10,59 +10,73 @@ quadratic in the number of chunks, but much smaller than all else up to a millio
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries
+from linearize.ops.state import FLOOR, State, group_queries
 
 CHUNK = 64
 """Tokens per chunk: larger chunks cost more inside each chunk, but less for the products with the state."""
 
 
-def parallel_attention(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]
-) -> tuple[Tensor, State]:
-    """Attend; arguments and results as in `linearize.ops.causal_attention`.
+def parallel_sums(
+    phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
+) -> tuple[Tensor, Tensor, State]:
+    """Sum up the weighted values that each query sees.
 
     Shapes below: n chunks of C tokens, the query heads of a group concatenated to G C rows.
+
+    Args:
+        phi_q: [B, H, T, F].
+        phi_k: [B, K, T, F] in fp32, zero at padding.
+        values: [B, K, T, V] in fp32, zero at padding.
+        scale: log-scales of the keys [B, K, T], `FLOOR` at padding; None: all 0.
+        state: the state before these tokens.
+
+    Returns:
+        The sums [B, H, T, V], their log-scales [B, K, T], and the state after the last token.
     """
-    given, tokens = Options(**options), v.shape[2]
-    state, scale = given.start(phi_k, v), given.scale(phi_k)
+    tokens = values.shape[2]
     # At least three chunks in a traced graph: a slice of size one would make the length a constant.
-    count = (tokens + CHUNK - 1) // CHUNK + 2 * int(isinstance(tokens, torch.SymInt))
+    size, count = CHUNK, (tokens + CHUNK - 1) // CHUNK + 2
+    if not isinstance(tokens, torch.SymInt):
+        size, count = min(CHUNK, tokens), count - 2
 
     def cut(x: Tensor, fill: float = 0.0) -> Tensor:
         """Cut x [..., T, X] into chunks [..., n, C, X]."""
-        return F.pad(x, (0, 0, 0, count * CHUNK - tokens), value=fill).unflatten(-2, (count, CHUNK))
+        return F.pad(x, (0, 0, 0, count * size - tokens), value=fill).unflatten(-2, (count, size))
 
     queries = cut(group_queries(phi_q, phi_k.shape[1]).float())
     groups = queries.shape[2]
     q = queries.transpose(2, 3).flatten(3, 4)
-    k, values = cut(given.keys(phi_k)), cut(given.values(v))
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    k, values = cut(phi_k), cut(values)
+    later = torch.ones(size, size, dtype=torch.bool, device=phi_k.device).triu(1)
     scores = (q @ k.transpose(-1, -2)).masked_fill(later.repeat(groups, 1), 0.0)
     if scale is None:
         sums = k.transpose(-1, -2) @ values
         through = sums.cumsum(dim=2) + state.kv[:, :, None]
         before = torch.cat([state.kv[:, :, None], through[:, :, :-1]], dim=2)
         mixed, after = scores @ values + q @ before, State(through[:, :, -1], state.log_scale)
+        rows = state.log_scale[:, :, None, None].expand(-1, -1, count, size)
     else:
         chunks = cut(scale[..., None], FLOOR)[..., 0]
         levels = _levels(chunks, state.log_scale, later)
         values_after = values * torch.exp(chunks - levels.after[..., None])[..., None]
         sums = k.transpose(-1, -2) @ values_after
-        before = (levels.carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
-        before = before + torch.exp(state.log_scale[..., None] - levels.before)[..., None, None] * state.kv[:, :, None]
+        before = torch.exp(state.log_scale[..., None] - levels.before)[..., None, None] * state.kv[:, :, None]
+        # A lone chunk has no others before it; zeros times its sums would spread a NaN.
+        if count != 1:
+            before = before + (levels.carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
         decay = torch.exp((chunks[..., None, :] - levels.rows[..., None]).masked_fill(later, FLOOR))
         past = torch.exp(levels.before[..., None] - levels.rows)[..., None]
         mixed = (scores * decay.repeat(1, 1, 1, groups, 1)) @ values + (q * past.repeat(1, 1, 1, groups, 1)) @ before
         fade = torch.exp(levels.before[..., -1] - levels.after[..., -1])[..., None, None]
-        after = State(before[:, :, -1] * fade + sums[:, :, -1], levels.after[..., -1])
-    mixed = mixed.unflatten(3, (groups, CHUNK)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
-    return given.divided(mixed).to(v.dtype), after
+        after, rows = State(before[:, :, -1] * fade + sums[:, :, -1], levels.after[..., -1]), levels.rows
+    mixed = mixed.unflatten(3, (groups, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
+    return mixed, rows.flatten(2)[:, :, :tokens], after
 
 
 class _Levels(NamedTuple):

@@ -151,11 +151,6 @@ def divide(mixed: Tensor, eps: float) -> Tensor:
     return mixed[..., :-1] / held(mixed[..., -1:], eps)
 
 
-def guarded(total: Tensor, least: float | Tensor) -> Tensor:
-    """Do the same as `held`, with fewer passes over memory and without a gradient."""
-    return total.abs().clamp_(min=least).copysign_(total)
-
-
 def group_queries(phi_q: Tensor, key_heads: int) -> Tensor:
     """View query features [B, H, T, F] as [B, K, H / K, T, F]: query head h reads key/value head h // (H / K)."""
     batch, heads, tokens, features = phi_q.shape

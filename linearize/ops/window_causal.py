@@ -11,7 +11,6 @@ https://arxiv.org/abs/2505.23666, keeps the keys that the state recalls badly.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.causal import recurrent_attention
-from linearize.ops.state import FLOOR, LinearOp, State, empty_state, group_queries, take, with_ones, without_padding
+from linearize.ops.causal import causal_sums
+from linearize.ops.state import FLOOR, State, empty_state, group_queries, take, with_ones, without_padding
 from linearize.ops.window_parts import (
     Keys,
+    Mapped,
     Part,
-    Queries,
     Window,
     WindowState,
     collect,
@@ -35,9 +34,6 @@ from linearize.ops.window_parts import (
     weigh,
 )
 
-MAX_CHUNK = 64
-"""How many numbers one step of a traced running maximum covers."""
-
 
 class Contest(NamedTuple):
     """The result of the contest between keys that leave the window. Candidates: the S kept before, then the T leaving.
@@ -46,7 +42,7 @@ class Contest(NamedTuple):
         loser: [B, K, T] the candidate that loses its place, or gets no place, at each step.
         has_loser: [B, T] whether a candidate loses; the same for all heads.
         lost: [B, K, S + T] the step at which a candidate loses; T if it never does, 0 if it does not exist.
-        kept: [B, K, N, S] the candidates kept after steps 0, `every`, 2 `every` ... and after the last one (N of them).
+        kept: [B, K, N, S] the candidates kept after steps 0, `every`, 2 `every` ... and after the last one, in order.
         is_kept: [B, N, S] whether that place is taken; the same for all heads.
     """
 
@@ -61,87 +57,47 @@ class Contest(NamedTuple):
 def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
     """Let candidates compete for `slots` places.
 
+    A candidate loses when the candidates so far include S stronger ones. So those that leave in `every` steps are
+    compared at once, with each other and with those kept before.
+
     Args:
         priority: [B, K, S + T].
         there: [B, S + T] bool, which candidates exist.
         slots: S.
         every: steps between the reported places.
     """
-    if priority.device.type != "cpu":
-        return parallel_contest(priority, there, slots, every)
-    batch, heads, count = priority.shape
-    steps = count - slots
-    values, real = ranks(priority).tolist(), there.tolist()
-    losers, losts, kept = [], [], []
-    for entry, head in ((b, h) for b in range(batch) for h in range(heads)):
-        row, exists = values[entry][head], real[entry]
-        heap = [(row[j], -j) for j in range(slots) if exists[j]]
-        heapq.heapify(heap)
-        lost, loser = [0 if not exists[j] else steps for j in range(count)], [-1] * steps
-        for t in range(steps):
-            j = slots + t
-            if exists[j] and len(heap) < slots:
-                heapq.heappush(heap, (row[j], -j))
-            elif exists[j]:
-                loser[t] = out = -heapq.heappushpop(heap, (row[j], -j))[1]
-                lost[out] = t
-            if t % every == 0 or t == steps - 1:
-                # In order, so that the newest of equal keys still loses after a state is passed on.
-                places = sorted(-j for _, j in heap)
-                kept.append(places + [-1] * (slots - len(places)))
-                if t == steps - 1 and t % every == 0:
-                    kept.append(kept[-1])
-        losers.append(loser)
-        losts.append(lost)
-    form = (batch, heads)
-    loser_, lost_ = (torch.tensor(x).view(*form, -1) for x in (losers, losts))
-    kept_ = torch.tensor(kept).view(*form, -1, slots)
-    return Contest(loser_.clamp(min=0), loser_[:, 0] >= 0, lost_, kept_.clamp(min=0), kept_[:, 0] >= 0)
-
-
-MOST_PAIRS = 1 << 26
-"""How many pairs of candidates are compared at once."""
-
-
-def parallel_contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
-    """Compute what `contest` does, for the same arguments, by comparing all pairs: a GPU would wait for the heaps.
-
-    A candidate loses when the candidates so far include S stronger ones, and never returns, so no step depends on
-    another. Time grows with the square of the length, memory does not.
-    """
-    count = priority.shape[-1]
-    steps, device = count - slots, priority.device
-    values, order = ranks(priority), torch.arange(count, device=device)
-    exists = there[:, None].expand(values.shape)
-    size = max(1, MOST_PAIRS // values.numel())
-    losts = []
-    for part in order.split(size):
-        own = values[..., part, None]
-        stronger = (values[..., None, :] > own) | ((values[..., None, :] == own) & (order < part[:, None]))
-        full = (stronger & exists[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
-        # The first candidate with which there are S stronger ones, but not before its own entry.
-        first = torch.where(full[..., -1], full.int().argmax(dim=-1), count)
-        losts.append(torch.maximum(first, part) - slots)
-    lost = torch.cat(losts, dim=-1).clamp(max=steps).masked_fill(~exists, 0)
-    loses = exists & (lost < steps)
+    count, device = priority.shape[-1], priority.device
+    steps, values = count - slots, ranks(priority)
+    order = torch.arange(count, device=device).expand(values.shape)
+    lost = torch.where(there[:, None].expand(values.shape), steps, 0)
+    kept, places, taken = order[..., :slots], [], []
+    for start in range(slots + 1 - every, count, every):
+        index = torch.cat([kept, order[..., max(slots, start) : start + every]], dim=-1)
+        value, earlier = values.gather(-1, index), lost.gather(-1, index)
+        own, competes, place = value[..., None], earlier == steps, order[0, 0, : index.shape[-1]]
+        stronger = (value[..., None, :] > own) | ((value[..., None, :] == own) & (place < place[:, None]))
+        full = (stronger & competes[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
+        loses = competes & full[..., -1]
+        # With the first candidate with which there are S stronger ones, but not before its own entry.
+        at = torch.maximum(full.int().argmax(dim=-1), place)
+        lost = lost.scatter(-1, index, torch.where(loses, index.gather(-1, at) - slots, earlier))
+        stays = competes & ~loses
+        # In order, so that the newest of equal keys still loses after a state is passed on.
+        kept = index.gather(-1, places_of(stays, slots))
+        taken.append(torch.arange(slots, device=device) < stays[:, 0].sum(dim=-1, keepdim=True))
+        places.append(kept.masked_fill(~taken[-1][:, None], 0))
     # What loses nothing goes to an extra step, which is dropped.
-    target = torch.where(loses, lost, steps)
-    loser = torch.zeros(*lost.shape[:2], steps + 1, dtype=torch.long, device=device)
-    loser = loser.scatter(-1, target, order.expand_as(target))[..., :steps]
-    has_loser = torch.zeros(lost.shape[0], steps + 1, dtype=torch.bool, device=device)
-    has_loser = has_loser.scatter(-1, target[:, 0], True)[:, :steps]
-    reported = torch.cat([torch.arange(0, steps, every, device=device), torch.tensor([steps - 1], device=device)])
-    stays = exists[:, :, None] & (order <= reported[:, None] + slots) & (lost[:, :, None] > reported[:, None])
-    kept = places_of(stays, slots)
-    is_kept = torch.arange(slots, device=device) < stays[:, 0].sum(dim=-1, keepdim=True)
-    return Contest(loser, has_loser, lost, kept.masked_fill(~is_kept[:, None], 0), is_kept)
+    target = torch.where(there[:, None], lost, steps)
+    loser = order.new_zeros(*order.shape[:2], steps + 1).scatter(-1, target, order)[..., :steps]
+    has_loser = there.new_zeros(there.shape[0], steps + 1).scatter(-1, target[:, 0], True)[:, :steps]
+    return Contest(loser, has_loser, lost, torch.stack(places, dim=2), torch.stack(taken, dim=1))
 
 
 def causal_parts(
-    queries: Queries, keys: Keys, window: Window, initial_state: WindowState | None, op: LinearOp
+    queries: Mapped, keys: Keys, window: Window, initial_state: WindowState | None
 ) -> tuple[list[Part], WindowState]:
     """Return the parts beyond the window, inside it and of the sinks, and the state after these tokens."""
-    tokens = queries.q.shape[2]
+    tokens = queries.x.shape[2]
     ring, kept, past = _resume(keys, window, initial_state)
     whole = ring.then(keys)
     # The key that leaves the window when a token enters it; no key leaves for padding at the end.
@@ -153,7 +109,7 @@ def causal_parts(
         place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
         leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
         left = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
-        parts.append(exact(queries.q, sinks, (left & sinks.mask[:, None])[:, None], window.scaling))
+        parts.append(exact(queries.x, sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None], window.scaling))
     chosen = None
     if window.exact_keys:
         candidates = kept.then(leaving)
@@ -161,8 +117,8 @@ def causal_parts(
         kept = candidates.picked(result.kept[:, :, -1], result.is_kept[:, -1])
         leaving = candidates.picked(result.loser, result.has_loser)
         chosen = candidates, result
-    far, after = _linear(queries, leaving, past, op)
-    near = _softmax(queries.q, whole.part(slice(1, None)), window.size, window.scaling, chosen)
+    far, after = kernel_part(queries, leaving, past)
+    near = softmax_part(queries.x, whole.part(slice(1, None)), window.size, window.scaling, chosen)
     count = keys.mask.sum(dim=1)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     state = WindowState(*after, *whole.taken(end))
@@ -232,21 +188,13 @@ def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys
     return Keys(*ring), Keys(*exact_keys) if exact_keys else none, State(state.kv, state.log_scale)
 
 
-def _linear(queries: Queries, keys: Keys, past: State, op: LinearOp) -> tuple[Part, State]:
+def kernel_part(queries: Mapped, keys: Keys, past: State) -> tuple[Part, State]:
     """Return the part of the keys up to each query's place, and the linear state after them."""
-    values = with_ones(keys.v, True)
-    mixed, after = (recurrent_attention if values.shape[2] == 1 else op)(
-        *(queries.phi, keys.phi, values),
-        key_padding_mask=keys.mask,
-        log_scale=keys.scale,
-        initial_state=past,
-        normalize=False,
-    )
-    scale = keys.scale.detach().float().masked_fill(~keys.mask[:, None], FLOOR)
-    # The op's own stabiliser, which it does not return.
-    shift = torch.maximum(running_max(scale), past.log_scale[..., None])
-    groups = queries.phi.shape[1] // shift.shape[1]
-    return (mixed, queries.scale + shift.repeat_interleave(groups, dim=1)), after
+    phi, values = (without_padding(x, keys.mask) for x in (keys.phi, with_ones(keys.v, True)))
+    scale = keys.scale.float().masked_fill(~keys.mask[:, None], FLOOR)
+    mixed, level, after = causal_sums(queries.phi, phi, values, scale, past)
+    groups = queries.phi.shape[1] // level.shape[1]
+    return (mixed, queries.scale() + level.repeat_interleave(groups, dim=1)), after
 
 
 def _block(tokens: int, span: int) -> int:
@@ -254,7 +202,7 @@ def _block(tokens: int, span: int) -> int:
     return max(span, 32) if isinstance(tokens, torch.SymInt) else min(tokens, max(span, 32))
 
 
-def _softmax(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None) -> Part:
+def softmax_part(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None) -> Part:
     """Return the softmax part over `span` keys per query, in blocks, and over the exact keys.
 
     Query t of [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given. An exact key that left the window
@@ -308,23 +256,3 @@ def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor
     # `unfold` needs a known length.
     place = step * torch.arange(count, device=x.device)[:, None] + torch.arange(size, device=x.device)
     return x.index_select(dim, place.flatten()).unflatten(dim, (count, size))
-
-
-def running_max(x: Tensor) -> Tensor:
-    """Return the running maximum along the last dimension, without a gradient."""
-    if not isinstance(x.shape[-1], torch.SymInt):
-        return x if x.shape[-1] == 1 else x.cummax(dim=-1).values
-    length = x.shape[-1]
-    # One chunk more than needed, so that there are at least two: with only one, the length would become a constant.
-    count = (length + MAX_CHUNK - 1) // MAX_CHUNK + 1
-    least = torch.finfo(x.dtype).min
-    chunks = F.pad(x, (0, count * MAX_CHUNK - length), value=least).unflatten(-1, (count, MAX_CHUNK))
-    inside = chunks[..., None, :].masked_fill(_later(MAX_CHUNK, 1, x), least).amax(dim=-1)
-    before = chunks.amax(dim=-1)[..., None, :].masked_fill(_later(count, 0, x), least).amax(dim=-1)
-    return torch.maximum(inside, before[..., None]).flatten(-2)[..., :length]
-
-
-def _later(count: int, own: int, x: Tensor) -> Tensor:
-    """Tell [count, count] which columns come after a row's own column; with `own` 0 that column counts as later too."""
-    place = torch.arange(count, device=x.device)
-    return place >= place[:, None] + own

@@ -61,6 +61,13 @@ class Mapped(NamedTuple):
     phi: Tensor
     log_scale: Tensor | None = None
 
+    def taken(self, order: Tensor) -> Mapped:
+        return Mapped(take(self.x, order), take(self.phi, order), take(self.scale(), order))
+
+    def both_ways(self) -> Mapped:
+        """Return them, and in reversed order as further batch entries."""
+        return Mapped(*(torch.cat([x, x.flip(2)]) for x in (self.x, self.phi, self.scale())))
+
     def scale(self) -> Tensor:
         """Return the log-scale in fp32."""
         if self.log_scale is None:
@@ -115,17 +122,6 @@ class WindowState(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-class Queries(NamedTuple):
-    """Queries [B, H, T, D], their features and log-scales."""
-
-    q: Tensor
-    phi: Tensor
-    scale: Tensor
-
-    def taken(self, order: Tensor) -> Queries:
-        return Queries(*(take(x, order) for x in self))
-
-
 class Keys(NamedTuple):
     """Keys [B, K, T, D] with their values, features, log-scales and mask [B, T]."""
 
@@ -142,8 +138,9 @@ class Keys(NamedTuple):
         k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
         return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
 
-    def head(self, number: int) -> Keys:
-        return self._each(lambda x: x[:, number : number + 1], self.mask)
+    def both_ways(self) -> Keys:
+        """Return them, and in reversed order as further batch entries."""
+        return self._each(lambda x: torch.cat([x, x.flip(2)]), torch.cat([self.mask, self.mask.flip(1)]))
 
     def picked(self, tokens: Tensor, mask: Tensor) -> Keys:
         """Return tokens [B, K, N] that each head chose for itself; `mask` [B, N] is false where there is no token."""
@@ -188,15 +185,15 @@ def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
     return Sinks(k, v, slot < (before + count)[:, None], before)
 
 
-def exact(q: Tensor, sinks: Sinks, visible: Tensor, scaling: float) -> Part:
-    """Return the softmax part over the keys that a query sees (`visible` [B, 1 or K, T, S])."""
-    grouped = group_queries(q, sinks.k.shape[1])
+def exact(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Part:
+    """Return the softmax part over the keys [B, K, S, D] that a query sees (`visible` [B, 1 or K, T, S])."""
+    grouped = group_queries(q, k.shape[1])
     shape = grouped.shape[:4]
     # One matrix product per key head, with all queries of its group.
     queries = grouped.float().flatten(2, 3).flatten(0, 1) * scaling
-    scores = torch.bmm(queries, sinks.k.float().flatten(0, 1).transpose(1, 2))
+    scores = torch.bmm(queries, k.float().flatten(0, 1).transpose(1, 2))
     weights, top = weigh(scores.view(*shape, -1), visible[:, :, None])
-    mixed = torch.bmm(weights.view(scores.shape), with_ones(sinks.v, True).flatten(0, 1))
+    mixed = torch.bmm(weights.view(scores.shape), with_ones(v, True).flatten(0, 1))
     return mixed.view(*shape, -1).flatten(1, 2), top.flatten(1, 2)
 
 

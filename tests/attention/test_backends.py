@@ -57,7 +57,7 @@ def test_in_pytorch():
         assert chosen(mixer, grad=True) == "eager, pytorch"
         assert chosen(mixer, grad=True, tokens=8192) == "streamed, pytorch"
         assert chosen(mixer, grad=False, tokens=1) == "eager, pytorch"
-    assert chosen(causal, grad=True, tokens=8192, needs_state=True) == "eager, pytorch"
+    assert chosen(causal, grad=True, tokens=8192, needs_state=True) == "streamed, pytorch"
     assert chosen(mixer_of("rfa", causal=True), grad=False) == "eager, pytorch"
     assert chosen(mixer_of("macformer_exp", causal=True), grad=False) == "eager, pytorch"
     assert chosen(mixer_of("hedgehog", causal=True, window=4), grad=False) == "window, pytorch"

@@ -97,7 +97,8 @@ def test_prompt_and_steps_are_the_model(name, which):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_chunks_that_are_written_down_are_those_of_the_op(scaled):
     """All chunks at once, as in a graph, equal the loop over the chunks."""
-    from linearize.ops.causal_parallel import parallel_attention
+    from support.op_cases import parallel_attention
+
     from linearize.ops.state import empty_state
 
     q, k, v, *scale = tensors(2, 150, scaled)

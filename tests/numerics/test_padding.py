@@ -7,6 +7,7 @@ import torch
 from support.kernel_cases import decode, make_inputs, make_mixer, naive, run
 from support.naive import naive_attention
 from support.numerics_cases import ENGINES, MIXERS
+from support.op_cases import parallel_attention
 
 from linearize.attention.backends.causal import NativeOp
 from linearize.ops import (
@@ -20,7 +21,6 @@ from linearize.ops import (
     recurrent_attention,
     window_attention,
 )
-from linearize.ops.causal_parallel import parallel_attention
 
 TOKENS = 70
 """More than a chunk of the ops in PyTorch, and than a tile of the native op."""

@@ -1,9 +1,11 @@
 """Softmax windows joined to feature maps: fast = written out, forward and gradients; prefill = decode; linear in T."""
 
+import heapq
+
 import pytest
 import torch
 
-from linearize.ops import Mapped, Window, window, window_attention, window_causal, window_weights
+from linearize.ops import Mapped, Window, window_attention, window_causal, window_weights
 
 BATCH, HEADS, KEY_HEADS, DIM, FEATURES, WIDTH = 2, 4, 2, 5, 6, 3
 SCALING = DIM**-0.5
@@ -236,22 +238,6 @@ def test_a_part_that_counts_as_absent_has_no_gradient_either(causal):
     assert all(not one.any() for one in found[3:])
 
 
-@pytest.mark.parametrize("padded", [None, "left"])
-def test_key_heads_take_turns_where_inputs_are_long(monkeypatch, padded):
-    inputs, options, _ = make(90, padded=padded)
-    more = {"window": 8, "scaling": SCALING, "causal": False, "sinks": 2}
-    wanted, _ = attend(*inputs, **options, **more)
-    monkeypatch.setattr(window, "LONG", 64)
-    turns, cut = [], window.bidirectional_parts
-    monkeypatch.setattr(window, "bidirectional_parts", lambda *args: turns.append(1) or cut(*args))
-    with torch.no_grad():
-        found, _ = attend(*inputs, **options, **more)
-    assert len(turns) == KEY_HEADS
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    attend(*inputs, **options, **more)
-    assert len(turns) == KEY_HEADS + 1
-
-
 @pytest.mark.parametrize("padded", [None, "left", "right", "holes"])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(("sinks", "exact_keys"), [(0, 1), (0, 7), (3, 4), (2, 200)])
@@ -304,8 +290,35 @@ def test_exact_keys_go_on_from_a_state(first, sinks):
     torch.testing.assert_close(state.kept_scale.sort(dim=-1).values, last.kept_scale.sort(dim=-1).values)
 
 
-def test_the_contest_of_a_gpu_is_that_of_the_heaps(monkeypatch):
-    """With equal priorities, NaN, missing candidates, and pairs compared in parts of several sizes."""
+def heaps(priority, there, slots, every):
+    """The contest by its definition, one head and one step after the other."""
+    batch, heads, count = priority.shape
+    steps = count - slots
+    values, real = window_causal.ranks(priority).tolist(), there.tolist()
+    losers, losts, kept = [], [], []
+    for row, exists in ((values[b][h], real[b]) for b in range(batch) for h in range(heads)):
+        heap = [(row[j], -j) for j in range(slots) if exists[j]]
+        heapq.heapify(heap)
+        lost, loser = [steps if exists[j] else 0 for j in range(count)], [-1] * steps
+        for step in range(steps):
+            j = slots + step
+            if exists[j] and len(heap) < slots:
+                heapq.heappush(heap, (row[j], -j))
+            elif exists[j]:
+                loser[step] = out = -heapq.heappushpop(heap, (row[j], -j))[1]
+                lost[out] = step
+            if step % every == 0 or step == steps - 1:
+                places = sorted(-j for _, j in heap)
+                kept.append(places + [-1] * (slots - len(places)))
+        losers.append(loser)
+        losts.append(lost)
+    losers, losts = (torch.tensor(x).view(batch, heads, -1) for x in (losers, losts))
+    kept = torch.tensor(kept).view(batch, heads, -1, slots)
+    return losers.clamp(min=0), losers[:, 0] >= 0, losts, kept.clamp(min=0), kept[:, 0] >= 0
+
+
+def test_the_contest_is_that_of_heaps():
+    """With equal priorities, NaN, missing candidates, and parts of several sizes."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(most: int) -> int:
@@ -317,8 +330,7 @@ def test_the_contest_of_a_gpu_is_that_of_the_heaps(monkeypatch):
         if trial % 3 == 0:
             priority[0, 0, 0] = torch.nan
         there = torch.rand(2, slots + steps, generator=generator) > 0.3
-        monkeypatch.setattr(window_causal, "MOST_PAIRS", 1 << draw(12))
-        wanted = window_causal.contest(priority, there, slots, every)
-        found = window_causal.parallel_contest(priority, there, slots, every)
-        assert torch.equal(found.loser * found.has_loser[:, None], wanted.loser * wanted.has_loser[:, None])
+        wanted = heaps(priority, there, slots, every)
+        found = window_causal.contest(priority, there, slots, every)
+        assert torch.equal(found.loser * found.has_loser[:, None], wanted[0] * wanted[1][:, None])
         assert all(torch.equal(one, two) for one, two in zip(found[1:], wanted[1:], strict=True))

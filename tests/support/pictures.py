@@ -13,4 +13,3 @@ def cheap_pictures(patch: pytest.MonkeyPatch) -> None:
     small = to_png(new_figure(1, 1), dpi=30)
     for page in ("page", "compare"):
         patch.setattr(f"linearize.evaluation.report.{page}.to_png", lambda figure: small)
-    patch.setattr("linearize.evaluation.report.page.LARGE", 1)

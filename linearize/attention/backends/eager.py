@@ -17,7 +17,6 @@ from linearize.ops import (
     advance,
     bidirectional_attention,
     floored_attention,
-    recurrent_attention,
     window_attention,
 )
 
@@ -42,10 +41,10 @@ class Eager:
         tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
         op: LinearOp = bidirectional_attention
         if mixer.shape.causal:
-            chosen, one_token = causal_op(call.k, call.v, normalize=mixer.divides), call.k.shape[2] == 1
-            if mixer.floor == 0.0 and not call.needs_state and not one_token:
+            chosen = causal_op(call.k, call.v, normalize=mixer.divides)
+            if mixer.floor == 0.0 and not call.needs_state:
                 return mixer.cast_output(chosen.output(*tensors, **options), call.v.dtype), None
-            op = recurrent_attention if one_token else chosen.attend
+            op = chosen.attend
         if mixer.floor > 0.0:
             out, state = floored_attention(*tensors, Floor(mixer.floor, mixer.eps), op=op, **options)
         else:
@@ -73,7 +72,6 @@ class Windowed:
             window,
             key_padding_mask=call.key_padding_mask,
             initial_state=None if call.state is None else WindowState.of(call.state),
-            op=causal_op(call.k, call.v, normalize=mixer.divides).attend,
         )
         after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -60,10 +59,9 @@ def build() -> Path:
         )
     path = _writable_record()
     try:
-        with (
-            _one_build_at_a_time(path.parent),
-            tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder,
-        ):
+        # Older than any build that may still run.
+        _sweep(path.parent, older=4 * SECONDS)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder:
             compiled = Path(folder) / f"{path.stem}.so"
             if error := compile_library(program, compiled, locate.NATIVE_FLAGS):
                 raise ConfigError(f"native op: {program} failed; everything works without it. Output: {error[-500:]}")
@@ -98,29 +96,6 @@ def _writable_record() -> Path:
     if why := objection(path.parent):
         raise ConfigError(f"native op: {why}, so nothing in it would be loaded; fix that, or set XDG_CACHE_HOME")
     return path
-
-
-@contextlib.contextmanager
-def _one_build_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait for other builds into the folder, and delete the build folders of killed ones.
-
-    A lock on the folder itself ends with its process, so whoever holds the lock knows that all build folders are
-    abandoned. Without such a lock (Windows, some network file systems), only folders older than any build are deleted.
-    """
-    handle = None
-    try:
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        _sweep(folder, older=0.0)
-    except (ImportError, OSError):
-        _sweep(folder, older=4 * SECONDS)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _sweep(folder: Path, older: float) -> None:

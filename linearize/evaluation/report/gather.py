@@ -22,13 +22,13 @@ from linearize.evaluation.bench.meter import Noise, NoiseWatch
 from linearize.evaluation.bench.models import BenchModel, PairSuite
 from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.options import ReportOptions, lengths_within
-from linearize.evaluation.report.inputs import measure_checkpoint, token_labels
+from linearize.evaluation.report.inputs import measure_checkpoint
 from linearize.fidelity.ablate import kernel_merit
 from linearize.fidelity.maps import LayerMaps, attention_maps
 from linearize.fidelity.measure import Fidelity, OutputDifference
 
 MAP_TOKENS = 32
-"""Tokens of a text in an attention map: as many labels as are readable on an axis."""
+"""Tokens of a text in an attention map."""
 TURNS = 7
 """Forward passes per length with softmax, and with kernels."""
 SAME = 0.05
@@ -49,7 +49,6 @@ class Gathered:
         inputs: the inputs in one line.
         fidelity: each layer compared with its own softmax.
         maps: attention maps of the first input.
-        tokens: labels of the first input's tokens; empty for an image.
         picture: the first image as the model gets it, [C, height, width], or None.
         outputs: the model's outputs compared with the original's, or None.
         speeds: one row per length.
@@ -63,7 +62,6 @@ class Gathered:
     inputs: str
     fidelity: Fidelity
     maps: list[LayerMaps]
-    tokens: list[str]
     picture: Tensor | None
     outputs: OutputDifference | None
     speeds: list[Row]
@@ -125,7 +123,6 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         maps = attention_maps(loaded.model, first)
     except DataError as error:
         left_out.append(f"Attention maps: {error}.")
-    is_text = loaded.modality == "text"
     log = read_log(options.checkpoint)
     for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
         if not any(line["stage"] == stage for line in log):
@@ -135,8 +132,7 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         inputs=inputs.description,
         fidelity=measured.fidelity,
         maps=maps,
-        tokens=token_labels(loaded.processor, first["input_ids"][0]) if is_text else [],
-        picture=None if is_text else first["pixel_values"][0],
+        picture=None if loaded.modality == "text" else first["pixel_values"][0],
         outputs=measured.outputs,
         speeds=speeds,
         noise=noise,

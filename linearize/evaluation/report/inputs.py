@@ -142,16 +142,6 @@ def _without_folder(text: str, path: str | None) -> str:
     return text.replace(path, Path(path).name or path) if path else text
 
 
-def token_labels(processor: Any, ids: Tensor) -> list[str]:
-    """Return an axis label for each token: its text, without the tokenizer's marks for spaces."""
-    tokenizer = processor if hasattr(processor, "convert_ids_to_tokens") else processor.tokenizer
-    labels = []
-    for number, token in zip(ids.tolist(), tokenizer.convert_ids_to_tokens(ids.tolist()), strict=True):
-        text = tokenizer.decode([number]).strip() if "Ġ" in str(token) or "▁" in str(token) else str(token)
-        labels.append(text or str(token))
-    return labels
-
-
 FIGURES = ("kl", "total_variation", "output_error")
 """Figures of a layer that are measured on each input alone, in addition to the cosine of whole outputs."""
 

@@ -38,8 +38,6 @@ SCALES = {
     "weight": "All attention maps on this page share one weight scale: logarithmic, from 0.001 or less to 1.",
     "distance": "All maps of distances on this page share one scale: 0 (equal, dark) to 1 or more (bright).",
 }
-LARGE = 2
-"""Number of the best heads, and of the worst heads, that are drawn large."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def write_report(
     with claim(target, overwrite=overwrite, sources=[options.checkpoint, options.original, options.inputs.dataset]):
         found = gather(options, on_event)
         on_event(Started("drawing"))
-        makers = (_checkpoint, _fidelity, _maps, _heads, _training, _speed)
+        makers = (_checkpoint, _fidelity, _maps, _training, _speed)
         sections = [section for make in makers for section in make(found)]
         kernels = ", ".join(dict.fromkeys(layer.kernel for layer in found.fidelity.layers))
         architecture = found.info.architecture or found.info.model_type
@@ -197,7 +195,7 @@ def _maps(found: Gathered) -> Iterator[Section]:
         return
     shown = "the first picture"
     if found.picture is None:
-        shown = f"the first {len(found.tokens)} tokens of the first text"
+        shown = f"the first {found.maps[0].softmax.shape[-1]} tokens of the first text"
     text = (
         f"Attention of {shown}: softmax above, the kernel below. Queries run down, keys to the right. "
         f"{SCALES['weight']} Negative weights (below -{LEAST_WEIGHT:g}) are red."
@@ -212,27 +210,6 @@ def _maps(found: Gathered) -> Iterator[Section]:
         except DataError as error:
             found.left_out.append(f"Maps over the picture: {error}.")
     yield Section("maps", "Attention maps", text, tuple(pictures))
-
-
-def _heads(found: Gathered) -> Iterator[Section]:
-    all_heads = [(float(d), layer, head) for layer in found.maps for head, d in enumerate(layer.distances())]
-    # The maps of an image are laid over it instead, as its tokens have no names.
-    if not all_heads or found.picture is not None:
-        return
-    # By the total variation of their maps, the closest first.
-    ranked = sorted(all_heads, key=lambda entry: entry[0])
-    count = min(LARGE, max(1, len(ranked) // 2))
-    chosen = [("best", *entry) for entry in ranked[:count]]
-    chosen += [("worst", *entry) for entry in reversed(ranked[len(ranked) - count :]) if len(ranked) > count]
-    names = dict(zip([m.module for m in found.maps], layer_names([m.module for m in found.maps]), strict=True))
-    pictures = []
-    for number, (which, distance, layer, head) in enumerate(chosen):
-        title = f"{names[layer.module]}, head {head}: total variation {distance:.3f} ({which})"
-        alt = f"One of the {which} heads, {title}; softmax left, {layer.kernel} right."
-        name = f"head-{which}-{number % count + 1}"
-        pictures.append(draw(name, plots_maps.head_map(layer, head, found.tokens, title), alt))
-    text = "The heads whose maps are closest to softmax's and furthest from it, on the same input."
-    yield Section("heads", "Best and worst heads", text, tuple(pictures))
 
 
 def _training(found: Gathered) -> Iterator[Section]:
