@@ -40,6 +40,8 @@ def parallel_sums(
         The sums [B, H, T, V], their log-scales [B, K, T], and the state after the last token.
     """
     tokens = values.shape[2]
+    if not isinstance(tokens, torch.SymInt) and tokens == 1:
+        return _one_sum(phi_q, phi_k, values, scale, state)
     # At least three chunks in a traced graph: a slice of size one would make the length a constant.
     size, count = CHUNK, (tokens + CHUNK - 1) // CHUNK + 2
     if not isinstance(tokens, torch.SymInt):
@@ -54,12 +56,12 @@ def parallel_sums(
     q = queries.transpose(2, 3).flatten(3, 4)
     k, values = cut(phi_k), cut(values)
     later = torch.ones(size, size, dtype=torch.bool, device=phi_k.device).triu(1)
-    scores = (q @ k.transpose(-1, -2)).masked_fill(later.repeat(groups, 1), 0.0)
+    scores = (q @ k.transpose(-1, -2)).unflatten(3, (groups, size)).masked_fill(later, 0.0)
     if scale is None:
         sums = k.transpose(-1, -2) @ values
         through = sums.cumsum(dim=2) + state.kv[:, :, None]
         before = torch.cat([state.kv[:, :, None], through[:, :, :-1]], dim=2)
-        mixed, after = scores @ values + q @ before, State(through[:, :, -1], state.log_scale)
+        mixed, after = scores.flatten(3, 4) @ values + q @ before, State(through[:, :, -1], state.log_scale)
         rows = state.log_scale[:, :, None, None].expand(-1, -1, count, size)
     else:
         chunks = cut(scale[..., None], FLOOR)[..., 0]
@@ -72,11 +74,26 @@ def parallel_sums(
             before = before + (levels.carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
         decay = torch.exp((chunks[..., None, :] - levels.rows[..., None]).masked_fill(later, FLOOR))
         past = torch.exp(levels.before[..., None] - levels.rows)[..., None]
-        mixed = (scores * decay.repeat(1, 1, 1, groups, 1)) @ values + (q * past.repeat(1, 1, 1, groups, 1)) @ before
+        near = (scores * decay[:, :, :, None]).flatten(3, 4) @ values
+        mixed = near + (q.unflatten(3, (groups, size)) * past[:, :, :, None]).flatten(3, 4) @ before
         fade = torch.exp(levels.before[..., -1] - levels.after[..., -1])[..., None, None]
         after, rows = State(before[:, :, -1] * fade + sums[:, :, -1], levels.after[..., -1]), levels.rows
     mixed = mixed.unflatten(3, (groups, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
     return mixed, rows.flatten(2)[:, :, :tokens], after
+
+
+def _one_sum(
+    phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
+) -> tuple[Tensor, Tensor, State]:
+    """Compute `parallel_sums` of one token in a few operations, for decoding."""
+    kv, level = state
+    if scale is not None:
+        level = torch.maximum(level, scale[..., 0].detach())
+        kv = kv * torch.exp(state.log_scale - level)[..., None, None]
+        values = values * torch.exp(scale - level[..., None])[..., None]
+    kv = kv + phi_k.transpose(-1, -2) * values
+    mixed = group_queries(phi_q.float(), phi_k.shape[1])[:, :, :, 0] @ kv
+    return mixed.flatten(1, 2)[:, :, None], level[..., None], State(kv, level)
 
 
 class _Levels(NamedTuple):

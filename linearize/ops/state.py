@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 EPS = 1e-30
@@ -134,16 +135,13 @@ def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None
 
     Padded rows are zero.
     """
-    v = without_padding(v.float(), key_padding_mask)
-    if not normalize:
-        return v
-    return torch.cat([v, without_padding(v.new_ones(*v.shape[:-1], 1), key_padding_mask)], dim=-1)
+    v = v.float()
+    return without_padding(F.pad(v, (0, 1), value=1.0) if normalize else v, key_padding_mask)
 
 
 def held(total: Tensor, least: Tensor | float) -> Tensor:
     """Return sums with magnitudes of at least `least`, a constant where it applies; zero counts as positive."""
-    low = -least
-    return torch.where(total.abs() < least, torch.where(total < 0, low, least), total)
+    return torch.where(total < 0, total.clamp(max=-least), total.clamp(min=least))
 
 
 def divide(mixed: Tensor, eps: float) -> Tensor:

@@ -26,13 +26,13 @@ from torch import Tensor
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
 from linearize.ops.window_parts import (
+    Columns,
     Keys,
     Mapped,
     Part,
     Window,
     WindowState,
     collect,
-    exact,
     join,
     pick,
     places_of,
@@ -79,8 +79,8 @@ def window_attention(
 
 
 def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Part]:
-    """Return the parts: softmax inside the window, the kernel before and after it, then the sinks and exact keys."""
-    tokens, far, parts = queries.x.shape[2], keys, []
+    """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
+    tokens, far, columns = queries.x.shape[2], keys, []
     # Of a window that holds all tokens, more than that need not be read.
     half = window.size // 2 if isinstance(tokens, torch.SymInt) else min(window.size // 2, tokens - 1)
     place = torch.arange(tokens, device=keys.mask.device)
@@ -88,26 +88,34 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
         first = collect(keys, window.sinks, None)
         outside = (place[:, None] - place[: window.sinks]).abs() > half
         outside = F.pad(outside, (0, window.sinks - outside.shape[1]))
-        parts.append(exact(queries.x, first.k, first.v, (outside & first.mask[:, None])[:, None], window.scaling))
+        columns.append(Columns(first.k, first.v, (outside & first.mask[:, None])[:, None]))
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
         index = places_of(chosen, window.exact_keys)
         visible = ((place[:, None] - index[:, :, None]).abs() > half) & chosen.gather(2, index)[:, :, None]
-        parts.append(exact(queries.x, pick(keys.k, index), pick(keys.v, index), visible, window.scaling))
+        columns.append(Columns(pick(keys.k, index), pick(keys.v, index), visible))
         phi, scale = far.phi.masked_fill(chosen[..., None], 0.0), far.scale.masked_fill(chosen, FLOOR)
         far = far._replace(phi=phi, scale=scale)
-    near = softmax_part(queries.x, keys.padded(half, half), 2 * half + 1, window.scaling)
-    return [near, *_beyond(queries, far, half), *parts]
+    near = softmax_part(queries.x, keys, half, 2 * half + 1, window.scaling, columns)
+    return [near, *_beyond(queries, far, half)]
 
 
 def _beyond(queries: Mapped, keys: Keys, half: int) -> list[Part]:
     """Return the kernel's parts over the keys more than `half` tokens before each query, and after it."""
+
     # Both ways at once: the keys after a query are those before it in the reversed order.
-    queries, keys = queries.both_ways(), keys.both_ways()
-    gone = keys.padded(half + 1, 0).part(slice(0, keys.k.shape[2]))
-    (mixed, level), _ = kernel_part(queries, gone, empty_state(keys.phi, keys.v, scaled=True))
-    before, after = zip(mixed.chunk(2), level.chunk(2), strict=True)
+    def both(x: Tensor, tokens: int = 2) -> Tensor:
+        return torch.cat([x, x.flip(tokens)])
+
+    def gone(x: Tensor, tokens: int = 2) -> Tensor:
+        """Put the key that has just left the window in the place of the query."""
+        ends = (0, 0) * (x.ndim - 1 - tokens) + (half + 1, 0)
+        return F.pad(both(x, tokens), ends).narrow(tokens, 0, x.shape[tokens])
+
+    phi, v, scale, mask = gone(keys.phi), gone(keys.v), gone(keys.scale), gone(keys.mask, 1)
+    (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, empty_state(phi, v, scaled=True))
+    before, after = zip(mixed.chunk(2), (both(queries.scale()) + level).chunk(2), strict=True)
     return [before, (after[0].flip(2), after[1].flip(2))]
 
 

@@ -11,7 +11,7 @@ https://arxiv.org/abs/2505.23666, keeps the keys that the state recalls badly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,17 +21,16 @@ from torch import Tensor
 from linearize.ops.causal import causal_sums
 from linearize.ops.state import FLOOR, State, empty_state, group_queries, take, with_ones, without_padding
 from linearize.ops.window_parts import (
+    Columns,
     Keys,
     Mapped,
     Part,
     Window,
     WindowState,
     collect,
-    exact,
     pick,
     places_of,
     ranks,
-    weigh,
 )
 
 
@@ -96,20 +95,20 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
 def causal_parts(
     queries: Mapped, keys: Keys, window: Window, initial_state: WindowState | None
 ) -> tuple[list[Part], WindowState]:
-    """Return the parts beyond the window, inside it and of the sinks, and the state after these tokens."""
+    """Return the parts beyond the window and inside it, with sinks and exact keys, and the state after these tokens."""
     tokens = queries.x.shape[2]
     ring, kept, past = _resume(keys, window, initial_state)
     whole = ring.then(keys)
     # The key that leaves the window when a token enters it; no key leaves for padding at the end.
     leaving = whole.part(slice(0, tokens))
     leaving = leaving._replace(mask=leaving.mask & keys.mask)
-    parts, sinks = [], None
+    sinks, columns = None, []
     if window.sinks:
         sinks = collect(keys, window.sinks, initial_state)
         place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
         leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
         left = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
-        parts.append(exact(queries.x, sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None], window.scaling))
+        columns.append(Columns(sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None]))
     chosen = None
     if window.exact_keys:
         candidates = kept.then(leaving)
@@ -117,8 +116,8 @@ def causal_parts(
         kept = candidates.picked(result.kept[:, :, -1], result.is_kept[:, -1])
         leaving = candidates.picked(result.loser, result.has_loser)
         chosen = candidates, result
-    far, after = kernel_part(queries, leaving, past)
-    near = softmax_part(queries.x, whole.part(slice(1, None)), window.size, window.scaling, chosen)
+    (far, level), after = kernel_part(queries.phi, leaving.phi, leaving.v, leaving.scale, leaving.mask, past)
+    near = softmax_part(queries.x, whole.part(slice(1, None)), 0, window.size, window.scaling, columns, chosen)
     count = keys.mask.sum(dim=1)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     state = WindowState(*after, *whole.taken(end))
@@ -126,7 +125,7 @@ def causal_parts(
         state = state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=sinks.before + count)
     if window.exact_keys:
         state = _keeping(state, kept)
-    return [far, near, *parts], state
+    return [(far, queries.scale() + level), near], state
 
 
 def state_after(
@@ -181,20 +180,23 @@ def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys
     none = keys.part(slice(0, 0))
     if state is None:
         past = empty_state(keys.phi, keys.v, scaled=True)
-        return none.padded(window.size, 0), none.padded(window.exact_keys, 0), past
+        return none.padded(window.size), none.padded(window.exact_keys), past
     ring = (state.ring_k, state.ring_v, state.ring_phi, state.ring_scale, state.ring_mask)
     kept = (state.kept_k, state.kept_v, state.kept_phi, state.kept_scale, state.kept_mask)
     exact_keys = [x for x in kept if x is not None]
     return Keys(*ring), Keys(*exact_keys) if exact_keys else none, State(state.kv, state.log_scale)
 
 
-def kernel_part(queries: Mapped, keys: Keys, past: State) -> tuple[Part, State]:
-    """Return the part of the keys up to each query's place, and the linear state after them."""
-    phi, values = (without_padding(x, keys.mask) for x in (keys.phi, with_ones(keys.v, True)))
-    scale = keys.scale.float().masked_fill(~keys.mask[:, None], FLOOR)
-    mixed, level, after = causal_sums(queries.phi, phi, values, scale, past)
-    groups = queries.phi.shape[1] // level.shape[1]
-    return (mixed, queries.scale() + level.repeat_interleave(groups, dim=1)), after
+def kernel_part(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, scale: Tensor, mask: Tensor, past: State
+) -> tuple[Part, State]:
+    """Return the part of the keys up to each query's place, without the queries' log-scales, and the state after them.
+
+    Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V], `scale` [B, K, T], `mask` [B, T].
+    """
+    phi_k, values = (without_padding(x, mask) for x in (phi_k, with_ones(v, True)))
+    mixed, level, after = causal_sums(phi_q, phi_k, values, scale.float().masked_fill(~mask[:, None], FLOOR), past)
+    return (mixed, level.repeat_interleave(phi_q.shape[1] // level.shape[1], dim=1)), after
 
 
 def _block(tokens: int, span: int) -> int:
@@ -202,26 +204,35 @@ def _block(tokens: int, span: int) -> int:
     return max(span, 32) if isinstance(tokens, torch.SymInt) else min(tokens, max(span, 32))
 
 
-def softmax_part(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple[Keys, Contest] | None = None) -> Part:
-    """Return the softmax part over `span` keys per query, in blocks, and over the exact keys.
+def softmax_part(
+    q: Tensor,
+    keys: Keys,
+    before: int,
+    span: int,
+    scaling: float,
+    columns: Sequence[Columns] = (),
+    chosen: tuple[Keys, Contest] | None = None,
+) -> Part:
+    """Return the softmax part over `span` keys per query, in blocks, over the columns and the exact keys of a contest.
 
-    Query t of [B, H, T, D] sees the keys t to t + span - 1 of the T + span - 1 given. An exact key that left the window
-    before a block becomes an extra column of it; one that leaves during the block already has a column.
+    Query t of [B, H, T, D] sees the keys t - before to t - before + span - 1, as far as they exist. An exact key that
+    left the window before a block becomes an extra column of it; one that leaves during the block already has a column.
     """
     tokens, key_heads = q.shape[2], keys.k.shape[1]
     block = _block(tokens, span)
     # At least two blocks in a traced graph: with only one, the length would become a constant.
     count = (tokens + block - 1) // block + int(isinstance(tokens, torch.SymInt))
     seen, rest = block + span - 1, count * block - tokens
-    keys = keys.padded(0, rest)
+    ends = before, count * block + span - 1 - before - keys.k.shape[2]
+    k, v = (F.pad(x, (0, 0, *ends)) for x in (keys.k, keys.v))
     queries = F.pad(q.float(), (0, 0, 0, rest)) * scaling
     queries = group_queries(queries, key_heads).unflatten(3, (count, block)).transpose(2, 3)
     shape = queries.shape[:5]
-    near = overlapping(keys.k.float(), 2, count, seen, block)
-    values = overlapping(with_ones(keys.v, True), 2, count, seen, block)
+    near = [overlapping(k.float(), 2, count, seen, block)]
+    values = [overlapping(with_ones(v, True), 2, count, seen, block)]
     distance = torch.arange(seen, device=q.device) - torch.arange(block, device=q.device)[:, None]
-    visible = (distance >= 0) & (distance < span)
-    visible = visible & overlapping(keys.mask, 1, count, seen, block)[:, None, :, None, None]
+    band = (distance >= 0) & (distance < span)
+    visible = [band & overlapping(F.pad(keys.mask, ends), 1, count, seen, block)[:, None, :, None, None]]
     if chosen is not None:
         candidates, result = chosen
         slots = result.kept.shape[-1]
@@ -229,18 +240,27 @@ def softmax_part(q: Tensor, keys: Keys, span: int, scaling: float, chosen: tuple
         # Key w of the ring followed by the tokens leaves at step w, and `keys` starts with key 1.
         lost = F.pad(result.lost[:, :, slots + 1 :], (0, span + rest))
         lost = overlapping(lost, 2, count, seen, block)[:, :, :, None, None]
-        visible = visible | ((distance < 0) & (step < lost))
+        visible[0] = visible[0] | ((distance < 0) & (step < lost))
         places = result.kept[:, :, :count].flatten(2)
         older = candidates.picked(places, result.is_kept[:, :count].flatten(1))
-        near = torch.cat([near, older.k.float().unflatten(2, (count, slots))], dim=3)
-        values = torch.cat([values, with_ones(older.v, True).unflatten(2, (count, slots))], dim=3)
+        near.append(older.k.float().unflatten(2, (count, slots)))
+        values.append(with_ones(older.v, True).unflatten(2, (count, slots)))
         lost = result.lost.gather(2, places).unflatten(2, (count, slots))[:, :, :, None, None]
-        still = (step < lost) & result.is_kept[:, None, :count, None, None]
-        visible = torch.cat([visible.expand(*still.shape[:-1], -1), still], dim=-1)
+        visible.append((step < lost) & result.is_kept[:, None, :count, None, None])
+    for column in columns:
+        near.append(column.k.float()[:, :, None].expand(-1, -1, count, -1, -1))
+        values.append(with_ones(column.v, True)[:, :, None].expand(-1, -1, count, -1, -1))
+        visible.append(F.pad(column.visible, (0, 0, 0, rest)).unflatten(2, (count, block))[:, :, :, None])
     # One matrix product per key head and block, with all queries of the group.
-    scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), near.flatten(0, 2).transpose(1, 2))
-    weights, top = weigh(scores.view(*shape, -1), visible)
-    mixed = torch.bmm(weights.view(scores.shape), values.flatten(0, 2)).view(*shape, -1)
+    keys_at_once, values_at_once = (torch.cat(x, dim=3).flatten(0, 2) for x in (near, values))
+    scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), keys_at_once.transpose(1, 2)).view(*shape, -1)
+    heads = max(x.shape[1] for x in visible)
+    hidden = ~torch.cat([x.expand(-1, heads, -1, -1, block, -1) for x in visible], dim=-1)
+    scores = scores.masked_fill(hidden, FLOOR)
+    # Above FLOOR, so that the weights of a query without any key are zero.
+    top = scores.detach().amax(dim=-1).clamp(min=FLOOR / 2)
+    weights = torch.exp(scores - top[..., None])
+    mixed = torch.bmm(weights.flatten(3, 4).flatten(0, 2), values_at_once).view(*shape, -1)
     # [B, K, blocks, G, block] -> [B, H, T].
     mixed, top = (x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens] for x in (mixed, top))
     return mixed, top

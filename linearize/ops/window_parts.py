@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, divide, group_queries, real_tokens, take, with_ones, without_padding
+from linearize.ops.state import EPS, FLOOR, divide, real_tokens, take, without_padding
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
@@ -63,10 +63,6 @@ class Mapped(NamedTuple):
 
     def taken(self, order: Tensor) -> Mapped:
         return Mapped(take(self.x, order), take(self.phi, order), take(self.scale(), order))
-
-    def both_ways(self) -> Mapped:
-        """Return them, and in reversed order as further batch entries."""
-        return Mapped(*(torch.cat([x, x.flip(2)]) for x in (self.x, self.phi, self.scale())))
 
     def scale(self) -> Tensor:
         """Return the log-scale in fp32."""
@@ -138,10 +134,6 @@ class Keys(NamedTuple):
         k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
         return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
 
-    def both_ways(self) -> Keys:
-        """Return them, and in reversed order as further batch entries."""
-        return self._each(lambda x: torch.cat([x, x.flip(2)]), torch.cat([self.mask, self.mask.flip(1)]))
-
     def picked(self, tokens: Tensor, mask: Tensor) -> Keys:
         """Return tokens [B, K, N] that each head chose for itself; `mask` [B, N] is false where there is no token."""
         return self._each(lambda x: pick(x, tokens), mask)
@@ -149,8 +141,8 @@ class Keys(NamedTuple):
     def taken(self, order: Tensor) -> Keys:
         return self._each(lambda x: take(x, order), self.mask.gather(1, order))
 
-    def padded(self, before: int, after: int) -> Keys:
-        ends = (before, after)
+    def padded(self, before: int) -> Keys:
+        ends = (before, 0)
         return self._each(lambda x: F.pad(x, ends if x.ndim == 3 else (0, 0, *ends)), F.pad(self.mask, ends))
 
     def _each(self, change: Callable[[Tensor], Tensor], mask: Tensor) -> Keys:
@@ -185,40 +177,23 @@ def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
     return Sinks(k, v, slot < (before + count)[:, None], before)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Part:
-    """Return the softmax part over the keys [B, K, S, D] that a query sees (`visible` [B, 1 or K, T, S])."""
-    grouped = group_queries(q, k.shape[1])
-    shape = grouped.shape[:4]
-    # One matrix product per key head, with all queries of its group.
-    queries = grouped.float().flatten(2, 3).flatten(0, 1) * scaling
-    scores = torch.bmm(queries, k.float().flatten(0, 1).transpose(1, 2))
-    weights, top = weigh(scores.view(*shape, -1), visible[:, :, None])
-    mixed = torch.bmm(weights.view(scores.shape), with_ones(v, True).flatten(0, 1))
-    return mixed.view(*shape, -1).flatten(1, 2), top.flatten(1, 2)
+class Columns(NamedTuple):
+    """Keys that many queries see, wherever they are: k [B, K, S, D], v [B, K, S, V], visible [B, 1 or K, T, S]."""
 
-
-def weigh(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponentials of the visible scores minus their maximum, and that maximum."""
-    scores = scores.masked_fill(~visible, FLOOR)
-    top = scores.detach().amax(dim=-1)
-    return torch.exp(scores - top[..., None]).masked_fill(~visible, 0.0), top
+    k: Tensor
+    v: Tensor
+    visible: Tensor
 
 
 def join(parts: list[Part]) -> Tensor:
     """Add the parts with one shift, the true magnitude of the largest part: [B, H, T, V + 1]."""
-    sizes = [mixed.detach().abs().amax(dim=-1) for mixed, _ in parts]
-    absent = [size <= TINY for size in sizes]
-    levels = [
-        torch.where(gone, FLOOR, shift.detach() + size.clamp(min=TINY).log())
-        for (_, shift), size, gone in zip(parts, sizes, absent, strict=True)
-    ]
-    top = torch.stack(levels).amax(dim=0)
+    mixed, shift = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    size = mixed.detach().abs().amax(dim=-1)
     # An absent part is left out, and so is its gradient: its shift may be any number, so its gradient could overflow.
-    scaled = [
-        mixed * torch.exp((shift - top).masked_fill(gone, FLOOR))[..., None]
-        for (mixed, shift), gone in zip(parts, absent, strict=True)
-    ]
-    return torch.stack(scaled).sum(dim=0)
+    absent = size <= TINY
+    levels = torch.where(absent, FLOOR, shift.detach() + size.clamp(min=TINY).log())
+    factors = torch.exp((shift - levels.amax(dim=0)).masked_fill(absent, FLOOR))
+    return (mixed * factors[..., None]).sum(dim=0)
 
 
 def strongest(priority: Tensor, candidates: Tensor, slots: int) -> Tensor:
