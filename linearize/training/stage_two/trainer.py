@@ -30,7 +30,6 @@ from linearize.training.stage_two.metrics import Measured, balanced_score, score
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (
     check_started,
-    check_weights,
     describe,
     finished,
     last_checkpoint,
@@ -130,7 +129,6 @@ def finetune(
     set_trained(model, config)
     last = last_checkpoint(folder) if resume else None
     if last is not None:
-        check_weights(model, last)
         check_started(Path(folder), started)
     trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
     for tracker in callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard"):

@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader
@@ -44,6 +44,8 @@ from linearize.training.stage_two.prepared import Chosen, Predictions, TaskData,
 if TYPE_CHECKING:
     from linearize.training.stage_one.processes import Interrupts
 
+WEIGHTS = "model.safetensors"
+"""The file of the weights in a checkpoint."""
 KERNEL_RATE = 3e-4
 """Peak rate of the kernels with a teacher (RADLADS 2a uses 1e-4 for its mixers, and 1e-5 for the rest)."""
 
@@ -286,35 +288,36 @@ class Tuner(Trainer):
             self._load_best_model()
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights.
+        """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
+        best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
+        self.state.best_model_checkpoint = str(best)
+        self._load_from_checkpoint(str(best))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint; transformers would skip those with other names without warning.
 
         Raises:
-            CheckpointError: if its weights are gone.
+            CheckpointError: if they are gone, or do not fit the model.
         """
-        best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
-        if not any(best.glob("*.safetensors")):
+        try:
+            load_model(self.model, Path(resume_from_checkpoint) / WEIGHTS)  # type: ignore[arg-type]
+        except FileNotFoundError:
             raise CheckpointError(
-                f"stage two: the weights of the best state, {str(best)!r}, are missing, expected them to be kept "
+                f"stage two: the weights of the state {resume_from_checkpoint!r} are missing, expected them to be kept "
                 "until the end; run it again without --resume"
-            )
-        self.state.best_model_checkpoint = str(best)
-        super()._load_best_model()
+            ) from None
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"stage two: {resume_from_checkpoint!r} does not fit the model ({' '.join(str(error).split())[:200]}); "
+                "delete that folder and start again"
+            ) from None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write weights under the names of the model's modules.
-
-        transformers saves some models (ViT) under older names, while its trainer looks for the modules' names when it
-        resumes or loads the best checkpoint, and skips all others without warning.
-        """
-        model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, PreTrainedModel):
-            super()._save(output_dir, state_dict)
-            return
-        model.save_pretrained = partial(model.save_pretrained, save_original_format=False)  # type: ignore[method-assign]
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            del model.save_pretrained
+        """Write the weights under the names of the model's modules; transformers saves some models under older ones."""
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir or "")
+            folder.mkdir(parents=True, exist_ok=True)
+            save_model(self.model, str(folder / WEIGHTS), {"format": "pt"})  # type: ignore[arg-type]
 
 
 def layer_states(outputs: Any) -> tuple[Tensor, ...]:
