@@ -18,7 +18,6 @@ Shapes: n pairs of a batch entry and a key/value head, G query heads in each, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,7 +93,7 @@ def block_numbers(device: torch.device) -> int:
     return CPU_NUMBERS if device.type == "cpu" else GPU_NUMBERS
 
 
-def cross_entropy_(
+def cross_entropy(
     queries: Features,
     keys: Features,
     targets: Targets,
@@ -102,11 +101,10 @@ def cross_entropy_(
     window: Window | None = None,
     *,
     gradient: bool,
-) -> Tensor:
+) -> tuple[Tensor, list[Tensor | None]]:
     """Return the cross-entropy of the kernel's weights against softmax's (hedgehog eq. 6, flexformer L_awd).
 
-    It is summed over valid queries and heads. One pass over blocks of rows computes loss and gradient, as fused
-    cross-entropies do; with `gradient`, the features are overwritten with their gradients.
+    One pass over blocks of rows computes loss and gradients, as fused cross-entropies do.
 
     Args:
         queries: [B, H, R, F] features of `targets.q`, fp32; their log-scale only matters with a window.
@@ -114,24 +112,26 @@ def cross_entropy_(
         targets: the frozen layer.
         penalty: weight of the negative mass for maps whose weights can be negative; None for positive maps.
         window: softmax window joined to a positive map, or None.
-        gradient: whether to overwrite the features and log-scales with the loss's gradients.
+        gradient: whether to compute the gradients.
+
+    Returns:
+        The sum over valid queries and heads, and its gradients: of phi and log-scale of the queries, then of the keys.
+        A gradient is None without `gradient`, and for a log-scale that is None.
     """
     walk = _Walk(targets, queries.phi, penalty, window, gradient=gradient)
+    features = (*queries, *keys)
+    gradients = [None if x is None or not gradient else torch.zeros_like(x) for x in features]
     for batch, tokens in pieces(targets.key_padding_mask):
         rows, places = _places(targets, tokens)
-        sides = ((targets.q, queries, rows), (targets.k, keys, tokens))
-        q, k = (take(x, batch, kept) for x, _, kept in sides)
-        mapped = [
-            Features(take(phi, batch, kept), None if scale is None else take(scale, batch, kept))
-            for _, (phi, scale), kept in sides
-        ]
-        walk.piece(q, k, mapped[0], mapped[1], places)
-        if gradient and batch is not None:
-            for (_, features, kept), parts in zip(sides, mapped, strict=True):
-                for whole, part in zip(features, parts, strict=True):
-                    if whole is not None and part is not None:
-                        put(whole, batch, kept, part)
-    return walk.total
+        kept = (rows, rows, tokens, tokens)
+        parts = [None if x is None else take(x, batch, side) for x, side in zip(features, kept, strict=True)]
+        found = walk.piece(take(targets.q, batch, rows), take(targets.k, batch, tokens), parts, places)
+        if batch is None:
+            return walk.total, found
+        for whole, part, side in zip(gradients, found, kept, strict=True):
+            if whole is not None and part is not None:
+                put(whole, batch, side, part)
+    return walk.total, gradients
 
 
 def _places(targets: Targets, keys: Tensor | None) -> tuple[Tensor | None, Tensor]:
@@ -172,44 +172,46 @@ class _Walk:
         self.buffers: dict[str, Tensor] = {}
         self.limit = block_numbers(like.device)
 
-    def piece(self, q: Tensor, k: Tensor, queries: Features, keys: Features, places: Tensor) -> None:
-        """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; the features become gradients."""
-        batch, key_heads, tokens, _ = keys.phi.shape
-        groups, rows = queries.phi.shape[1] // key_heads, queries.phi.shape[2]
+    def piece(self, q: Tensor, k: Tensor, features: list[Tensor | None], places: Tensor) -> list[Tensor | None]:
+        """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; return the gradients of `features`."""
+        groups = q.shape[1] // k.shape[1]
+        phi_q, query_scale = (None if x is None else _grouped(x, groups) for x in features[:2])
+        phi_k, log_scale = (None if x is None else x.flatten(0, 1) for x in features[2:])
+        assert phi_q is not None and phi_k is not None
+        q, k, priority = _grouped(q, groups), k.flatten(0, 1), log_scale
+        if priority is None:
+            priority = phi_k.new_zeros(phi_k.shape[:2])
+        grad_q, grad_k = (torch.zeros_like(x) if self.gradient else x for x in (phi_q, phi_k))
+        rows, tokens = phi_q.shape[2], phi_k.shape[1]
         count = min(rows, max(-(-LEAST_ROWS // groups), self.limit // max(1, groups * tokens)))
         if self.causal:
             count = min(count, max(CAUSAL_ROWS, rows // 8))
-        for part, kept in _pairs(batch, key_heads, max(1, self.limit // max(1, groups * count * tokens))):
-            heads = slice(kept.start * groups, kept.stop * groups)
-            phi_q, query_scale = (None if x is None else x[part, heads] for x in queries)
-            phi_k, log_scale = (None if x is None else x[part, kept] for x in keys)
-            assert phi_q is not None and phi_k is not None
-            near = None
-            if self.window is not None:
-                near = NearKeys(self.window, phi_k.new_zeros(phi_k.shape[:3]) if log_scale is None else log_scale)
-            unit_q, unit_k = _grouped(phi_q, groups), phi_k.flatten(0, 1)
+        pairs = max(1, self.limit // max(1, groups * count * tokens))
+        for start in range(0, len(k), pairs):
+            part = slice(start, start + pairs)
             unit = _Unit(
-                _grouped(q[part, heads].float() * self.scaling, groups),
-                k[part, kept].float().flatten(0, 1),
-                unit_q,
-                unit_k,
-                None if query_scale is None else _grouped(query_scale, groups),
-                None if log_scale is None else log_scale.flatten(0, 1),
-                near,
-                torch.empty_like(unit_q) if self.gradient else unit_q,
-                torch.zeros_like(unit_k) if self.gradient else unit_k,
+                q[part].float() * self.scaling,
+                k[part].float(),
+                phi_q[part],
+                phi_k[part],
+                None if query_scale is None else query_scale[part],
+                None if log_scale is None else log_scale[part],
+                None if self.window is None else NearKeys(self.window, priority[None, part]),
+                grad_q[part],
+                grad_k[part],
             )
             for block in row_blocks(places, tokens, max(1, count), causal=self.causal):
                 self._block(unit, block)
-            if not self.gradient:
-                continue
-            # s_ij = exp(c_j) phi(q_i) . phi(k_j): a log-scale's gradient is features . gradient.
-            if log_scale is not None:
-                log_scale.copy_((unit.grad_k * unit.phi_k).sum(dim=-1).view_as(log_scale))
-            if query_scale is not None:
-                query_scale.copy_((unit.grad_q * unit.phi_q).sum(dim=-1).view_as(query_scale))
-            phi_q.copy_(unit.grad_q.view_as(phi_q))
-            phi_k.copy_(unit.grad_k.view_as(phi_k))
+        if not self.gradient:
+            return [None] * 4
+        # s_ij = exp(c_j) phi(q_i) . phi(k_j): a log-scale's gradient is features . gradient.
+        found = [
+            grad_q,
+            None if query_scale is None else (grad_q * phi_q).sum(dim=-1),
+            grad_k,
+            None if log_scale is None else (grad_k * phi_k).sum(dim=-1),
+        ]
+        return [None if x is None else g.reshape(x.shape) for g, x in zip(found, features, strict=True)]  # type: ignore[union-attr]
 
     def _block(self, unit: _Unit, rows: Rows) -> None:
         """Add the loss of some rows, and their gradients to the unit's."""
@@ -285,18 +287,6 @@ class _Walk:
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """View x [b, H, R, ...] as [b K, G, R, ...]."""
     return x.unflatten(1, (-1, groups)).flatten(0, 1)
-
-
-def _pairs(batch: int, heads: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Cut batch entries times heads into groups of at most `count`: whole entries, or some heads of one."""
-    if count >= heads:
-        step = count // heads
-        for start in range(0, batch, step):
-            yield slice(start, min(start + step, batch)), slice(0, heads)
-        return
-    for entry in range(batch):
-        for start in range(0, heads, count):
-            yield slice(entry, entry + 1), slice(start, min(start + count, heads))
 
 
 def _hide(block: Tensor, edge: Tensor | None, value: float) -> None:
