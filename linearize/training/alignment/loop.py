@@ -29,7 +29,6 @@ from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import Interrupts, autocast
 from linearize.training.stage_one.run import (
     Batches,
-    Progress,
     Report,
     Run,
     RunState,
@@ -161,8 +160,7 @@ class AlignTrainer(Trainer):
         """Return the phase's loss on held-out batches."""
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
-                errors = blockwise_loss(self.objective, held_out)
-                return sum(errors.values()) / max(len(errors), 1)
+                return blockwise_loss(self.objective, held_out)
             return measure(self.objective, held_out).loss
 
     def trained(self) -> dict[str, Tensor]:
@@ -263,26 +261,12 @@ def align(
     return _Run(data, config, on_step, accelerator).run(pair)
 
 
-@dataclass
-class _Progress(Progress):
-    """Progress of a phase.
-
-    Attributes:
-        halved: how often the rate was halved.
-        factor: factor of the rate.
-    """
-
-    halved: int = 0
-    factor: float = 1.0
-
-
 class _Run(Run):
     """One alignment: its phases one after the other."""
 
-    part_name, weights_name, report, new_progress = "phase", "trained", AlignStep, _Progress
+    part_name, weights_name, report = "phase", "trained", AlignStep
     config: AlignConfig
     trainer: AlignTrainer
-    progress: _Progress
     pair: Pair
     objective: Objective
 
@@ -326,7 +310,7 @@ class _Run(Run):
                     if saved is not None:
                         # A state has the fp32 copies of weights in half precision.
                         trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
-                        trainer.factor = self.progress.factor
+                        trainer.factor = 0.5**self.progress.halved
                     saved = None
                     self.train(held_out)
                 done += steps
@@ -374,7 +358,7 @@ class _Run(Run):
     def _slow_down(self) -> None:
         progress, trainer = self.progress, self.trainer
         progress.halved, progress.rises = progress.halved + 1, 0
-        progress.factor = trainer.factor = trainer.factor / 2
+        trainer.factor = 0.5**progress.halved
         # The old moments would drive the weights in the same direction again.
         trainer.optimizer.state.clear()
 

@@ -29,7 +29,7 @@ from linearize.fidelity.teacher import body_of
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
-from linearize.training.stage_one.run import Batches, Progress, Report, Run, RunState, check_inputs, frozen
+from linearize.training.stage_one.run import Batches, Report, Run, RunState, check_inputs, frozen
 from linearize.training.stage_one.start import start_scales
 
 
@@ -125,7 +125,6 @@ class _Run(Run):
     part_name, weights_name, report = "group", "kernel", StepReport
     config: DistillConfig
     trainer: KernelTrainer
-    progress: Progress
 
     def run(self, model: PreTrainedModel) -> DistillResult:
         """Measure, train, measure again."""
