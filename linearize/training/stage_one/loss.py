@@ -10,7 +10,7 @@ of the row's mean the logarithm continues as a straight line, so a negative scor
 The negative mass divided by z_i is a penalty.
 
 The two T x T matrices are walked in blocks of rows of one or a few heads, small enough to stay in the cache. Padding is
-removed first, blocks end at the last key that a row sees, and all blocks use the same memory.
+removed first, and blocks end at the last key that a row sees.
 
 Shapes: n pairs of a batch entry and a key/value head, G query heads in each, C rows, S keys, D head size, F features.
 """
@@ -168,8 +168,7 @@ class _Walk:
     ) -> None:
         self.causal, self.scaling = targets.causal, targets.scaling
         self.penalty, self.window, self.gradient = penalty, window, gradient
-        self.like, self.total = like, like.new_zeros(())
-        self.buffers: dict[str, Tensor] = {}
+        self.total = like.new_zeros(())
         self.limit = block_numbers(like.device)
 
     def piece(self, q: Tensor, k: Tensor, features: list[Tensor | None], places: Tensor) -> list[Tensor | None]:
@@ -218,22 +217,22 @@ class _Walk:
         seen, edge = rows.seen, rows.edge
         queries, features = unit.q[:, :, rows.part], unit.phi_q[:, :, rows.part].flatten(1, 2)
         shape = (*queries.shape[:3], seen)
-        scores = self._product(queries.flatten(1, 2), unit.k[:, :seen], shape)
+        scores = (queries.flatten(1, 2) @ unit.k[:, :seen].transpose(1, 2)).view(shape)
         _hide(scores, edge, -math.inf)
-        target = torch.softmax(scores, dim=-1, out=self._buffer("target", shape))
+        target = scores.softmax(dim=-1)
         near = None if unit.near is None else unit.near.rows(rows.places, seen)
         exponents = self._exponents(unit, rows, scores, near)
-        products = self._product(features, unit.phi_k[:, :seen], shape)
+        products = (features @ unit.phi_k[:, :seen].transpose(1, 2)).view(shape)
         if near is not None:
             products.masked_fill_(near, 1.0)
         _hide(products, edge, 0.0)
-        spare = self._buffer("spare", shape)
         if self.penalty is None:
-            loss, grad = positive_rows(products, target, exponents, spare, gradient=self.gradient)
+            loss, grad = positive_rows(products, target, exponents, gradient=self.gradient)
         else:
-            memory = self._buffer("grad", shape) if self.gradient else None
             counts = rows.places[:, None] + 1 if self.causal else seen
-            loss, grad = signed_rows(products, target, exponents, spare, seen=counts, penalty=self.penalty, grad=memory)
+            loss, grad = signed_rows(
+                products, target, exponents, seen=counts, penalty=self.penalty, gradient=self.gradient
+            )
         self.total += loss
         if grad is None:
             return
@@ -252,13 +251,13 @@ class _Walk:
         """
         log_scale = None if unit.log_scale is None else unit.log_scale[:, : rows.seen]
         if near is not None:
-            exponents = self._buffer("exponents", tuple(scores.shape)).zero_()
+            exponents = torch.zeros_like(scores)
             if log_scale is not None:
                 exponents += log_scale[:, None, None]
             if unit.query_scale is not None:
                 exponents += unit.query_scale[:, :, rows.part, None]
             # Hidden keys have the score -inf here; a hidden far key must not determine the row's shift.
-            torch.where(near | scores.isneginf(), scores, exponents, out=exponents)
+            exponents = torch.where(near | scores.isneginf(), scores, exponents)
             exponents -= exponents.amax(dim=-1, keepdim=True)
             return exponents.clamp_(min=FLOOR)
         if log_scale is None:
@@ -269,19 +268,6 @@ class _Walk:
         exponents = (log_scale[:, None] - largest[..., None]).clamp_(min=FLOOR)[:, None]
         _hide(exponents, rows.edge, FLOOR)
         return exponents
-
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return uninitialised memory of a shape: the same memory for the same name."""
-        numbers = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < numbers:
-            self.buffers[name] = self.like.new_empty(numbers)
-        return self.buffers[name][:numbers].view(shape)
-
-    def _product(self, rows: Tensor, keys: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return rows [n, G C, D] times keys [n, S, D] as [n, G, C, S], in memory that is reused."""
-        out = self._buffer("scores", shape)
-        torch.bmm(rows, keys.transpose(1, 2), out=out.flatten(1, 2))
-        return out
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -296,21 +282,19 @@ def _hide(block: Tensor, edge: Tensor | None, value: float) -> None:
 
 
 def positive_rows(
-    products: Tensor, target: Tensor, exponents: Tensor | None, spare: Tensor, *, gradient: bool
+    products: Tensor, target: Tensor, exponents: Tensor | None, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss summed over rows, and its gradient with respect to `products` (in the memory of `target`).
+    """Return the loss summed over rows, and its gradient with respect to `products`.
 
     Args:
         products: [n, G, C, S] phi(q_i) . phi(k_j), 0 where hidden; overwritten.
         target: [n, G, C, S] softmax's weights, 0 where hidden; overwritten.
         exponents: c_ij, which broadcast to that shape, very negative where hidden; None if all are 0.
-        spare: scratch memory of that size.
         gradient: whether to compute the gradient.
     """
     factors = None if exponents is None else exponents.exp()
-    scores = products if factors is None else torch.mul(products, factors, out=spare)
-    z = scores.sum(dim=-1, keepdim=True).clamp_(min=TINY)
-    logs = torch.clamp(products, min=TINY, out=spare).log_()
+    z = (products if factors is None else products * factors).sum(dim=-1, keepdim=True).clamp_(min=TINY)
+    logs = products.clamp(min=TINY).log_()
     if exponents is not None:
         logs.add_(exponents)
     loss = z.log().sum() - torch.dot(target.view(-1), logs.view(-1))
@@ -318,46 +302,41 @@ def positive_rows(
         return loss, None
     # The logarithm of a product that is almost zero is cut off and has no slope.
     target.div_(nnf.threshold(products, TINY, math.inf, inplace=True))
-    mean = z.reciprocal() if factors is None else torch.div(factors, z, out=spare)
-    return loss, torch.sub(mean, target, out=target)
+    return loss, target.neg_().add_(z.reciprocal() if factors is None else factors / z)
 
 
 def signed_rows(
     products: Tensor,
     target: Tensor,
     exponents: Tensor | None,
-    spare: Tensor,
     *,
     seen: Tensor | int,
     penalty: float,
-    grad: Tensor | None,
+    gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same as `positive_rows` for maps whose products can be negative; `target` keeps its values.
+    """Do the same as `positive_rows` for maps whose products can be negative.
 
     Further arguments:
         seen: how many keys a row sees: a number, or one per row [C, 1].
         penalty: weight of the negative mass.
-        grad: memory for the gradient, [n, G, C, S]; None for no gradient.
     """
     factors = None if exponents is None else exponents.exp()
-    scores = products if factors is None else products.mul_(factors)
-    mass = torch.clamp(scores, min=0.0, out=spare).sum(dim=-1, keepdim=True)
+    scores = products if factors is None else products * factors
+    mass = scores.clamp(min=0.0).sum(dim=-1, keepdim=True)
     negative = (mass - scores.sum(dim=-1, keepdim=True)).clamp_(min=0.0)
     # The knee and the least normaliser are constants in the gradient.
     least = KNEE * (mass + negative).clamp(min=SIGNED_TINY)
     z, knee = torch.maximum(mass, least), least / seen
     share = penalty * negative / z
-    safe = torch.maximum(scores, knee, out=spare)
-    if grad is not None:
-        above, below = torch.where(mass > least, (1.0 - share) / z, 0.0), -penalty / z
-        # `above` where a score is positive, `below` where it is negative.
-        torch.sign(scores, out=grad).mul_((above - below) / 2).add_((above + below) / 2)
-        grad.addcdiv_(target, safe, value=-1.0)
-        if factors is not None:
-            grad.mul_(factors)
-    line = scores.sub_(safe)
-    logs = torch.addcdiv(spare.log_(), line, knee, out=line)
-    return z.log().sum() + share.sum() - torch.dot(target.view(-1), logs.view(-1)), grad
+    safe = torch.maximum(scores, knee)
+    logs = safe.log() + (scores - safe) / knee
+    loss = z.log().sum() + share.sum() - torch.dot(target.view(-1), logs.view(-1))
+    if not gradient:
+        return loss, None
+    above, below = torch.where(mass > least, (1.0 - share) / z, 0.0), -penalty / z
+    # `above` where a score is positive, `below` where it is negative.
+    grad = scores.sign().mul_((above - below) / 2).add_((above + below) / 2).addcdiv_(target, safe, value=-1.0)
+    return loss, grad if factors is None else grad.mul_(factors)
 
 
 def output_loss(out: Tensor, target: Tensor, targets: Targets) -> Tensor:
