@@ -340,9 +340,9 @@ def test_teachers_that_are_refused(bert, gpt2, glue, tmp_path, tuned):
     sizes |= {"pad_token_id": 0}
     names = {"id2label": {0: "not_equivalent", 1: "equivalent"}, "label2id": {"not_equivalent": 0, "equivalent": 1}}
     wide = BertConfig(hidden_size=32, num_hidden_layers=2, **sizes, **names)
-    assert "a model with another size" in refused(other("wide", BertForSequenceClassification(wide)), data, bert)
+    assert "a model of another size" in refused(other("wide", BertForSequenceClassification(wide)), data, bert)
     deep = BertConfig(hidden_size=16, num_hidden_layers=3, **sizes, **names)
-    assert "only the teacher has the weight" in refused(other("deep", BertForSequenceClassification(deep)), data, bert)
+    assert "the student has none" in refused(other("deep", BertForSequenceClassification(deep)), data, bert)
     turned = {"id2label": {0: "equivalent", 1: "not_equivalent"}, "label2id": {"equivalent": 0, "not_equivalent": 1}}
     labels = BertConfig(hidden_size=16, num_hidden_layers=2, **sizes, **turned)
     folder = other("turned", BertForSequenceClassification(labels).eval())

@@ -538,7 +538,7 @@ def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "name", "changes", "message"),
     [
-        ([{"text": "a", "label": "high"}] * 20, "text-regression", {}, "got the text 'high' in label column 'label'"),
+        ([{"text": "a", "label": "high"}] * 20, "text-regression", {}, "got 'high' in label column 'label'"),
         ([{"text": "a", "label": 0.5}] * 20, "text-classification", {}, "got the label 0.5"),
         ([{"sentence": "a", "label": 7}] * 20, "cola", {}, "got label 7, expected one of its 2 classes"),
         ([{"text": "a", "mark": 1}] * 20, "text-classification", {}, "got no column 'label'"),
