@@ -59,6 +59,8 @@ def is_kernel(name: str) -> bool:
 
 
 FULL = (torch.float32, torch.float64)
+LOSS = "loss"
+"""The name of the loss among a step's terms."""
 
 
 class Diverged(Exception):
@@ -118,22 +120,17 @@ class AlignTrainer(Trainer):
         sizes = [size_of(batch) for batch in micro_batches]
         tokens, rows = self.reduce(torch.tensor(sizes, dtype=torch.float64, device=self.device).sum(dim=0)).tolist()
         terms: dict[str, float] = {}
-        loss = 0.0
         for batch, size in zip(micro_batches, sizes, strict=True):
-            part, part_loss = self._backward(batch, size.of(tokens, rows))
-            loss += part_loss
-            for name, value in part.items():
+            for name, value in self._backward(batch, size.of(tokens, rows)).items():
                 terms[name] = terms.get(name, 0.0) + value
         if self.accelerator.num_processes > 1:
             # The processes compute one step together.
             self.reduce_gradients(self.parameters.values())
-            names = sorted(terms)
-            sums = torch.tensor([loss, *(terms[n] for n in names)], dtype=torch.float64, device=self.device)
-            loss, *rest = self.reduce(sums).tolist()
-            terms = dict(zip(names, rest, strict=True))
-        for name, value in [*((f"error of {name}", value) for name, value in terms.items()), ("loss", loss)]:
+            sums = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device)
+            terms = dict(zip(terms, self.reduce(sums).tolist(), strict=True))
+        for name, value in terms.items():
             if not math.isfinite(value):
-                raise Diverged(f"the {name} became {value} at step {step}")
+                raise Diverged(f"the {'loss' if name == LOSS else f'error of {name}'} became {value} at step {step}")
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             if master is not parameter and parameter.grad is not None:
@@ -144,17 +141,18 @@ class AlignTrainer(Trainer):
         self.interrupts.hold()
         self.optimizer.step()
         self._write_back()
-        return terms, loss, float(self.optimizer.param_groups[0]["lr"])
+        return terms, terms.pop(LOSS), float(self.optimizer.param_groups[0]["lr"])
 
-    def _backward(self, batch: Mapping[str, Tensor], share: Share) -> tuple[dict[str, float], float]:
+    def _backward(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, float]:
+        """Compute the gradient of a batch; return its terms, and `LOSS` last."""
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
                 errors = self.objective.blockwise(batch, share, train=True)
-                return errors, sum(errors.values()) / max(len(errors), 1)
+                return {**errors, LOSS: sum(errors.values()) / max(len(errors), 1)}
             terms = self.objective.end_to_end(batch, share)
             loss = self.objective.total(terms)
         loss.backward()
-        return {name: float(value.detach()) for name, value in terms.items()}, float(loss.detach())
+        return {name: float(value.detach()) for name, value in [*terms.items(), (LOSS, loss)]}
 
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
         """Return the phase's loss on held-out batches."""
