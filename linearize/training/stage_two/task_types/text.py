@@ -115,31 +115,25 @@ class Reader(nn.Module):
 
     Args:
         model: the model.
+        read: returns the values of a batch: called with the model, which text each chunk belongs to (`owners`, None for
+            whole texts), and the token fields.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, read: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.read = model, read
 
     def forward(
         self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
     ) -> dict[str, Tensor]:
-        """Return `logits` for a batch, in chunks if `owners` is given; also a zero loss, which the trainer needs."""
-        logits = self.read(owners, **fields)
+        """Return `logits` for a batch, and a zero loss, which the trainer needs."""
+        logits = self.read(self.model, owners, **fields)
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
 
-    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
-        """Return the values that are scored."""
-        raise NotImplementedError
 
-
-class ChunkMean(Reader):
-    """Returns the mean of a classifier's logits, or of a regression's number, over each text's chunks."""
-
-    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
-        """Read chunks [chunks, T] -> [texts, C]."""
-        assert owners is not None
-        return mean_over_chunks(lambda **part: self.model(**part).logits, owners, fields)
+def mean_logits(model: nn.Module, owners: Tensor, **fields: Tensor) -> Tensor:
+    """Return the means [texts, C] of a classifier's logits, or a regression's numbers, over each text's chunks."""
+    return mean_over_chunks(lambda **part: model(**part).logits, owners, fields)
 
 
 class Texts(TaskType):
@@ -219,7 +213,7 @@ class _TextRows(Texts):
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the model, or the mean of its logits over each text's chunks."""
-        return ChunkMean(model) if self.options.chunks else model
+        return Reader(model, mean_logits) if self.options.chunks else model
 
     @classmethod
     def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
