@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -72,7 +72,7 @@ class Tuner(Trainer):
         teacher: PreTrainedModel | None = None,
         on_log: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
-        self.data, self.tune, self.teacher = data, config, teacher
+        self.data, self.tune, self.teacher, self.selecting = data, config, teacher, False
         # Any indexable rows will do, although transformers' types ask for torch's data sets.
         self.selection: Any = data.selection
         train: Any = data.train
@@ -152,6 +152,8 @@ class Tuner(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Return the loss of a batch: the distance from the teacher while training with one, else the model's own."""
+        if self.teacher is not None and self.selecting:
+            return self._selection_loss(model, inputs)
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         weight, hidden = self.label_weight(), self.tune.teacher_hidden_weight > 0
@@ -215,30 +217,20 @@ class Tuner(Trainer):
             output.metrics["eval_selection"] = self.measure_selection()  # type: ignore[index]
         return output
 
-    @torch.no_grad()
     def measure_selection(self) -> float:
         """Return the mean, over the held-out rows, of the loss that applies at the end of training.
 
         Without a teacher, that is the model's own loss; with one, the divergence from it, and the loss on the labels if
-        they join: by the divergence alone, a state from before the labels joined would always win. Every process
-        measures all of these rows, because dividing them would count some twice.
+        they join: by the divergence alone, a state from before the labels joined would always win.
         """
-        model, rows = self.model, self.selection
-        assert isinstance(model, nn.Module) and rows is not None
-        model.eval()
-        total = torch.zeros(2, device=self.args.device, dtype=torch.float32)
-        rows_once = DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
-        for batch in rows_once:
-            inputs = self._prepare_inputs(batch)
-            count = len(next(iter(inputs.values())))
-            with self.compute_loss_context_manager(), self.accelerator.autocast():
-                if self.teacher is None:
-                    value: Any = super().compute_loss(model, inputs)
-                else:
-                    value = self._selection_loss(model, inputs)
-            total += torch.stack([value.float() * count, torch.tensor(float(count), device=total.device)])
-        # All processes need exactly the same value, as it decides when they stop.
-        return float(self.accelerator.reduce(total[0] / total[1], "mean"))
+        self.selecting = True
+        try:
+            rows = self.get_eval_dataloader(self.selection)
+            output = super().evaluation_loop(rows, "Selection", True, metric_key_prefix="selection")
+        finally:
+            self.selecting = False
+        assert output.metrics is not None
+        return output.metrics["selection_loss"]
 
     def keep_start(self) -> None:
         """Measure the state before the first step on the held-out rows, and keep it until there is a better one.
@@ -255,14 +247,14 @@ class Tuner(Trainer):
         self.state.best_metric, self.state.best_global_step = value, 0
         self.state.best_model_checkpoint = str(folder)
 
-    def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the divergence from the teacher on a batch, and the loss on its labels if they join."""
+    def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
+        """Return the divergence from the teacher on a batch, and the loss on its labels if they join; and outputs."""
         weight = self.tune.final_labels_weight
         outputs, taught = self._outputs(model, inputs, labelled=weight > 0)
         value = self.data.type.teacher_loss(outputs, taught, inputs)
-        if not weight:
-            return value
-        return self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(outputs, inputs)
+        if weight:
+            value = self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(outputs, inputs)
+        return value, outputs
 
     def _outputs(
         self, model: nn.Module, inputs: dict[str, Tensor], *, labelled: bool, hidden: bool = False
