@@ -18,8 +18,9 @@ from linearize.cli.main import main
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
-from linearize.training.stage_two.load import check_processor, check_teacher, load_for_task, load_teacher
+from linearize.training.stage_two.load import check_processor, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import IGNORED, hold_out
 from linearize.training.stage_two.tasks import TASKS, task
@@ -374,11 +375,11 @@ def test_a_longer_student_may_have_its_teacher(bert, glue, tmp_path):
     data = data_for("mrpc", bert, glue)
     teacher, student = pair_of(bert, data, None)
     extend_positions(student, 64)
-    check_teacher(teacher, linearize.convert(student, "hedgehog"))
+    check_teacher(linearize.convert(student, "hedgehog"), teacher)
     with pytest.raises(ConfigError, match="expected a converted model; convert it first"):
-        check_teacher(teacher, load_for_task(bert, data))
+        check_teacher(load_for_task(bert, data), teacher)
     with pytest.raises(ConfigError, match="got a converted model"):
-        check_teacher(linearize.convert(load_for_task(bert, data), "elu"), student)
+        check_teacher(student, linearize.convert(load_for_task(bert, data), "elu"))
 
 
 def test_image_processors_are_compared(vit):

@@ -21,6 +21,7 @@ from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
 from linearize.fidelity.teacher import body_of, frozen_output, run_module
+from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 
 OUTPUT = "output"
@@ -175,8 +176,14 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Check that a model can be the student's teacher.
 
     Raises:
-        ConfigError: if it is converted, or has another architecture, size, head or label set.
+        ConfigError: if it is converted, or has another architecture, size, head or label set, or if the student is not
+            converted.
     """
+    if not is_linearized(student):
+        raise ConfigError(
+            f"teacher: got a {type(student).__name__} to train, expected a converted model; convert it first: "
+            "linearize convert, or tune it without a teacher"
+        )
     check_original(teacher, student, "teacher")
     mine, theirs = _sizes(student), _sizes(teacher)
     for name in sorted(mine.keys() | theirs.keys()):
