@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from linearize.training.stage_one.loss import Targets, cross_entropy, output_los
 from linearize.training.stage_one.processes import Interrupts, autocast
 from linearize.training.stage_one.run import Trainer
 
+OWN = ("learning_rate", "weight_decay", "warmup", "negative_penalty")
+"""Options whose default is the kernel's own."""
+
 
 @dataclass
 class LayerLoss:
@@ -35,6 +38,7 @@ class LayerLoss:
     Attributes:
         name: name of the host module.
         layer: the converted layer.
+        training: learning rate and others: the options given, else the kernel's own.
         weights: whether the cross-entropy of the attention weights counts.
         output: weight of the squared error of the outputs.
         penalty: weight of the negative mass; None for positive maps.
@@ -45,17 +49,13 @@ class LayerLoss:
 
     name: str
     layer: LinearAttention
+    training: StageOne
     weights: bool
     output: float
     penalty: float | None
     total: float = 0.0
     count: float = 0.0
     host: LinearAttention | None = None
-
-    @property
-    def training(self) -> StageOne:
-        """The kernel's own training defaults."""
-        return self.layer.mixer.info.training(self.layer.mixer.config)
 
     def reset(self) -> None:
         """Start a new sum."""
@@ -115,22 +115,22 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
     Raises:
         ConfigError: if the requested loss does not fit the kernel.
     """
-    info, defaults = layer.mixer.info, layer.mixer.info.training(layer.mixer.config)
+    info = layer.mixer.info
+    options = {name: value for name in OWN if (value := getattr(config, name)) is not None}
+    training = replace(info.training(layer.mixer.config), **options)
     walkable = info.normalized and has_rows(layer) and (layer.mixer.positive or layer.hybrid.window is None)
     kind = config.loss
     if kind == "auto":
         # Without scales, a kernel joined with a window cannot match softmax's magnitude, but its outputs can match.
         unscaled = layer.hybrid.window is not None and layer.hybrid.scale == SCALES[0]
-        kind = defaults.loss if walkable and not unscaled else "output"
+        kind = training.loss if walkable and not unscaled else "output"
     if kind in ("weights", "both") and not walkable:
         raise ConfigError(
             f"stage one: kernel {info.name!r} has no normalised weights to compare with softmax's; use --loss output"
         )
-    penalty = None
-    if not layer.mixer.positive:
-        penalty = defaults.negative_penalty if config.negative_penalty is None else config.negative_penalty
     output = {"weights": 0.0, "output": 1.0, "both": config.output_weight}[kind]
-    return LayerLoss(name, layer, kind in ("weights", "both"), output, penalty)
+    penalty = None if layer.mixer.positive else training.negative_penalty
+    return LayerLoss(name, layer, training, kind in ("weights", "both"), output, penalty)
 
 
 class KernelTrainer(Trainer):
@@ -155,17 +155,16 @@ class KernelTrainer(Trainer):
         self.optimizer = torch.optim.AdamW(self._groups())
 
     def _groups(self) -> list[dict[str, object]]:
-        """Return one parameter group per layer, with its kernel's defaults."""
-        config = self.config
-        groups: list[dict[str, object]] = []
-        for loss in self.layers:
-            defaults = loss.training
-            decay = defaults.weight_decay if config.weight_decay is None else config.weight_decay
-            peak = defaults.learning_rate if config.learning_rate is None else config.learning_rate
-            warmup = defaults.warmup if config.warmup is None else config.warmup
-            parameters = list(loss.layer.parameters())
-            groups.append({"params": parameters, "weight_decay": decay, "peak": peak, "warmup": warmup})
-        return groups
+        """Return one parameter group per layer, with its own rates."""
+        return [
+            {
+                "params": list(loss.layer.parameters()),
+                "weight_decay": loss.training.weight_decay,
+                "peak": loss.training.learning_rate,
+                "warmup": loss.training.warmup,
+            }
+            for loss in self.layers
+        ]
 
     def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> float:
         """Do optimizer step number `step` (from 1), and return the first layer's learning rate.

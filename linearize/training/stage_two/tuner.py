@@ -196,17 +196,12 @@ class Tuner(Trainer):
         super().log(logs, start_time)
         step = self.state.global_step
         for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
-            if math.isfinite(logs.get(name, 0.0)):
-                continue
-            if step == 0:
+            if not math.isfinite(logs.get(name, 0.0)):
+                when = f"became {logs[name]} by step {step}" if step else f"is {logs[name]} before the first step"
                 raise TrainingError(
-                    f"stage two: {name} is {logs[name]} before the first step; check the model's weights and the "
-                    "data for broken numbers"
+                    f"stage two: {name} {when}; lower the learning rate, or check the model's weights and the data for "
+                    "broken numbers"
                 )
-            raise TrainingError(
-                f"stage two: {name} became {logs[name]} by step {step}; lower the learning rate, or check the data for "
-                "broken inputs"
-            )
         if self.on_log is not None:
             self.on_log({"step": step, "steps": self.state.max_steps, **logs})
 
