@@ -10,17 +10,17 @@ import torch.nn.functional as nnf
 import transformers
 from support.tiny import CONFIGS
 from support.training import Fixed, sharp
+from support.weights_loss import weights_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import linearize
 import linearize.training.stage_one.loss as loss_module
 from linearize.attention.interface import linear_attentions
-from linearize.kernels.base import Features
 from linearize.training.stage_one import DistillConfig
 from linearize.training.stage_one.loop import distill, make_accelerator
 from linearize.training.stage_one.loss import Targets
-from linearize.training.stage_one.observer import KernelTrainer, LayerFeatures, LayerLoss, layer_loss
+from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss
 
 TOKENS = 256
 
@@ -118,30 +118,23 @@ def test_the_frozen_model_runs_sdpa_without_gradients(monkeypatch):
 @pytest.mark.parametrize("sample", [None, 5], ids=["all", "sampled"])
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n", "polaformer"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_features_in_parts_equal_the_whole(name, kernel, sample, monkeypatch):
+def test_the_gradient_reaches_the_parameters(name, kernel, sample, monkeypatch):
+    """They get the gradient of the loss on features of the whole sequence."""
     monkeypatch.setattr(loss_module, "CPU_NUMBERS", 2 * 2 * 4 * 8 * 5)
     layer = next(iter(linear_attentions(sharp(name, kernel=kernel)).values()))
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 23, 8, generator=draw)
     k = torch.randn(2, layer.shape.key_heads, 23, 8, generator=draw)
     positions = None if sample is None else torch.tensor([1, 4, 9, 16, 22])
-    made = LayerFeatures(layer, Targets(q, k, 0.5, layer.shape.causal), positions)
+    targets = Targets(q, k, 0.5, layer.shape.causal)
+    loss = layer_loss("first", layer, DistillConfig(loss="weights"))
+    (phi_q, query_scale), (phi_k, scale) = layer.mixer.mapped(q, k, scaling=0.5)
+    phi_q = phi_q if positions is None else phi_q[:, :, positions]
+    want = weights_loss(phi_q, phi_k, scale, targets.sampled(positions), negative_penalty=loss.penalty)
     parameters = list(layer.parameters())
-    (phi_q, _), (phi_k, scale) = layer.mixer.mapped(q, k, scaling=0.5)
-    whole = [phi_q if positions is None else phi_q[:, :, positions], None, phi_k, scale]
-    queries, keys = made.whole()
-    got = [*queries, *keys]
-    assert len(list(made._parts())) == (1 if made.indivisible else 5)
-    directions = []
-    for one, two in zip(got, whole, strict=True):
-        assert (one is None) == (two is None)
-        if one is not None and two is not None:
-            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
-            assert not one.requires_grad
-        directions.append(None if one is None else torch.randn(one.shape, generator=draw))
-    want = sum((2 * d * w).sum() for d, w in zip(directions, whole, strict=True) if d is not None)
     expected = torch.autograd.grad(want, parameters, allow_unused=True)
-    made.backward(2.0, Features(*directions[:2]), Features(*directions[2:]))
+    loss.add(targets, k, train=True, sample=positions)
+    assert query_scale is None and loss.total == pytest.approx(want.item(), rel=1e-6)
     for parameter, gradient in zip(parameters, expected, strict=True):
         gradient = torch.zeros_like(parameter) if gradient is None else gradient
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -10,7 +10,7 @@ from support.training import Fixed, batches, sharp
 
 from linearize.core.errors import ConfigError
 from linearize.training.stage_one import DistillConfig
-from linearize.training.stage_one.loop import blocks_of, distill, make_accelerator
+from linearize.training.stage_one.loop import distill, make_accelerator
 
 KINDS = ("ddp", "fsdp")
 MODELS = ("bert", "gpt2")
@@ -47,8 +47,3 @@ def test_the_first_version_of_fsdp_is_refused():
             distill(model, Fixed(batches(model)), DistillConfig(steps=1), accelerator=accelerator)
     finally:
         accelerator.state.distributed_type = before
-
-
-def test_blocks_are_the_layers():
-    assert [type(block).__name__ for block in blocks_of(sharp("bert"))] == ["BertLayer"] * 2
-    assert [type(block).__name__ for block in blocks_of(sharp("gpt2"))] == ["GPT2Block"] * 2

@@ -80,7 +80,7 @@ LABELS = {
     "mixed-labels.jsonl": (labelled("good", 1), "got json in column 'label', expected"),
     "negative.jsonl": (labelled(0, -1), "got the label -1 in column 'label', expected class names or whole numbers"),
     "infinite.jsonl": (labelled(0, float("inf")), "got the label inf in column 'label', expected class names or whole"),
-    "huge.jsonl": (labelled(0, 10**9), "got the label 1000000000 in column 'label', expected class numbers"),
+    "huge.jsonl": (labelled(0, 10**9), "got the label 1000000000 in column 'label', expected class names or"),
     "list-labels.jsonl": (labelled([1]), "got list in column 'label', expected"),
 }
 """The same of labels, which only tasks read."""

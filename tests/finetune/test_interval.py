@@ -17,7 +17,7 @@ from linearize.training.stage_two.metrics import (
     resampled_scores,
 )
 from linearize.training.stage_two.prepare import DataOptions
-from linearize.training.stage_two.prepared import IGNORED, text_facts, tokenise
+from linearize.training.stage_two.prepared import IGNORED, row_facts, tokenise
 from linearize.training.stage_two.tasks import TASKS, recovery
 
 
@@ -93,15 +93,14 @@ def test_the_share_of_rows_that_were_cut():
     texts = ["a", "a a a a a a", "a a a a", "a a a a a a a a a"]
     longest = [len(tokenizer(text)["input_ids"]) for text in texts]
     length = longest[1]
-    made = tokenise(tokenizer, texts, [None] * 4, length)
-    assert text_facts(tokenizer, texts, [None] * 4, made, DataOptions(max_length=length)) == {
+    lengths = [len(row["input_ids"]) for row in tokenise(tokenizer, texts)]
+    assert row_facts(lengths, DataOptions(max_length=length)) == {
         "rows": 4, "max_length": length, "longest_row": longest[3], "cut_share": 0.25
     }  # fmt: skip
-    assert text_facts(tokenizer, texts, [None] * 4, made, DataOptions(max_length=length - 1))["cut_share"] == 0.5
-    pairs = tokenise(tokenizer, texts, texts, 100)
-    assert text_facts(tokenizer, texts, texts, pairs, DataOptions(max_length=100))["cut_share"] == 0.0
-    allowed = DataOptions(max_length=100, auto_length=True)
-    assert text_facts(tokenizer, texts, texts, pairs, allowed)["max_length"] == 2 * longest[3] - 1
+    assert row_facts(lengths, DataOptions(max_length=length - 1))["cut_share"] == 0.5
+    pairs = [len(row["input_ids"]) for row in tokenise(tokenizer, texts, texts)]
+    assert row_facts(pairs, DataOptions(max_length=100))["cut_share"] == 0.0
+    assert row_facts(pairs, DataOptions(max_length=100, auto_length=True))["max_length"] == 2 * longest[3] - 1
 
 
 def test_the_ends_hardly_move_with_the_seed():

@@ -18,8 +18,9 @@ from linearize.cli.main import main
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
-from linearize.training.stage_two.load import check_processor, check_teacher, load_for_task, load_teacher
+from linearize.training.stage_two.load import check_processor, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.prepared import IGNORED, hold_out
 from linearize.training.stage_two.tasks import TASKS, task
@@ -340,9 +341,9 @@ def test_teachers_that_are_refused(bert, gpt2, glue, tmp_path, tuned):
     sizes |= {"pad_token_id": 0}
     names = {"id2label": {0: "not_equivalent", 1: "equivalent"}, "label2id": {"not_equivalent": 0, "equivalent": 1}}
     wide = BertConfig(hidden_size=32, num_hidden_layers=2, **sizes, **names)
-    assert "a model with another size" in refused(other("wide", BertForSequenceClassification(wide)), data, bert)
+    assert "a model of another size" in refused(other("wide", BertForSequenceClassification(wide)), data, bert)
     deep = BertConfig(hidden_size=16, num_hidden_layers=3, **sizes, **names)
-    assert "only the teacher has the weight" in refused(other("deep", BertForSequenceClassification(deep)), data, bert)
+    assert "the student has none" in refused(other("deep", BertForSequenceClassification(deep)), data, bert)
     turned = {"id2label": {0: "equivalent", 1: "not_equivalent"}, "label2id": {"equivalent": 0, "not_equivalent": 1}}
     labels = BertConfig(hidden_size=16, num_hidden_layers=2, **sizes, **turned)
     folder = other("turned", BertForSequenceClassification(labels).eval())
@@ -374,11 +375,11 @@ def test_a_longer_student_may_have_its_teacher(bert, glue, tmp_path):
     data = data_for("mrpc", bert, glue)
     teacher, student = pair_of(bert, data, None)
     extend_positions(student, 64)
-    check_teacher(teacher, linearize.convert(student, "hedgehog"))
+    check_teacher(linearize.convert(student, "hedgehog"), teacher)
     with pytest.raises(ConfigError, match="expected a converted model; convert it first"):
-        check_teacher(teacher, load_for_task(bert, data))
+        check_teacher(load_for_task(bert, data), teacher)
     with pytest.raises(ConfigError, match="got a converted model"):
-        check_teacher(linearize.convert(load_for_task(bert, data), "elu"), student)
+        check_teacher(student, linearize.convert(load_for_task(bert, data), "elu"))
 
 
 def test_image_processors_are_compared(vit):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linearize.kernels.base import Features
 from linearize.ops import Window
-from linearize.training.stage_one.loss import Targets, cross_entropy_
+from linearize.training.stage_one.loss import Targets, cross_entropy
 
 
 def weights_loss(
@@ -38,13 +38,12 @@ def weights_loss(
 
 
 class _WeightsLoss(torch.autograd.Function):
-    """The gradient is made in the forward pass, block by block, in a copy of the features."""
+    """The gradient is made in the forward pass, block by block."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        copies = [None if x is None else x.clone() for x in given[:4]]
-        total = cross_entropy_(Features(*copies[:2]), Features(*copies[2:]), *given[4:], gradient=True)
-        ctx.save_for_backward(*copies)
+        total, gradients = cross_entropy(Features(*given[:2]), Features(*given[2:4]), *given[4:], gradient=True)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod

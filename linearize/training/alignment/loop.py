@@ -29,7 +29,6 @@ from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import Interrupts, autocast
 from linearize.training.stage_one.run import (
     Batches,
-    Progress,
     Report,
     Run,
     RunState,
@@ -60,6 +59,8 @@ def is_kernel(name: str) -> bool:
 
 
 FULL = (torch.float32, torch.float64)
+LOSS = "loss"
+"""The name of the loss among a step's terms."""
 
 
 class Diverged(Exception):
@@ -119,22 +120,17 @@ class AlignTrainer(Trainer):
         sizes = [size_of(batch) for batch in micro_batches]
         tokens, rows = self.reduce(torch.tensor(sizes, dtype=torch.float64, device=self.device).sum(dim=0)).tolist()
         terms: dict[str, float] = {}
-        loss = 0.0
         for batch, size in zip(micro_batches, sizes, strict=True):
-            part, part_loss = self._backward(batch, size.of(tokens, rows))
-            loss += part_loss
-            for name, value in part.items():
+            for name, value in self._backward(batch, size.of(tokens, rows)).items():
                 terms[name] = terms.get(name, 0.0) + value
         if self.accelerator.num_processes > 1:
             # The processes compute one step together.
             self.reduce_gradients(self.parameters.values())
-            names = sorted(terms)
-            sums = torch.tensor([loss, *(terms[n] for n in names)], dtype=torch.float64, device=self.device)
-            loss, *rest = self.reduce(sums).tolist()
-            terms = dict(zip(names, rest, strict=True))
-        for name, value in [*((f"error of {name}", value) for name, value in terms.items()), ("loss", loss)]:
+            sums = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device)
+            terms = dict(zip(terms, self.reduce(sums).tolist(), strict=True))
+        for name, value in terms.items():
             if not math.isfinite(value):
-                raise Diverged(f"the {name} became {value} at step {step}")
+                raise Diverged(f"the {'loss' if name == LOSS else f'error of {name}'} became {value} at step {step}")
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             if master is not parameter and parameter.grad is not None:
@@ -145,24 +141,24 @@ class AlignTrainer(Trainer):
         self.interrupts.hold()
         self.optimizer.step()
         self._write_back()
-        return terms, loss, float(self.optimizer.param_groups[0]["lr"])
+        return terms, terms.pop(LOSS), float(self.optimizer.param_groups[0]["lr"])
 
-    def _backward(self, batch: Mapping[str, Tensor], share: Share) -> tuple[dict[str, float], float]:
+    def _backward(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, float]:
+        """Compute the gradient of a batch; return its terms, and `LOSS` last."""
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
                 errors = self.objective.blockwise(batch, share, train=True)
-                return errors, sum(errors.values()) / max(len(errors), 1)
+                return {**errors, LOSS: sum(errors.values()) / max(len(errors), 1)}
             terms = self.objective.end_to_end(batch, share)
             loss = self.objective.total(terms)
         loss.backward()
-        return {name: float(value.detach()) for name, value in terms.items()}, float(loss.detach())
+        return {name: float(value.detach()) for name, value in [*terms.items(), (LOSS, loss)]}
 
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
         """Return the phase's loss on held-out batches."""
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
-                errors = blockwise_loss(self.objective, held_out)
-                return sum(errors.values()) / max(len(errors), 1)
+                return blockwise_loss(self.objective, held_out)
             return measure(self.objective, held_out).loss
 
     def trained(self) -> dict[str, Tensor]:
@@ -263,26 +259,12 @@ def align(
     return _Run(data, config, on_step, accelerator).run(pair)
 
 
-@dataclass
-class _Progress(Progress):
-    """Progress of a phase.
-
-    Attributes:
-        halved: how often the rate was halved.
-        factor: factor of the rate.
-    """
-
-    halved: int = 0
-    factor: float = 1.0
-
-
 class _Run(Run):
     """One alignment: its phases one after the other."""
 
-    part_name, weights_name, report, new_progress = "phase", "trained", AlignStep, _Progress
+    part_name, weights_name, report = "phase", "trained", AlignStep
     config: AlignConfig
     trainer: AlignTrainer
-    progress: _Progress
     pair: Pair
     objective: Objective
 
@@ -326,7 +308,7 @@ class _Run(Run):
                     if saved is not None:
                         # A state has the fp32 copies of weights in half precision.
                         trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
-                        trainer.factor = self.progress.factor
+                        trainer.factor = 0.5**self.progress.halved
                     saved = None
                     self.train(held_out)
                 done += steps
@@ -374,7 +356,7 @@ class _Run(Run):
     def _slow_down(self) -> None:
         progress, trainer = self.progress, self.trainer
         progress.halved, progress.rises = progress.halved + 1, 0
-        progress.factor = trainer.factor = trainer.factor / 2
+        trainer.factor = 0.5**progress.halved
         # The old moments would drive the weights in the same direction again.
         trainer.optimizer.state.clear()
 

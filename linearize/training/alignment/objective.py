@@ -15,7 +15,8 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +140,7 @@ def logits_loss(
     return divergence(mine, target, temperature=temperature) / max(mine.shape[0], 1)
 
 
-POOLED, LOGITS = "pooled", "logits"
+POOLED, LOGITS, ATTENTION = "pooled", "logits", "attention of "
 FAR_BELOW = -1e4
 """The logit of padding among logits over tokens, so that padding is never an answer."""
 
@@ -179,50 +180,48 @@ class Objective:
     Attributes:
         pair: student and teacher.
         config: weights and temperature.
-        states: divisors for the errors of hidden states, by block, and of the last one: the teacher's variances per
-            token, summed over channels. `measure_scales` fills this and the next two.
-        attentions: divisors for the attentions' outputs after the output projection, by block.
-        numbers: divisors for regression logits, by name.
+        scales: divisors of squared errors, from `measure_scales`: the teacher's variances per token, summed over
+            channels, of the states by their names, of the attentions' outputs after the output projection
+            (`ATTENTION` and the block's name), and of regression logits by the names of their terms.
     """
 
     def __init__(self, pair: Pair, config: AlignConfig) -> None:
         self.pair, self.config = pair, config
         self.head = config.logits_weight > 0
-        self.states: dict[str, float] = {}
-        self.attentions: dict[str, float] = {}
-        self.numbers: dict[str, float] = {}
+        self.scales: dict[str, float] = {}
 
     @torch.no_grad()
-    def measure_scales(self, batches: list[dict[str, Tensor]]) -> None:
-        """Measure the teacher's variances, as means over held-out batches weighted by tokens."""
-        self.states, self.attentions, self.numbers, total = {}, {}, {}, 0.0
-        for batch in batches:
-            tokens = size_of(batch).tokens
-            total += tokens
+    def measure_scales(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """Measure the teacher's variances, as means over held-out batches weighted by tokens.
+
+        Raises:
+            DataError: if there is no batch.
+        """
+
+        def variances(batch: Mapping[str, Tensor], share: Share) -> dict[str, float]:
             with self._attentions(self.pair.teacher, self.pair.blocks) as kept:
                 taught = self.pair.teach(batch, head=self.head)
-            variances = [(self.states, name, variance(state, taught.mask)) for name, state in taught.states.items()]
-            variances += [(self.attentions, name, variance(state, taught.mask)) for name, state in kept.items()]
+            states = {**taught.states, **{ATTENTION + name: state for name, state in kept.items()}}
+            found = {name: variance(state, taught.mask) for name, state in states.items()}
             if is_regression(self.pair.teacher.config):
-                variances += [(self.numbers, name, variance(value)) for name, value in taught.logits.items()]
-            for scales, name, value in variances:
-                scales[name] = scales.get(name, 0.0) + float(value) * tokens
-        for scales in (self.states, self.attentions, self.numbers):
-            for name in scales:
-                scales[name] /= max(total, 1.0)
+                found |= {f"{LOGITS}/{name}": variance(value) for name, value in taught.logits.items()}
+            return {name: share.tokens * float(value) for name, value in found.items()}
+
+        self.scales = summed(variances, batches)
 
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
         """Return the terms of whole models: one per hidden state, `POOLED`, and one per kind of logits."""
         taught = self.pair.teach(batch, head=self.head)
         learned = self.pair.learn(batch, head=self.head)
         terms = {
-            name: share.tokens * relative_error(learned.states[name], target, taught.mask, self.states[name])
+            name: share.tokens * relative_error(learned.states[name], target, taught.mask, self.scales[name])
             for name, target in taught.states.items()
         }
         mine, target = (self._pooled(side) for side in (learned, taught))
         terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
         for name, value in taught.logits.items():
-            terms[f"{LOGITS}/{name}"] = self._logits(name, learned.logits[name], value, taught.mask, share)
+            term = f"{LOGITS}/{name}"
+            terms[term] = self._logits(learned.logits[name], value, taught.mask, share, self.scales.get(term))
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -252,9 +251,9 @@ class Objective:
                 target, attended = first_tensor(output).detach(), kept[name]
                 with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, own) as mine:
                     state = first_tensor(module(*args, **kwargs))
-                    error = relative_error(state, target, mask, self.states[name])
+                    error = relative_error(state, target, mask, self.scales[name])
                     if attention != name:
-                        error = error + relative_error(mine[name], attended, mask, self.attentions[name])
+                        error = error + relative_error(mine[name], attended, mask, self.scales[ATTENTION + name])
                     error = share.tokens * error
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
@@ -290,11 +289,10 @@ class Objective:
             return states[:, 0]
         return states[torch.arange(len(states), device=states.device), side.mask.long().argmax(dim=1)]
 
-    def _logits(self, name: str, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share) -> Tensor:
+    def _logits(self, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share, scale: float | None) -> Tensor:
         per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
-        if name in self.numbers:
-            error = (mine.float() - target.float()).square().sum() / (target.shape[0] * self.numbers[name])
-            return share.rows * error
+        if scale is not None:
+            return share.rows * (mine.float() - target.float()).square().sum() / (target.shape[0] * scale)
         if mask is not None and not per_token and target.shape == mask.shape:
             # One logit per token: the chosen token (the start of an answer) must not be padding.
             mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
@@ -326,8 +324,33 @@ class Closeness:
 
 
 @torch.no_grad()
-def measure(objective: Objective, batches: list[dict[str, Tensor]]) -> Closeness:
+def measure(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Closeness:
     """Compare student and teacher on batches that are on the models' device.
+
+    Raises:
+        DataError: if there is no batch.
+    """
+    sums = summed(objective.end_to_end, batches)
+    logits = [float(value) for name, value in sums.items() if name.startswith(LOGITS)]
+    hidden = {name: value for name, value in sums.items() if name != POOLED and not name.startswith(LOGITS)}
+    return Closeness(
+        {name: math.sqrt(float(value)) for name, value in hidden.items()},
+        1 - float(sums[POOLED]),
+        sum(logits) / len(logits) if logits else None,
+        float(objective.total(sums)),
+    )
+
+
+def blockwise_loss(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> float:
+    """Return the mean over blocks of their errors under the teacher's inputs, on held-out batches."""
+    errors = summed(partial(objective.blockwise, train=False), batches)
+    return sum(errors.values()) / max(len(errors), 1)
+
+
+def summed(
+    terms_of: Callable[[Mapping[str, Tensor], Share], Mapping[str, Any]], batches: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Any]:
+    """Add up the terms of batches, each with its share of all tokens and rows.
 
     Raises:
         DataError: if there is no batch.
@@ -336,28 +359,8 @@ def measure(objective: Objective, batches: list[dict[str, Tensor]]) -> Closeness
         raise DataError("alignment: got no held-out batch to measure on; set some rows aside (--holdout)")
     sizes = [size_of(batch) for batch in batches]
     tokens, rows = (sum(column) for column in zip(*sizes, strict=True))
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Any] = {}
     for batch, size in zip(batches, sizes, strict=True):
-        for name, term in objective.end_to_end(batch, size.of(tokens, rows)).items():
-            sums[name] = sums[name] + term if name in sums else term
-    logits = [float(value) for name, value in sums.items() if name.startswith(LOGITS)]
-    layers = {
-        name: math.sqrt(float(value)) for name, value in sums.items() if name != POOLED and not name.startswith(LOGITS)
-    }
-    return Closeness(
-        layers,
-        1 - float(sums[POOLED]),
-        sum(logits) / len(logits) if logits else None,
-        float(objective.total(sums)),
-    )
-
-
-@torch.no_grad()
-def blockwise_loss(objective: Objective, batches: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Return each block's error under the teacher's inputs, on held-out batches."""
-    total = sum(size_of(batch).tokens for batch in batches)
-    sums: dict[str, float] = {}
-    for batch in batches:
-        for name, value in objective.blockwise(batch, size_of(batch).of(total, 1), train=False).items():
-            sums[name] = sums.get(name, 0.0) + value
+        for name, term in terms_of(batch, size.of(tokens, rows)).items():
+            sums[name] = sums.get(name, 0.0) + term
     return sums

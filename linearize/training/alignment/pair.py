@@ -21,6 +21,7 @@ from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
 from linearize.fidelity.teacher import body_of, frozen_output, run_module
+from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 
 OUTPUT = "output"
@@ -175,19 +176,25 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Check that a model can be the student's teacher.
 
     Raises:
-        ConfigError: if it is converted, or has another architecture, size, head or label set.
+        ConfigError: if it is converted, or has another architecture, size, head or label set, or if the student is not
+            converted.
     """
+    if not is_linearized(student):
+        raise ConfigError(
+            f"teacher: got a {type(student).__name__} to train, expected a converted model; convert it first: "
+            "linearize convert, or tune it without a teacher"
+        )
     check_original(teacher, student, "teacher")
     mine, theirs = _sizes(student), _sizes(teacher)
-    given = "give the model that the checkpoint was made from"
-    # Positions may have been extended.
-    for name in (name for name in mine if name in theirs and mine[name] != theirs[name] and "position" not in name):
-        raise ConfigError(
-            f"teacher: got a model with another size ({name}: {theirs[name]}, the student has {mine[name]}); {given}"
-        )
-    for name in sorted(name for name in mine.keys() ^ theirs.keys() if not name.startswith("pooler.")):
-        whose = "the teacher lacks" if name in mine else "only the teacher has"
-        raise ConfigError(f"teacher: got a model with other layers ({whose} the weight {name!r}); {given}")
+    for name in sorted(mine.keys() | theirs.keys()):
+        got, expected = theirs.get(name), mine.get(name)
+        # Positions may have been extended, and a pooler may be missing.
+        free = "position" in name if got and expected else name.startswith("pooler.")
+        if got != expected and not free:
+            raise ConfigError(
+                f"teacher: got a model of another size ({name}: {got or 'missing'}, the student has "
+                f"{expected or 'none'}); give the model that the checkpoint was made from"
+            )
     kind, other = (type(model).__name__.removeprefix("Linearized") for model in (student, teacher))
     if _has_head(student) and kind != other:
         raise ConfigError(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
@@ -26,10 +26,11 @@ from linearize.core.errors import ConfigError
 from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.fidelity.teacher import body_of
+from linearize.training.alignment.pair import find_blocks
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
-from linearize.training.stage_one.run import Batches, Progress, Report, Run, RunState, check_inputs, frozen
+from linearize.training.stage_one.run import Batches, Report, Run, RunState, check_inputs, frozen
 from linearize.training.stage_one.start import start_scales
 
 
@@ -125,7 +126,6 @@ class _Run(Run):
     part_name, weights_name, report = "group", "kernel", StepReport
     config: DistillConfig
     trainer: KernelTrainer
-    progress: Progress
 
     def run(self, model: PreTrainedModel) -> DistillResult:
         """Measure, train, measure again."""
@@ -237,7 +237,7 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
         kernel.to(accelerator.device)
     sharded: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
     body = body_of(sharded)
-    for module in (*blocks_of(body), body):
+    for module in (*map(body.get_submodule, find_blocks(body)), body):
         fully_shard(
             module,
             # There is no backward pass to gather weights for.
@@ -248,17 +248,3 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
             ignored_params={parameter for kernel in kernels for parameter in kernel.parameters()},
         )
     return sharded
-
-
-def blocks_of(body: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model that hold converted attentions: the outermost members of lists of modules."""
-    blocks: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in body.modules():
-        if not isinstance(module, nn.ModuleList):
-            continue
-        for block in module:
-            if id(block) not in inside and linear_attentions(block):
-                blocks.append(block)
-            inside.update(id(part) for part in block.modules())
-    return blocks

@@ -10,7 +10,7 @@ of the row's mean the logarithm continues as a straight line, so a negative scor
 The negative mass divided by z_i is a penalty.
 
 The two T x T matrices are walked in blocks of rows of one or a few heads, small enough to stay in the cache. Padding is
-removed first, blocks end at the last key that a row sees, and all blocks use the same memory.
+removed first, and blocks end at the last key that a row sees.
 
 Shapes: n pairs of a batch entry and a key/value head, G query heads in each, C rows, S keys, D head size, F features.
 """
@@ -18,7 +18,6 @@ Shapes: n pairs of a batch entry and a key/value head, G query heads in each, C 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,7 +93,7 @@ def block_numbers(device: torch.device) -> int:
     return CPU_NUMBERS if device.type == "cpu" else GPU_NUMBERS
 
 
-def cross_entropy_(
+def cross_entropy(
     queries: Features,
     keys: Features,
     targets: Targets,
@@ -102,11 +101,10 @@ def cross_entropy_(
     window: Window | None = None,
     *,
     gradient: bool,
-) -> Tensor:
+) -> tuple[Tensor, list[Tensor | None]]:
     """Return the cross-entropy of the kernel's weights against softmax's (hedgehog eq. 6, flexformer L_awd).
 
-    It is summed over valid queries and heads. One pass over blocks of rows computes loss and gradient, as fused
-    cross-entropies do; with `gradient`, the features are overwritten with their gradients.
+    One pass over blocks of rows computes loss and gradients, as fused cross-entropies do.
 
     Args:
         queries: [B, H, R, F] features of `targets.q`, fp32; their log-scale only matters with a window.
@@ -114,24 +112,26 @@ def cross_entropy_(
         targets: the frozen layer.
         penalty: weight of the negative mass for maps whose weights can be negative; None for positive maps.
         window: softmax window joined to a positive map, or None.
-        gradient: whether to overwrite the features and log-scales with the loss's gradients.
+        gradient: whether to compute the gradients.
+
+    Returns:
+        The sum over valid queries and heads, and its gradients: of phi and log-scale of the queries, then of the keys.
+        A gradient is None without `gradient`, and for a log-scale that is None.
     """
     walk = _Walk(targets, queries.phi, penalty, window, gradient=gradient)
+    features = (*queries, *keys)
+    gradients = [None if x is None or not gradient else torch.zeros_like(x) for x in features]
     for batch, tokens in pieces(targets.key_padding_mask):
         rows, places = _places(targets, tokens)
-        sides = ((targets.q, queries, rows), (targets.k, keys, tokens))
-        q, k = (take(x, batch, kept) for x, _, kept in sides)
-        mapped = [
-            Features(take(phi, batch, kept), None if scale is None else take(scale, batch, kept))
-            for _, (phi, scale), kept in sides
-        ]
-        walk.piece(q, k, mapped[0], mapped[1], places)
-        if gradient and batch is not None:
-            for (_, features, kept), parts in zip(sides, mapped, strict=True):
-                for whole, part in zip(features, parts, strict=True):
-                    if whole is not None and part is not None:
-                        put(whole, batch, kept, part)
-    return walk.total
+        kept = (rows, rows, tokens, tokens)
+        parts = [None if x is None else take(x, batch, side) for x, side in zip(features, kept, strict=True)]
+        found = walk.piece(take(targets.q, batch, rows), take(targets.k, batch, tokens), parts, places)
+        if batch is None:
+            return walk.total, found
+        for whole, part, side in zip(gradients, found, kept, strict=True):
+            if whole is not None and part is not None:
+                put(whole, batch, side, part)
+    return walk.total, gradients
 
 
 def _places(targets: Targets, keys: Tensor | None) -> tuple[Tensor | None, Tensor]:
@@ -168,70 +168,71 @@ class _Walk:
     ) -> None:
         self.causal, self.scaling = targets.causal, targets.scaling
         self.penalty, self.window, self.gradient = penalty, window, gradient
-        self.like, self.total = like, like.new_zeros(())
-        self.buffers: dict[str, Tensor] = {}
+        self.total = like.new_zeros(())
         self.limit = block_numbers(like.device)
 
-    def piece(self, q: Tensor, k: Tensor, queries: Features, keys: Features, places: Tensor) -> None:
-        """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; the features become gradients."""
-        batch, key_heads, tokens, _ = keys.phi.shape
-        groups, rows = queries.phi.shape[1] // key_heads, queries.phi.shape[2]
+    def piece(self, q: Tensor, k: Tensor, features: list[Tensor | None], places: Tensor) -> list[Tensor | None]:
+        """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; return the gradients of `features`."""
+        groups = q.shape[1] // k.shape[1]
+        phi_q, query_scale = (None if x is None else _grouped(x, groups) for x in features[:2])
+        phi_k, log_scale = (None if x is None else x.flatten(0, 1) for x in features[2:])
+        assert phi_q is not None and phi_k is not None
+        q, k, priority = _grouped(q, groups), k.flatten(0, 1), log_scale
+        if priority is None:
+            priority = phi_k.new_zeros(phi_k.shape[:2])
+        grad_q, grad_k = (torch.zeros_like(x) if self.gradient else x for x in (phi_q, phi_k))
+        rows, tokens = phi_q.shape[2], phi_k.shape[1]
         count = min(rows, max(-(-LEAST_ROWS // groups), self.limit // max(1, groups * tokens)))
         if self.causal:
             count = min(count, max(CAUSAL_ROWS, rows // 8))
-        for part, kept in _pairs(batch, key_heads, max(1, self.limit // max(1, groups * count * tokens))):
-            heads = slice(kept.start * groups, kept.stop * groups)
-            phi_q, query_scale = (None if x is None else x[part, heads] for x in queries)
-            phi_k, log_scale = (None if x is None else x[part, kept] for x in keys)
-            assert phi_q is not None and phi_k is not None
-            near = None
-            if self.window is not None:
-                near = NearKeys(self.window, phi_k.new_zeros(phi_k.shape[:3]) if log_scale is None else log_scale)
-            unit_q, unit_k = _grouped(phi_q, groups), phi_k.flatten(0, 1)
+        pairs = max(1, self.limit // max(1, groups * count * tokens))
+        for start in range(0, len(k), pairs):
+            part = slice(start, start + pairs)
             unit = _Unit(
-                _grouped(q[part, heads].float() * self.scaling, groups),
-                k[part, kept].float().flatten(0, 1),
-                unit_q,
-                unit_k,
-                None if query_scale is None else _grouped(query_scale, groups),
-                None if log_scale is None else log_scale.flatten(0, 1),
-                near,
-                torch.empty_like(unit_q) if self.gradient else unit_q,
-                torch.zeros_like(unit_k) if self.gradient else unit_k,
+                q[part].float() * self.scaling,
+                k[part].float(),
+                phi_q[part],
+                phi_k[part],
+                None if query_scale is None else query_scale[part],
+                None if log_scale is None else log_scale[part],
+                None if self.window is None else NearKeys(self.window, priority[None, part]),
+                grad_q[part],
+                grad_k[part],
             )
             for block in row_blocks(places, tokens, max(1, count), causal=self.causal):
                 self._block(unit, block)
-            if not self.gradient:
-                continue
-            # s_ij = exp(c_j) phi(q_i) . phi(k_j): a log-scale's gradient is features . gradient.
-            if log_scale is not None:
-                log_scale.copy_((unit.grad_k * unit.phi_k).sum(dim=-1).view_as(log_scale))
-            if query_scale is not None:
-                query_scale.copy_((unit.grad_q * unit.phi_q).sum(dim=-1).view_as(query_scale))
-            phi_q.copy_(unit.grad_q.view_as(phi_q))
-            phi_k.copy_(unit.grad_k.view_as(phi_k))
+        if not self.gradient:
+            return [None] * 4
+        # s_ij = exp(c_j) phi(q_i) . phi(k_j): a log-scale's gradient is features . gradient.
+        found = [
+            grad_q,
+            None if query_scale is None else (grad_q * phi_q).sum(dim=-1),
+            grad_k,
+            None if log_scale is None else (grad_k * phi_k).sum(dim=-1),
+        ]
+        return [None if x is None else g.reshape(x.shape) for g, x in zip(found, features, strict=True)]  # type: ignore[union-attr]
 
     def _block(self, unit: _Unit, rows: Rows) -> None:
         """Add the loss of some rows, and their gradients to the unit's."""
         seen, edge = rows.seen, rows.edge
         queries, features = unit.q[:, :, rows.part], unit.phi_q[:, :, rows.part].flatten(1, 2)
         shape = (*queries.shape[:3], seen)
-        scores = self._product(queries.flatten(1, 2), unit.k[:, :seen], shape)
+        scores = (queries.flatten(1, 2) @ unit.k[:, :seen].transpose(1, 2)).view(shape)
         _hide(scores, edge, -math.inf)
-        target = torch.softmax(scores, dim=-1, out=self._buffer("target", shape))
+        target = scores.softmax(dim=-1)
         near = None if unit.near is None else unit.near.rows(rows.places, seen)
         exponents = self._exponents(unit, rows, scores, near)
-        products = self._product(features, unit.phi_k[:, :seen], shape)
+        products = (features @ unit.phi_k[:, :seen].transpose(1, 2)).view(shape)
         if near is not None:
             products.masked_fill_(near, 1.0)
         _hide(products, edge, 0.0)
-        spare = self._buffer("spare", shape)
         if self.penalty is None:
-            loss, grad = positive_rows(products, target, exponents, spare, gradient=self.gradient)
+            loss, grad = positive_rows(products, target, exponents, gradient=self.gradient)
         else:
-            memory = self._buffer("grad", shape) if self.gradient else None
             counts = rows.places[:, None] + 1 if self.causal else seen
-            loss, grad = signed_rows(products, target, exponents, spare, seen=counts, penalty=self.penalty, grad=memory)
+            loss, grad = signed_rows(
+                products, target, exponents, seen=counts, penalty=self.penalty, gradient=self.gradient
+            )
         self.total += loss
         if grad is None:
             return
@@ -250,13 +251,13 @@ class _Walk:
         """
         log_scale = None if unit.log_scale is None else unit.log_scale[:, : rows.seen]
         if near is not None:
-            exponents = self._buffer("exponents", tuple(scores.shape)).zero_()
+            exponents = torch.zeros_like(scores)
             if log_scale is not None:
                 exponents += log_scale[:, None, None]
             if unit.query_scale is not None:
                 exponents += unit.query_scale[:, :, rows.part, None]
             # Hidden keys have the score -inf here; a hidden far key must not determine the row's shift.
-            torch.where(near | scores.isneginf(), scores, exponents, out=exponents)
+            exponents = torch.where(near | scores.isneginf(), scores, exponents)
             exponents -= exponents.amax(dim=-1, keepdim=True)
             return exponents.clamp_(min=FLOOR)
         if log_scale is None:
@@ -268,35 +269,10 @@ class _Walk:
         _hide(exponents, rows.edge, FLOOR)
         return exponents
 
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return uninitialised memory of a shape: the same memory for the same name."""
-        numbers = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < numbers:
-            self.buffers[name] = self.like.new_empty(numbers)
-        return self.buffers[name][:numbers].view(shape)
-
-    def _product(self, rows: Tensor, keys: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return rows [n, G C, D] times keys [n, S, D] as [n, G, C, S], in memory that is reused."""
-        out = self._buffer("scores", shape)
-        torch.bmm(rows, keys.transpose(1, 2), out=out.flatten(1, 2))
-        return out
-
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """View x [b, H, R, ...] as [b K, G, R, ...]."""
     return x.unflatten(1, (-1, groups)).flatten(0, 1)
-
-
-def _pairs(batch: int, heads: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Cut batch entries times heads into groups of at most `count`: whole entries, or some heads of one."""
-    if count >= heads:
-        step = count // heads
-        for start in range(0, batch, step):
-            yield slice(start, min(start + step, batch)), slice(0, heads)
-        return
-    for entry in range(batch):
-        for start in range(0, heads, count):
-            yield slice(entry, entry + 1), slice(start, min(start + count, heads))
 
 
 def _hide(block: Tensor, edge: Tensor | None, value: float) -> None:
@@ -306,21 +282,19 @@ def _hide(block: Tensor, edge: Tensor | None, value: float) -> None:
 
 
 def positive_rows(
-    products: Tensor, target: Tensor, exponents: Tensor | None, spare: Tensor, *, gradient: bool
+    products: Tensor, target: Tensor, exponents: Tensor | None, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss summed over rows, and its gradient with respect to `products` (in the memory of `target`).
+    """Return the loss summed over rows, and its gradient with respect to `products`.
 
     Args:
         products: [n, G, C, S] phi(q_i) . phi(k_j), 0 where hidden; overwritten.
         target: [n, G, C, S] softmax's weights, 0 where hidden; overwritten.
         exponents: c_ij, which broadcast to that shape, very negative where hidden; None if all are 0.
-        spare: scratch memory of that size.
         gradient: whether to compute the gradient.
     """
     factors = None if exponents is None else exponents.exp()
-    scores = products if factors is None else torch.mul(products, factors, out=spare)
-    z = scores.sum(dim=-1, keepdim=True).clamp_(min=TINY)
-    logs = torch.clamp(products, min=TINY, out=spare).log_()
+    z = (products if factors is None else products * factors).sum(dim=-1, keepdim=True).clamp_(min=TINY)
+    logs = products.clamp(min=TINY).log_()
     if exponents is not None:
         logs.add_(exponents)
     loss = z.log().sum() - torch.dot(target.view(-1), logs.view(-1))
@@ -328,46 +302,41 @@ def positive_rows(
         return loss, None
     # The logarithm of a product that is almost zero is cut off and has no slope.
     target.div_(nnf.threshold(products, TINY, math.inf, inplace=True))
-    mean = z.reciprocal() if factors is None else torch.div(factors, z, out=spare)
-    return loss, torch.sub(mean, target, out=target)
+    return loss, target.neg_().add_(z.reciprocal() if factors is None else factors / z)
 
 
 def signed_rows(
     products: Tensor,
     target: Tensor,
     exponents: Tensor | None,
-    spare: Tensor,
     *,
     seen: Tensor | int,
     penalty: float,
-    grad: Tensor | None,
+    gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same as `positive_rows` for maps whose products can be negative; `target` keeps its values.
+    """Do the same as `positive_rows` for maps whose products can be negative.
 
     Further arguments:
         seen: how many keys a row sees: a number, or one per row [C, 1].
         penalty: weight of the negative mass.
-        grad: memory for the gradient, [n, G, C, S]; None for no gradient.
     """
     factors = None if exponents is None else exponents.exp()
-    scores = products if factors is None else products.mul_(factors)
-    mass = torch.clamp(scores, min=0.0, out=spare).sum(dim=-1, keepdim=True)
+    scores = products if factors is None else products * factors
+    mass = scores.clamp(min=0.0).sum(dim=-1, keepdim=True)
     negative = (mass - scores.sum(dim=-1, keepdim=True)).clamp_(min=0.0)
     # The knee and the least normaliser are constants in the gradient.
     least = KNEE * (mass + negative).clamp(min=SIGNED_TINY)
     z, knee = torch.maximum(mass, least), least / seen
     share = penalty * negative / z
-    safe = torch.maximum(scores, knee, out=spare)
-    if grad is not None:
-        above, below = torch.where(mass > least, (1.0 - share) / z, 0.0), -penalty / z
-        # `above` where a score is positive, `below` where it is negative.
-        torch.sign(scores, out=grad).mul_((above - below) / 2).add_((above + below) / 2)
-        grad.addcdiv_(target, safe, value=-1.0)
-        if factors is not None:
-            grad.mul_(factors)
-    line = scores.sub_(safe)
-    logs = torch.addcdiv(spare.log_(), line, knee, out=line)
-    return z.log().sum() + share.sum() - torch.dot(target.view(-1), logs.view(-1)), grad
+    safe = torch.maximum(scores, knee)
+    logs = safe.log() + (scores - safe) / knee
+    loss = z.log().sum() + share.sum() - torch.dot(target.view(-1), logs.view(-1))
+    if not gradient:
+        return loss, None
+    above, below = torch.where(mass > least, (1.0 - share) / z, 0.0), -penalty / z
+    # `above` where a score is positive, `below` where it is negative.
+    grad = scores.sign().mul_((above - below) / 2).add_((above + below) / 2).addcdiv_(target, safe, value=-1.0)
+    return loss, grad if factors is None else grad.mul_(factors)
 
 
 def output_loss(out: Tensor, target: Tensor, targets: Targets) -> Tensor:

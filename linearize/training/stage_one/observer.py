@@ -1,14 +1,14 @@
 """The step of stage one: a pass of the frozen model in which every kernel gets its loss and gradient.
 
 The layers of the frozen model pass their q, k and v to the trainer while they run. Each layer's gradient is computed
-immediately, from those tensors alone; nothing is kept for later layers, and no autograd graph spans all tokens.
+immediately, from those tensors alone; nothing is kept for later layers, and only feature maps have an autograd graph.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,69 +23,12 @@ from linearize.core.registry import SCALES, StageOne
 from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
 from linearize.kernels.base import Features
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loss import Targets, block_numbers, cross_entropy_, output_loss
+from linearize.training.stage_one.loss import Targets, cross_entropy, output_loss
 from linearize.training.stage_one.processes import Interrupts, autocast
 from linearize.training.stage_one.run import Trainer
 
-
-class LayerFeatures:
-    """A layer's features, computed in chunks of tokens, and again for the gradient."""
-
-    def __init__(self, layer: LinearAttention, targets: Targets, sample: Tensor | None) -> None:
-        self.mixer: Any = layer.mixer
-        self.targets, self.sample = targets, sample
-        # A map that depends on positions or on other tokens needs the whole sequence.
-        self.indivisible = self.mixer.info.positional or self.mixer.inputs is not None
-
-    @torch.no_grad()
-    def whole(self) -> tuple[Features, Features]:
-        """Return the features of the queries [B, H, R, F] and of the keys [B, K, T, F]."""
-        targets = self.targets
-        rows, tokens = targets.q.shape[2] if self.sample is None else len(self.sample), targets.k.shape[2]
-        wholes: list[Tensor | None] = []
-        for parts in self._parts():
-            if not wholes:
-                wholes = [
-                    None if x is None else x.new_empty(*x.shape[:2], n, *x.shape[3:])
-                    for n, (_, x) in zip((rows, rows, tokens, tokens), parts, strict=True)
-                ]
-            for whole, (part, x) in zip(wholes, parts, strict=True):
-                if whole is not None and x is not None:
-                    whole[:, :, part] = x
-        phi_q, query_scale, phi_k, key_scale = wholes
-        assert phi_q is not None and phi_k is not None
-        return Features(phi_q, query_scale), Features(phi_k, key_scale)
-
-    def backward(self, weight: float, queries: Features, keys: Features) -> None:
-        """Propagate gradients with respect to the result of `whole`, times `weight`, to the parameters."""
-        with torch.enable_grad():
-            for parts in self._parts():
-                reached = [
-                    (x, gradient[:, :, part])
-                    for (part, x), gradient in zip(parts, (*queries, *keys), strict=True)
-                    if x is not None and gradient is not None and x.requires_grad
-                ]
-                if reached:
-                    torch.autograd.backward([x for x, _ in reached], [weight * gradient for _, gradient in reached])
-
-    def _parts(self) -> Iterator[list[tuple[slice, Tensor | None]]]:
-        """Yield phi(q), its log-scale, phi(k), its log-scale for chunks of tokens, each with its place in the whole."""
-        q, k, scaling, _, mask, _ = self.targets
-        sample, tokens = self.sample, k.shape[2]
-        if self.indivisible:
-            queries, keys = self.mixer.mapped(q, k, scaling=scaling, key_padding_mask=mask)
-            rows = [x if x is None or sample is None else x[:, :, sample] for x in queries]
-            yield [(slice(None), x) for x in (*rows, *keys)]
-            return
-        q = q if sample is None else q[:, :, sample]
-        # A map has about 2 * head_dim features.
-        size = max(1, block_numbers(k.device) // (2 * q.shape[0] * q.shape[1] * k.shape[3]))
-        for start in range(0, tokens, size):
-            part = slice(start, min(start + size, tokens))
-            # The same share of the queries; there may be fewer of them.
-            row = slice(part.start * q.shape[2] // tokens, part.stop * q.shape[2] // tokens)
-            queries, keys = self.mixer.mapped(q[:, :, row], k[:, :, part], scaling=scaling)
-            yield [*((row, x) for x in queries), *((part, x) for x in keys)]
+OWN = ("learning_rate", "weight_decay", "warmup", "negative_penalty")
+"""Options whose default is the kernel's own."""
 
 
 @dataclass
@@ -95,7 +38,8 @@ class LayerLoss:
     Attributes:
         name: name of the host module.
         layer: the converted layer.
-        weights: weight of the cross-entropy of the attention weights.
+        training: learning rate and others: the options given, else the kernel's own.
+        weights: whether the cross-entropy of the attention weights counts.
         output: weight of the squared error of the outputs.
         penalty: weight of the negative mass; None for positive maps.
         total: sum of the loss since the last `reset`.
@@ -105,17 +49,13 @@ class LayerLoss:
 
     name: str
     layer: LinearAttention
-    weights: float
+    training: StageOne
+    weights: bool
     output: float
     penalty: float | None
     total: float = 0.0
     count: float = 0.0
     host: LinearAttention | None = None
-
-    @property
-    def training(self) -> StageOne:
-        """The kernel's own training defaults."""
-        return self.layer.mixer.info.training(self.layer.mixer.config)
 
     def reset(self) -> None:
         """Start a new sum."""
@@ -130,21 +70,29 @@ class LayerLoss:
         """Add a batch's loss; with `train`, also add the gradient of the sum to the kernel's parameters."""
         with torch.autocast(device_type=v.device.type, enabled=False):
             if self.weights:
-                self.total += self.weights * float(self._weights(targets, train, sample))
+                self.total += float(self._weights(targets, train, sample))
             if self.output:
                 self.total += self.output * float(self._output(targets, v, train, sample))
         self.count += targets.sampled(sample).size()
 
     def _weights(self, targets: Targets, train: bool, sample: Tensor | None) -> Tensor:
         """Return the cross-entropy of the weights; only features exist for all tokens at once."""
-        features = LayerFeatures(self.layer, targets, sample)
+        mixer: Any = self.layer.mixer
+        q, k, scaling, _, mask, _ = targets
+        chosen = targets.sampled(sample)
+        # A map that depends on positions or on other tokens needs the whole sequence.
+        whole = mixer.info.positional or mixer.inputs is not None
+        with torch.set_grad_enabled(train):
+            queries, keys = mixer.mapped(q if whole else chosen.q, k, scaling=scaling, key_padding_mask=mask)
+            if whole and sample is not None:
+                queries = Features(*(None if x is None else x[:, :, sample] for x in queries))
         with torch.no_grad():
-            queries, keys = features.whole()
-            mixer: Any = self.layer.mixer
-            window = mixer.form(targets.scaling)
-            loss = cross_entropy_(queries, keys, targets.sampled(sample), self.penalty, window, gradient=train)
-        if train:
-            features.backward(self.weights, queries, keys)
+            window = mixer.form(scaling)
+            loss, gradients = cross_entropy(queries, keys, chosen, self.penalty, window, gradient=train)
+        pairs = zip((*queries, *keys), gradients, strict=True)
+        reached = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
+        if reached:
+            torch.autograd.backward(*zip(*reached, strict=True))
         return loss
 
     def _output(self, targets: Targets, v: Tensor, train: bool, sample: Tensor | None) -> Tensor:
@@ -167,22 +115,22 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
     Raises:
         ConfigError: if the requested loss does not fit the kernel.
     """
-    info, defaults = layer.mixer.info, layer.mixer.info.training(layer.mixer.config)
+    info = layer.mixer.info
+    options = {name: value for name in OWN if (value := getattr(config, name)) is not None}
+    training = replace(info.training(layer.mixer.config), **options)
     walkable = info.normalized and has_rows(layer) and (layer.mixer.positive or layer.hybrid.window is None)
     kind = config.loss
     if kind == "auto":
         # Without scales, a kernel joined with a window cannot match softmax's magnitude, but its outputs can match.
         unscaled = layer.hybrid.window is not None and layer.hybrid.scale == SCALES[0]
-        kind = defaults.loss if walkable and not unscaled else "output"
+        kind = training.loss if walkable and not unscaled else "output"
     if kind in ("weights", "both") and not walkable:
         raise ConfigError(
             f"stage one: kernel {info.name!r} has no normalised weights to compare with softmax's; use --loss output"
         )
-    penalty = None
-    if not layer.mixer.positive:
-        penalty = defaults.negative_penalty if config.negative_penalty is None else config.negative_penalty
     output = {"weights": 0.0, "output": 1.0, "both": config.output_weight}[kind]
-    return LayerLoss(name, layer, float(kind in ("weights", "both")), output, penalty)
+    penalty = None if layer.mixer.positive else training.negative_penalty
+    return LayerLoss(name, layer, training, kind in ("weights", "both"), output, penalty)
 
 
 class KernelTrainer(Trainer):
@@ -207,17 +155,16 @@ class KernelTrainer(Trainer):
         self.optimizer = torch.optim.AdamW(self._groups())
 
     def _groups(self) -> list[dict[str, object]]:
-        """Return one parameter group per layer, with its kernel's defaults."""
-        config = self.config
-        groups: list[dict[str, object]] = []
-        for loss in self.layers:
-            defaults = loss.training
-            decay = defaults.weight_decay if config.weight_decay is None else config.weight_decay
-            peak = defaults.learning_rate if config.learning_rate is None else config.learning_rate
-            warmup = defaults.warmup if config.warmup is None else config.warmup
-            parameters = list(loss.layer.parameters())
-            groups.append({"params": parameters, "weight_decay": decay, "peak": peak, "warmup": warmup})
-        return groups
+        """Return one parameter group per layer, with its own rates."""
+        return [
+            {
+                "params": list(loss.layer.parameters()),
+                "weight_decay": loss.training.weight_decay,
+                "peak": loss.training.learning_rate,
+                "warmup": loss.training.warmup,
+            }
+            for loss in self.layers
+        ]
 
     def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> float:
         """Do optimizer step number `step` (from 1), and return the first layer's learning rate.

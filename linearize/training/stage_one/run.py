@@ -165,6 +165,7 @@ class Progress:
         best_step: the step with the best held-out loss.
         best_loss: the best held-out loss.
         rises: consecutive evaluations without a better loss.
+        halved: how often the rate was halved.
         stopped: why the part ended.
     """
 
@@ -172,6 +173,7 @@ class Progress:
     best_step: int = 0
     best_loss: float = math.inf
     rises: int = 0
+    halved: int = 0
     stopped: str = ""
 
     def better(self, loss: float) -> bool:
@@ -206,10 +208,8 @@ class Run(ABC):
     """Name of the current weights in a state."""
     report: type[Report]
     """Class of the reports."""
-    new_progress: type[Progress] = Progress
-    """Class of the progress."""
     trainer: Any
-    progress: Any
+    progress: Progress
     best_weights: dict[str, Tensor]
 
     def __init__(
@@ -289,11 +289,12 @@ class Run(ABC):
         self.number, self.before, self.steps, self.trainer = number, before, steps, trainer
         self.best_weights = trainer.snapshot()
         if saved is None:
-            self.progress = self.new_progress(best_loss=start)
+            self.progress = Progress(best_loss=start)
             return
-        # States of older versions say "looks" instead of "rises".
+        # States of older versions say "looks" instead of "rises", and have a "factor", which follows from "halved".
         record = {"rises" if key == "looks" else key: value for key, value in saved.record["progress"].items()}
-        self.progress = self.new_progress(**record)
+        record.pop("factor", None)
+        self.progress = Progress(**record)
         tensors = saved.tensors
         # The state of a finished run may lack these copies, because its current weights are the best.
         copies = {name: f"best/{name}" for name in self.best_weights}

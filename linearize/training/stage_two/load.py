@@ -22,7 +22,7 @@ from linearize.core.errors import CheckpointError, ConfigError, unknown_name
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.encode import copy_tokenizer
 from linearize.modeling.model import is_linearized
-from linearize.training.alignment.pair import check_teacher as check_original_of
+from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.prepared import TaskData
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def beyond_training(model: PreTrainedModel, task: Task, length: int) -> str | No
     Raises:
         ConfigError: if rows are longer than the model's positions, and these are not rotary.
     """
-    most = _exceeded(model, task, length)
+    most = check_length(model, task, length, rotary=True)
     if most is None:
         return None
     return (
@@ -291,7 +291,7 @@ def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, leng
         ConfigError: if rows are longer than the model's positions, and these are a table.
         UnsupportedModelError: if they are scaled by the length.
     """
-    most = _exceeded(model, task, length)
+    most = check_length(model, task, length, rotary=True)
     if most is None:
         return None
     report = extend_positions(model, length)
@@ -299,36 +299,33 @@ def fit_positions(model: PreTrainedModel, processor: Processor, task: Task, leng
     return f"Rows have up to {length:,} tokens, {type(model).__name__} was made for {most:,}: {report.note}."
 
 
-def _exceeded(model: PreTrainedModel, task: Task, length: int) -> int | None:
-    """Return the tokens that a model with rotary positions was made for if rows are longer; refuse other models."""
-    most = current_length(model) if task.modality == "text" else None
-    if most is not None and length > most and runs_beyond_limit(model):
-        return most
-    check_length(model, task, length)
-    return None
-
-
 def check_length(
-    model: PreTrainedModel, task: Task, length: int, *, called: str = "", otherwise: str = "convert with --max-length"
-) -> None:
+    model: PreTrainedModel, task: Task, length: int, *, advice: str = "convert with --max-length", rotary: bool = False
+) -> int | None:
     """Refuse rows of text that are longer than the model's positions.
 
     Args:
         model: the model.
         task: the task; only text has a length.
         length: tokens of the longest row.
-        called: how the message names the model; by default its class.
-        otherwise: advice in addition to lowering the length.
+        advice: advice in addition to lowering the length.
+        rotary: whether a model with rotary positions may read longer rows.
+
+    Returns:
+        The tokens that a model with rotary positions was made for if rows are longer; else None.
 
     Raises:
         ConfigError: if rows are longer.
     """
     most = current_length(model) if task.modality == "text" else None
-    if most is not None and length > most:
-        name = called or type(model).__name__
-        raise ConfigError(
-            f"max_length: {name} takes at most {most} tokens, but rows have up to {length}; lower it, or {otherwise}"
-        )
+    if most is None or length <= most:
+        return None
+    if rotary and runs_beyond_limit(model):
+        return most
+    raise ConfigError(
+        f"max_length: {type(model).__name__} takes at most {most} tokens, but rows have up to {length}; lower it, or "
+        f"{advice}"
+    )
 
 
 PROBE = "Linear attention reads A Text, twice: 1,024 tokens!"
@@ -354,9 +351,9 @@ def load_teacher(name: str, data: TaskData, student: PreTrainedModel) -> PreTrai
     check_tuned(name, data)
     check_processor(name, load_processor(name, data.task.modality), data.type.processor)
     teacher = load_for_task(name, data)
-    check_teacher(teacher, student)
+    check_teacher(student, teacher)
     length = data.type.options.max_length
-    check_length(teacher, data.task, length, called="the teacher", otherwise="tune without a teacher")
+    check_length(teacher, data.task, length, advice="name a teacher that takes more")
     if getattr(teacher.config, "pad_token_id", 0) is None:
         teacher.config.pad_token_id = student.config.pad_token_id
     return freeze(teacher, student)
@@ -395,21 +392,6 @@ def check_tuned(name: str, data: TaskData) -> None:
             f"{called}: got a model tuned for task {tuned_for}, expected one tuned for {task.name}; tune it first: "
             f"linearize finetune ORIGINAL --task {task.name}"
         )
-
-
-def check_teacher(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
-    """Refuse a teacher whose hidden states and logits cannot be compared with the student's.
-
-    Raises:
-        ConfigError: if it is converted, or has another architecture, size, head or label set, or if the student is not
-            converted.
-    """
-    if not is_linearized(student):
-        raise ConfigError(
-            f"teacher: got a {type(student).__name__} to tune, expected a converted model; convert it first: linearize "
-            "convert, or tune it without a teacher"
-        )
-    check_original_of(student, teacher)
 
 
 def check_processor(name: str, teacher: Any, student: Any) -> None:

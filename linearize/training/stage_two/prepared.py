@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -183,23 +183,37 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
 
 
 def tokenise(
-    tokenizer: PreTrainedTokenizerBase, first: Sequence[str], second: Sequence[str | None], max_length: int | None
+    tokenizer: PreTrainedTokenizerBase,
+    first: Sequence[str],
+    second: Sequence[str] | None = None,
+    max_length: int | None = None,
 ) -> list[Row]:
     """Tokenise texts or pairs into rows of at most `max_length` tokens; None keeps them whole."""
-    rows: list[Row] = []
+    return [row for _, row in coded(tokenizer, first, second, max_length)]
+
+
+def coded(
+    tokenizer: PreTrainedTokenizerBase,
+    first: Sequence[str],
+    second: Sequence[str] | None,
+    max_length: int | None,
+    **options: Any,
+) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer."""
     for begin in range(0, len(first), 1_000):
-        pairs = second[begin : begin + 1_000]
         fields = tokenizer(
             list(first[begin : begin + 1_000]),
-            list(pairs) if pairs[0] is not None else None,
+            None if second is None else list(second[begin : begin + 1_000]),
             truncation=max_length is not None,
             max_length=max_length,
             return_attention_mask=True,
             verbose=False,
+            **options,
         )
         names = [name for name in TOKEN_FIELDS if name in fields]
-        rows += [{name: fields[name][place] for name in names} for place in range(len(fields["input_ids"]))]
-    return rows
+        owners = fields.get("overflow_to_sample_mapping") or range(len(fields["input_ids"]))
+        for place, owner in enumerate(owners):
+            yield begin + owner, {name: fields[name][place] for name in names}
 
 
 def pad(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -238,31 +252,6 @@ def check_tokens(task: Task, rows: Sequence[Row], tokenizer: PreTrainedTokenizer
                 f"task {task.name}: got a text without any token (number {place} of {len(rows)}, from 0; the "
                 "tokenizer drops all its characters), expected text; remove the row"
             )
-
-
-def text_facts(
-    tokenizer: PreTrainedTokenizerBase,
-    first: Sequence[str],
-    second: Sequence[str | None],
-    rows: Sequence[Row],
-    options: DataOptions,
-) -> Facts:
-    """Return how many rows of text there are, how long they are, and what share of them was cut.
-
-    Args:
-        tokenizer: the tokenizer that made the rows.
-        first: the texts of the rows.
-        second: the second texts of pairs; None without pairs.
-        rows: the rows.
-        options: options of the rows.
-    """
-    lengths = [len(row["input_ids"]) for row in rows]
-    # Only rows that are full can have been cut; they are tokenised again, whole.
-    full = [place for place, length in enumerate(lengths) if length >= options.max_length]
-    whole = tokenise(tokenizer, [first[place] for place in full], [second[place] for place in full], None)
-    for place, row in zip(full, whole, strict=True):
-        lengths[place] = len(row["input_ids"])
-    return row_facts(lengths, options)
 
 
 def row_facts(lengths: Sequence[int], options: DataOptions) -> Facts:

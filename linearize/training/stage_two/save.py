@@ -233,31 +233,6 @@ def _complete(path: Path) -> bool:
     return best is None or any((path.parent / Path(best).name).glob("*.safetensors"))
 
 
-def check_weights(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Refuse a checkpoint with other weights than the model's: the trainer would skip them without warning.
-
-    Raises:
-        CheckpointError: naming a weight.
-    """
-    from safetensors import safe_open
-
-    file = checkpoint / "model.safetensors"
-    if not file.is_file():
-        return
-    with safe_open(file, "pt") as weights:
-        saved = set(weights.keys())
-    state = model.state_dict()
-    # Weights that share memory are saved under one name.
-    memory = {state[name].data_ptr() for name in saved & set(state)}
-    missing = {name for name, tensor in state.items() if name not in saved and tensor.data_ptr() not in memory}
-    strange = sorted(missing or saved - set(state))
-    if strange:
-        raise CheckpointError(
-            f"stage two: {str(checkpoint)!r} does not fit the model (weight {strange[0]!r}); "
-            "delete that folder and start again"
-        )
-
-
 def finished(checkpoint: Path) -> bool:
     """Tell whether the run of a complete checkpoint had ended: all steps done, or stopped early."""
     state = read_json(checkpoint / "trainer_state.json", MOST_TEXT)

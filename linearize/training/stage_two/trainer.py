@@ -23,14 +23,14 @@ from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
+from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_one.processes import Interrupts, under_fsdp
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import check_teacher, freeze
+from linearize.training.stage_two.load import freeze
 from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (
     check_started,
-    check_weights,
     describe,
     finished,
     last_checkpoint,
@@ -122,7 +122,7 @@ def finetune(
     check_trainable(model, data, config)
     data = hold_out(data, config.selection_rows, seed=config.seed)
     if teacher is not None:
-        check_teacher(teacher, model)
+        check_teacher(model, teacher)
         teacher = freeze(teacher, model)
     started = describe(model, data, config, teacher)
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
@@ -130,7 +130,6 @@ def finetune(
     set_trained(model, config)
     last = last_checkpoint(folder) if resume else None
     if last is not None:
-        check_weights(model, last)
         check_started(Path(folder), started)
     trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
     for tracker in callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard"):

@@ -10,15 +10,15 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -44,6 +44,8 @@ from linearize.training.stage_two.prepared import Chosen, Predictions, TaskData,
 if TYPE_CHECKING:
     from linearize.training.stage_one.processes import Interrupts
 
+WEIGHTS = "model.safetensors"
+"""The file of the weights in a checkpoint."""
 KERNEL_RATE = 3e-4
 """Peak rate of the kernels with a teacher (RADLADS 2a uses 1e-4 for its mixers, and 1e-5 for the rest)."""
 
@@ -70,7 +72,7 @@ class Tuner(Trainer):
         teacher: PreTrainedModel | None = None,
         on_log: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
-        self.data, self.tune, self.teacher = data, config, teacher
+        self.data, self.tune, self.teacher, self.selecting = data, config, teacher, False
         # Any indexable rows will do, although transformers' types ask for torch's data sets.
         self.selection: Any = data.selection
         train: Any = data.train
@@ -150,6 +152,8 @@ class Tuner(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Return the loss of a batch: the distance from the teacher while training with one, else the model's own."""
+        if self.teacher is not None and self.selecting:
+            return self._selection_loss(model, inputs)
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         weight, hidden = self.label_weight(), self.tune.teacher_hidden_weight > 0
@@ -192,17 +196,12 @@ class Tuner(Trainer):
         super().log(logs, start_time)
         step = self.state.global_step
         for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
-            if math.isfinite(logs.get(name, 0.0)):
-                continue
-            if step == 0:
+            if not math.isfinite(logs.get(name, 0.0)):
+                when = f"became {logs[name]} by step {step}" if step else f"is {logs[name]} before the first step"
                 raise TrainingError(
-                    f"stage two: {name} is {logs[name]} before the first step; check the model's weights and the "
-                    "data for broken numbers"
+                    f"stage two: {name} {when}; lower the learning rate, or check the model's weights and the data for "
+                    "broken numbers"
                 )
-            raise TrainingError(
-                f"stage two: {name} became {logs[name]} by step {step}; lower the learning rate, or check the data for "
-                "broken inputs"
-            )
         if self.on_log is not None:
             self.on_log({"step": step, "steps": self.state.max_steps, **logs})
 
@@ -213,30 +212,20 @@ class Tuner(Trainer):
             output.metrics["eval_selection"] = self.measure_selection()  # type: ignore[index]
         return output
 
-    @torch.no_grad()
     def measure_selection(self) -> float:
         """Return the mean, over the held-out rows, of the loss that applies at the end of training.
 
         Without a teacher, that is the model's own loss; with one, the divergence from it, and the loss on the labels if
-        they join: by the divergence alone, a state from before the labels joined would always win. Every process
-        measures all of these rows, because dividing them would count some twice.
+        they join: by the divergence alone, a state from before the labels joined would always win.
         """
-        model, rows = self.model, self.selection
-        assert isinstance(model, nn.Module) and rows is not None
-        model.eval()
-        total = torch.zeros(2, device=self.args.device, dtype=torch.float32)
-        rows_once = DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
-        for batch in rows_once:
-            inputs = self._prepare_inputs(batch)
-            count = len(next(iter(inputs.values())))
-            with self.compute_loss_context_manager(), self.accelerator.autocast():
-                if self.teacher is None:
-                    value: Any = super().compute_loss(model, inputs)
-                else:
-                    value = self._selection_loss(model, inputs)
-            total += torch.stack([value.float() * count, torch.tensor(float(count), device=total.device)])
-        # All processes need exactly the same value, as it decides when they stop.
-        return float(self.accelerator.reduce(total[0] / total[1], "mean"))
+        self.selecting = True
+        try:
+            rows = self.get_eval_dataloader(self.selection)
+            output = super().evaluation_loop(rows, "Selection", True, metric_key_prefix="selection")
+        finally:
+            self.selecting = False
+        assert output.metrics is not None
+        return output.metrics["selection_loss"]
 
     def keep_start(self) -> None:
         """Measure the state before the first step on the held-out rows, and keep it until there is a better one.
@@ -253,14 +242,14 @@ class Tuner(Trainer):
         self.state.best_metric, self.state.best_global_step = value, 0
         self.state.best_model_checkpoint = str(folder)
 
-    def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the divergence from the teacher on a batch, and the loss on its labels if they join."""
+    def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
+        """Return the divergence from the teacher on a batch, and the loss on its labels if they join; and outputs."""
         weight = self.tune.final_labels_weight
         outputs, taught = self._outputs(model, inputs, labelled=weight > 0)
         value = self.data.type.teacher_loss(outputs, taught, inputs)
-        if not weight:
-            return value
-        return self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(outputs, inputs)
+        if weight:
+            value = self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(outputs, inputs)
+        return value, outputs
 
     def _outputs(
         self, model: nn.Module, inputs: dict[str, Tensor], *, labelled: bool, hidden: bool = False
@@ -286,35 +275,36 @@ class Tuner(Trainer):
             self._load_best_model()
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights.
+        """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
+        best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
+        self.state.best_model_checkpoint = str(best)
+        self._load_from_checkpoint(str(best))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint; transformers would skip those with other names without warning.
 
         Raises:
-            CheckpointError: if its weights are gone.
+            CheckpointError: if they are gone, or do not fit the model.
         """
-        best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
-        if not any(best.glob("*.safetensors")):
+        try:
+            load_model(self.model, Path(resume_from_checkpoint) / WEIGHTS)  # type: ignore[arg-type]
+        except FileNotFoundError:
             raise CheckpointError(
-                f"stage two: the weights of the best state, {str(best)!r}, are missing, expected them to be kept "
+                f"stage two: the weights of the state {resume_from_checkpoint!r} are missing, expected them to be kept "
                 "until the end; run it again without --resume"
-            )
-        self.state.best_model_checkpoint = str(best)
-        super()._load_best_model()
+            ) from None
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"stage two: {resume_from_checkpoint!r} does not fit the model ({' '.join(str(error).split())[:200]}); "
+                "delete that folder and start again"
+            ) from None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write weights under the names of the model's modules.
-
-        transformers saves some models (ViT) under older names, while its trainer looks for the modules' names when it
-        resumes or loads the best checkpoint, and skips all others without warning.
-        """
-        model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, PreTrainedModel):
-            super()._save(output_dir, state_dict)
-            return
-        model.save_pretrained = partial(model.save_pretrained, save_original_format=False)  # type: ignore[method-assign]
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            del model.save_pretrained
+        """Write the weights under the names of the model's modules; transformers saves some models under older ones."""
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir or "")
+            folder.mkdir(parents=True, exist_ok=True)
+            save_model(self.model, str(folder / WEIGHTS), {"format": "pt"})  # type: ignore[arg-type]
 
 
 def layer_states(outputs: Any) -> tuple[Tensor, ...]:

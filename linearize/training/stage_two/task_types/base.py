@@ -204,16 +204,12 @@ class ClassLabels(TaskType):
         if names is None:
             found = {example.label for example in view.fetch(range(len(view)))}
             labels = sorted(found, key=lambda label: (str(type(label)), label))
-            numbers = [label for label in labels if isinstance(label, int | float) and _whole(label) and label >= 0]
+            numbers = [x for x in labels if isinstance(x, int | float) and _whole(x) and 0 <= x < MOST_CLASSES]
             if len(numbers) < len(labels):
                 raise DataError(
                     f"task {name}: got the label {next(x for x in labels if x not in numbers)!r} in column {column!r}, "
-                    "expected class names or whole numbers from 0; use task text-regression for other numbers"
-                )
-            if max(numbers) >= MOST_CLASSES:
-                raise DataError(
-                    f"task {name}: got the label {max(numbers)!r} in column {column!r}, expected class numbers from 0 "
-                    f"below {MOST_CLASSES:,}; number the classes again, or use task text-regression"
+                    f"expected class names or whole numbers from 0 below {MOST_CLASSES:,}; use task text-regression "
+                    "for other numbers"
                 )
             names = tuple(str(number) for number in range(int(max(numbers)) + 1))
         if len(labels) < 2:
@@ -268,18 +264,14 @@ class NumberLabels(TaskType):
             DataError: if a label is a text, or not finite.
         """
         name, column = self.task.name, self.task.label
-        wrong = next((e.label for e in examples if isinstance(e.label, str) or e.label is None), None)
-        if wrong is not None:
-            raise DataError(
-                f"task {name}: got the text {wrong!r} in label column {column!r}, expected numbers; "
-                "use task text-classification for names, or name another column"
-            )
-        numbers = [float(e.label) for e in examples]  # type: ignore[arg-type]
-        infinite = next((number for number in numbers if not math.isfinite(number)), None)
-        if infinite is not None:
-            raise DataError(
-                f"task {name}: got {infinite} in label column {column!r}, expected finite numbers; repair it"
-            )
+        numbers = []
+        for label in (example.label for example in examples):
+            if label is None or isinstance(label, str) or not math.isfinite(label):
+                raise DataError(
+                    f"task {name}: got {label!r} in label column {column!r}, expected finite numbers; repair it, name "
+                    "another column, or use task text-classification for names"
+                )
+            numbers.append(float(label))
         return numbers
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:

@@ -6,6 +6,7 @@ Texts are read whole or in chunks (`task_types.text`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,58 +30,52 @@ SECOND = "second_"
 """Prefix of the second text's fields."""
 
 
-class Embedder(Reader):
-    """Embeds texts by the mean over their tokens' last hidden states, as sentence-transformers does."""
-
-    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
-        """Embed 2 N texts [2 N, T] -> the cosines [N] of the first and second texts of N rows.
-
-        Embeddings of chunks [chunks, T] are averaged over the texts that they belong to, `owners` [chunks].
-        """
-        embeddings = self.embed(**fields) if owners is None else mean_over_chunks(self.embed, owners, fields)
-        first, second = embeddings.chunk(2)
-        return functional.cosine_similarity(first, second)
-
-    def embed(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
-        """Embed texts [N, T] -> [N, D]."""
-        return pooled(self.model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask)
+def embedded(model: nn.Module, attention_mask: Tensor, **fields: Tensor) -> Tensor:
+    """Embed texts [N, T] -> [N, D]: the mean over last hidden states, as sentence-transformers does."""
+    return pooled(model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask)
 
 
-class PartEmbedder(Reader):
-    """Embeds texts whole, and in parts: their chunks, or, read whole, spans of `SPAN` tokens ("late chunking").
+def cosines(model: nn.Module, owners: Tensor | None, **fields: Tensor) -> Tensor:
+    """Embed 2 N texts [2 N, T] -> the cosines [N] of the first and second texts of N rows.
 
-    Source of late chunking: https://arxiv.org/abs/2409.04701
+    Embeddings of chunks [chunks, T] are averaged over the texts that they belong to, `owners` [chunks].
     """
+    embed = partial(embedded, model)
+    embeddings = embed(**fields) if owners is None else mean_over_chunks(embed, owners, fields)
+    return functional.cosine_similarity(*embeddings.chunk(2))
 
-    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
-        """Embed 2 N texts [2 N, T] -> [N, 1 + P, 2, D]: first the whole texts, then their parts.
 
-        Texts with fewer parts are padded with `IGNORED`, as the trainer pads batches with fewer parts. A whole text
-        is the mean over its tokens, or over its chunks.
-        """
-        if owners is None:
-            sides = []
-            for side in (0, 1):
-                half = {name: field.chunk(2)[side] for name, field in fields.items()}
-                length, width = int(half["attention_mask"].sum(dim=1).max()), half["attention_mask"].shape[1]
-                # Columns that are padding in all rows are cut if they are at least half: questions next to documents.
-                kept = length if 2 * length <= width else width
-                sides.append(self.spans(**{name: field[:, :kept] for name, field in half.items()}))
-        else:
-            chunks = read_chunks(lambda **part: self.spans(**part)[:, 0], fields)
-            texts = [chunks[owners == owner] for owner in range(int(owners[-1]) + 1)]
-            both = pad_sequence([torch.cat([one.mean(dim=0)[None], one]) for one in texts], True, IGNORED)
-            sides = list(both.chunk(2))
-        most = max(side.shape[1] for side in sides)
-        filled = [functional.pad(side, (0, 0, 0, most - side.shape[1]), value=IGNORED) for side in sides]
-        return torch.stack(filled, dim=2)
+def with_parts(model: nn.Module, owners: Tensor | None, **fields: Tensor) -> Tensor:
+    """Embed 2 N texts [2 N, T] -> [N, 1 + P, 2, D]: first the whole texts, then their parts.
 
-    def spans(self, attention_mask: Tensor, **fields: Tensor) -> Tensor:
-        """Embed texts [n, T] and their spans -> [n, 1 + P, D]; the text first."""
-        states = self.model(attention_mask=attention_mask, **fields).last_hidden_state
-        parts = zip(states.split(SPAN, dim=1), attention_mask.split(SPAN, dim=1), strict=True)
-        spans = [pooled(part, mask).masked_fill(~mask.any(dim=1)[:, None], IGNORED) for part, mask in parts]
-        return torch.stack([pooled(states, attention_mask), *spans], dim=1)
+    Parts are their chunks, or, read whole, spans of `SPAN` tokens ("late chunking", https://arxiv.org/abs/2409.04701).
+    Texts with fewer parts are padded with `IGNORED`, as the trainer pads batches with fewer parts. A whole text is the
+    mean over its tokens, or over its chunks.
+    """
+    if owners is None:
+        sides = []
+        for side in (0, 1):
+            half = {name: field.chunk(2)[side] for name, field in fields.items()}
+            length, width = int(half["attention_mask"].sum(dim=1).max()), half["attention_mask"].shape[1]
+            # Columns that are padding in all rows are cut if they are at least half: questions next to documents.
+            kept = length if 2 * length <= width else width
+            sides.append(spans(model, **{name: field[:, :kept] for name, field in half.items()}))
+    else:
+        chunks = read_chunks(partial(embedded, model), fields)
+        texts = [chunks[owners == owner] for owner in range(int(owners[-1]) + 1)]
+        both = pad_sequence([torch.cat([one.mean(dim=0)[None], one]) for one in texts], True, IGNORED)
+        sides = list(both.chunk(2))
+    most = max(side.shape[1] for side in sides)
+    filled = [functional.pad(side, (0, 0, 0, most - side.shape[1]), value=IGNORED) for side in sides]
+    return torch.stack(filled, dim=2)
+
+
+def spans(model: nn.Module, attention_mask: Tensor, **fields: Tensor) -> Tensor:
+    """Embed texts [n, T] and their spans -> [n, 1 + P, D]; the text first."""
+    states = model(attention_mask=attention_mask, **fields).last_hidden_state
+    parts = zip(states.split(SPAN, dim=1), attention_mask.split(SPAN, dim=1), strict=True)
+    found = [pooled(part, mask).masked_fill(~mask.any(dim=1)[:, None], IGNORED) for part, mask in parts]
+    return torch.stack([pooled(states, attention_mask), *found], dim=1)
 
 
 class EmbeddedPairs(Texts):
@@ -161,7 +156,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the cosines of the model's embeddings; the labels' scale does not matter for a correlation."""
-        return Embedder(model)
+        return Reader(model, cosines)
 
 
 class Duplicates(ClassLabels, Similarity):  # type: ignore[misc]
@@ -214,7 +209,7 @@ class Retrieval(EmbeddedPairs):
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the embeddings of both texts of every row, and of their parts [N, 1 + P, 2, D]."""
-        return PartEmbedder(model)
+        return Reader(model, with_parts)
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the rank [N] of each row's second text by whole texts, and by the best part: [N, 1 + P, 2, D]."""

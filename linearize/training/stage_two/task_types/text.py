@@ -26,9 +26,9 @@ from linearize.training.stage_two.prepared import (
     Row,
     TaskData,
     check_tokens,
+    coded,
     pad,
     row_facts,
-    text_facts,
     tokenise,
 )
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskType
@@ -61,25 +61,9 @@ def chunked(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: in
     if length <= around:
         raise ConfigError(f"chunks: got a length of {length} tokens, expected more than the {around} special ones")
     chunks: list[list[Row]] = [[] for _ in texts]
-    for begin in range(0, len(texts), 1_000):
-        fields = tokenizer(
-            list(texts[begin : begin + 1_000]),
-            truncation=True,
-            max_length=length,
-            return_overflowing_tokens=True,
-            return_attention_mask=True,
-            verbose=False,
-        )
-        names = [name for name in TOKEN_FIELDS if name in fields]
-        for place, owner in enumerate(fields["overflow_to_sample_mapping"]):
-            chunks[begin + owner].append({name: fields[name][place] for name in names})
+    for owner, row in coded(tokenizer, texts, None, length, return_overflowing_tokens=True):
+        chunks[owner].append(row)
     return chunks
-
-
-def whole_lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]]) -> list[int]:
-    """Return how many tokens each text has in one piece, from its chunks."""
-    around = tokenizer.num_special_tokens_to_add()
-    return [around + sum(len(chunk["input_ids"]) - around for chunk in chunks) for chunks in texts]
 
 
 def pad_chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]]) -> dict[str, Tensor]:
@@ -131,62 +115,52 @@ class Reader(nn.Module):
 
     Args:
         model: the model.
+        read: returns the values of a batch: called with the model, which text each chunk belongs to (`owners`, None for
+            whole texts), and the token fields.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, read: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.read = model, read
 
     def forward(
         self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
     ) -> dict[str, Tensor]:
-        """Return `logits` for a batch, in chunks if `owners` is given; also a zero loss, which the trainer needs."""
-        logits = self.read(owners, **fields)
+        """Return `logits` for a batch, and a zero loss, which the trainer needs."""
+        logits = self.read(self.model, owners, **fields)
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
 
-    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
-        """Return the values that are scored."""
-        raise NotImplementedError
 
-
-class ChunkMean(Reader):
-    """Returns the mean of a classifier's logits, or of a regression's number, over each text's chunks."""
-
-    def read(self, owners: Tensor | None, **fields: Tensor) -> Tensor:
-        """Read chunks [chunks, T] -> [texts, C]."""
-        assert owners is not None
-        return mean_over_chunks(lambda **part: self.model(**part).logits, owners, fields)
+def mean_logits(model: nn.Module, owners: Tensor, **fields: Tensor) -> Tensor:
+    """Return the means [texts, C] of a classifier's logits, or a regression's numbers, over each text's chunks."""
+    return mean_over_chunks(lambda **part: model(**part).logits, owners, fields)
 
 
 class Texts(TaskType):
     """Tasks whose rows are texts: those to measure on may be read in chunks."""
 
-    def tokenised(self, first: Sequence[str], second: Sequence[str | None] | None = None) -> list[Row]:
-        """Return texts, or pairs of texts, as token fields."""
-        return tokenise(self.tokenizer, first, second or [None] * len(first), self.options.max_length)
-
-    def checked(self, first: Sequence[str], second: Sequence[str | None] | None = None) -> list[Row]:
-        """Return the same as `tokenised`.
+    def checked(self, first: Sequence[str], second: Sequence[str] | None = None) -> list[Row]:
+        """Return texts, or pairs of texts, as token fields.
 
         Raises:
             DataError: if a text has no token.
         """
-        rows = self.tokenised(first, second)
+        rows = tokenise(self.tokenizer, first, second, self.options.max_length)
         check_tokens(self.task, rows, self.tokenizer)
         return rows
 
-    def measured(self, first: Sequence[str], second: Sequence[str | None] | None = None) -> tuple[list[Row], Facts]:
+    def measured(self, first: Sequence[str], second: Sequence[str] | None = None) -> tuple[list[Row], Facts]:
         """Return rows to measure on, in chunks if the options say so, and their facts.
 
         Raises:
             DataError: if a text has no token.
         """
+        rows = self.checked(first, second)
+        whole = tokenise(self.tokenizer, first, second)
+        facts = row_facts([len(row["input_ids"]) for row in whole], self.options)
         if not self.options.chunks:
-            rows = self.checked(first, second)
-            return rows, text_facts(self.tokenizer, first, second or [None] * len(first), rows, self.options)
+            return rows, facts
         texts = chunked(self.tokenizer, first, self.options.max_length)
-        check_tokens(self.task, [chunks[0] for chunks in texts], self.tokenizer)
-        facts = row_facts(whole_lengths(self.tokenizer, texts), self.options)
         # No token is cut off.
         facts = {**facts, "cut_share": 0.0, "chunks": sum(len(chunks) for chunks in texts)}
         return [{CHUNKS: chunks} for chunks in texts], facts
@@ -239,7 +213,7 @@ class _TextRows(Texts):
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the model, or the mean of its logits over each text's chunks."""
-        return ChunkMean(model) if self.options.chunks else model
+        return Reader(model, mean_logits) if self.options.chunks else model
 
     @classmethod
     def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -268,13 +242,15 @@ class _TextRows(Texts):
             raise ConfigError(f"data, extra_pairs: got {share}, but task {self.task.name} reads no pairs; drop it")
         firsts, seconds = [e.value for e in examples], [str(e.pair) for e in examples]
         sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
-        pairs = self.tokenised([firsts[first] for first, _ in sources], [seconds[second] for _, second in sources])
+        texts = [firsts[first] for first, _ in sources], [seconds[second] for _, second in sources]
+        pairs = tokenise(self.tokenizer, *texts, self.options.max_length)
         label = math.nan if self.numeric else IGNORED
         return [{**row, "sources": places, "labels": label} for row, places in zip(pairs, sources, strict=True)]
 
 
-def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str | None]]:
-    return [example.value for example in examples], [example.pair for example in examples]
+def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str] | None]:
+    second = [str(example.pair) for example in examples] if examples[0].pair is not None else None
+    return [example.value for example in examples], second
 
 
 class TextClassification(ClassLabels, _TextRows):

@@ -56,13 +56,8 @@ class TokenClassification(TaskType):
         if self.task.labels is None:
             self.task = dataclasses.replace(self.task, labels=self._tag_names(splits.train, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
-        lengths = [len(row["input_ids"]) for row in validation]
-        for place, texts in enumerate(splits.validation[words]):
-            # Only full rows can have been cut.
-            if lengths[place] >= self.options.max_length:
-                coded = self.tokenizer(list(texts), is_split_into_words=True, verbose=False)
-                lengths[place] = len(coded["input_ids"])
-        facts = row_facts(lengths, self.options)
+        whole = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
+        facts = row_facts([len(ids) for ids in whole["input_ids"]], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
@@ -166,7 +161,7 @@ class QuestionAnswering(TaskType):
                     raise DataError(
                         f"question answering: got row {owner} without {question} or {context}, expected both texts"
                     )
-        whole = tokenise(self.tokenizer, held[question], held[context], None)
+        whole = tokenise(self.tokenizer, held[question], held[context])
         lengths = [len(row["input_ids"]) for row in whole]
         if self.options.auto_length:
             # Rows are padded to this length.
