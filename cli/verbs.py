@@ -81,14 +81,12 @@ class Recipes(Verb):
 
 
 class Results(Verb):
-    """Show the table of a recipe's run with the paper's figures; also as Markdown, CSV, LaTeX or a picture.
+    """Show the table of a recipe's run with the paper's figures; also as Markdown or JSON.
 
     examples:
       linearize results runs/minilm-glue
       linearize results runs
-      linearize results runs/minilm-glue --format latex
-      linearize results runs --format csv --plot results.png
-      linearize results runs/minilm-glue --against softmax
+      linearize results runs/minilm-glue --format md
 
     A cell shows our figure, in brackets the recovered share of softmax's score above chance (if softmax is above
     chance), and after a bar the paper's figure. With several seeds ours is the mean, followed by +- and the standard
@@ -102,13 +100,9 @@ class Results(Verb):
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the folder and the format."""
-        add, formats = parser.add_argument, ("table", "md", "csv", "latex", "json")
+        add, formats = parser.add_argument, ("table", "md", "json")
         add("folder", metavar="FOLDER", help="folder of one run, or a folder of runs")
         add("--format", choices=formats, default="table", metavar="F", help=f"{', '.join(formats)} (table)")
-        add("--plot", metavar="FILE.png", help="plot means, deviations and the paper's figures")
-        add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-        against = "also compare all rows with this one: paired differences, and share of tasks where they are as good"
-        add("--against", metavar="ROW", help=against)
 
 
 class Kernels(Verb):
@@ -272,7 +266,7 @@ class Bench(Verb):
         add = groups[HOW].add_argument
         add("--plot", metavar="FILE.png", help="plot time and memory against length")
         add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-        add_flags(groups[HOW], "--no-native", "--explain-backend", "--json")
+        add_flags(groups[HOW], "--no-native", "--json")
 
 
 class Native(Verb):

@@ -64,7 +64,7 @@ def test_bash_completes(capsys, tmp_path, monkeypatch):
     assert complete("linearize", "convert", "--kernel", "flex") == ["flexformer_n", "flexformer_s"]
     assert complete("linearize", "finetune", "x", "--task", "col") == ["cola"]
     assert complete("linearize", "run", "minilm-g") == ["minilm-glue"]
-    assert complete("linearize", "results", "x", "--format", "l") == ["latex"]
+    assert complete("linearize", "results", "x", "--format", "j") == ["json"]
     assert complete("linearize", "inspect", "my") == ["my-model"]
 
 

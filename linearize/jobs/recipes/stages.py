@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from torch.utils.data import ConcatDataset
 
 from linearize.checkpoint.loading import load_processor, move
@@ -243,8 +242,6 @@ class Runner:
             "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
             "facts": data.facts,
             "seconds": time.perf_counter() - start,
-            # `results --against` resamples these; rounded to keep the file small.
-            "units": [np.round(unit.astype(np.float64), 6).tolist() for unit in measured.scored],
         }
         with atomic_folder(target, overwrite=True) as fresh:
             for name, text in _record_file(record).items():
