@@ -108,7 +108,11 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     target = job.target()
     with claim(target, overwrite=job.overwrite, sources=job.sources()):
         device = check_device(job.device)
-        job, data, lengths = open_longdoc(job, on_event)
+        check_options(job)
+        job = quick(job)
+        data, lengths = examine(job)
+        for note in lengths.notes:
+            on_event(Noted(note))
         work = begin(job, data)
         for number, (folder, title, step) in enumerate(steps(job, work, lengths), start=1):
             if not (work / folder).exists() and (job.align_steps or folder != ALIGNED):
@@ -119,16 +123,6 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         save_all(job, work, result)
     on_event(Saved(target))
     return result
-
-
-def open_longdoc(job: LongdocJob, on_event: Callback) -> tuple[LongdocJob, TaskData, Lengths]:
-    """Check the options, choose the sizes of a quick run, and open the data: everything before the first step."""
-    check_options(job)
-    job = quick(job)
-    data, lengths = examine(job)
-    for note in lengths.notes:
-        on_event(Noted(note))
-    return job, data, lengths
 
 
 def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:
