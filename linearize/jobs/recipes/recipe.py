@@ -92,9 +92,9 @@ class Cell:
         return _file_name(f"{self.row}-{self.job.name}-s{self.seed}")
 
     @property
-    def distilled_key(self) -> str:
-        """Name of the folder of its distilled model, which cells with the same source share."""
-        return self.key if self.source is None else _file_name(f"{self.row}-s{self.seed}")
+    def converted_folder(self) -> str:
+        """Folder of its converted model, which cells with the same source share."""
+        return f"distilled/{self.key if self.source is None else _file_name(f'{self.row}-s{self.seed}')}"
 
 
 def _file_name(text: str) -> str:
