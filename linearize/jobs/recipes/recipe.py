@@ -254,34 +254,19 @@ def cells(recipe: Recipe) -> list[Cell]:
     return table
 
 
-def plain(recipe: Recipe) -> dict[str, object]:
-    """Return a recipe as plain data, without empty values: the content of `recipe.yaml` in a run's folder."""
-    values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
-    values["kernels"] = [_plain_kernel(row) for row in recipe.kernels]
-    if isinstance(recipe.tasks, dict):
-        # A task without changes is kept as an empty section.
-        values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
-    return values
-
-
-def _plain_kernel(kernel: Kernel) -> object:
-    """Return a row, or the kernel of one of its layers, as plain data: only its name if it has nothing else."""
-    # It is compared with softmax, because some kernels cannot be built from their name: `none` needs a window.
-    if vars(kernel) == vars(type(kernel)(SOFTMAX)) | {"name": kernel.name}:
-        return kernel.name
-    values: dict[str, object] = _without_empty(dataclasses.asdict(kernel))
-    if isinstance(kernel, Row) and kernel.layers:
-        values["layers"] = {number: _plain_kernel(inner) for number, inner in kernel.layers.items()}
-    return values
-
-
-def _without_empty(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a recipe, or a part of one, as plain data without empty values: the content of a run's `recipe.yaml`."""
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_empty(part) for part in value]
-    if not isinstance(value, Mapping):
+        return [plain(part) for part in value]
+    if not dataclasses.is_dataclass(value):
         return value
-    kept = {key: _without_empty(part) for key, part in value.items()}
-    return {key: part for key, part in kept.items() if part is not None and part not in ({}, [], "")}
+    # A kernel with no options is its name. It is compared with softmax, as some cannot be built from their name alone.
+    if isinstance(value, Kernel) and vars(value) == vars(type(value)(SOFTMAX)) | {"name": value.name}:
+        return value.name
+    parts = {key: plain(part) for key, part in vars(value).items()}
+    return {key: part for key, part in parts.items() if part is not None and part not in ({}, [], "")}
 
 
 def _change(values: dict[str, Any], change: str) -> None:
