@@ -10,22 +10,15 @@ import yaml
 from rich.console import Group
 
 from linearize.cli._output import at_work, console, print_json, table
-from linearize.core.errors import ConfigError, printable
+from linearize.core.errors import printable
 from linearize.core.events import Event
-from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
+from linearize.jobs.recipes.recipe import cells, load_recipe, plain, recipe_names, recipe_text
 from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables, to_markdown
 from linearize.jobs.recipes.schema import Recipe
 
 
 def recipes(args: argparse.Namespace) -> object:
-    """Print the list or one recipe, or write a new one."""
-    if args.new:
-        if args.name:
-            raise ConfigError(f"recipes: got {args.name!r} and --new, expected one of them; drop one")
-        path = new_recipe(args.new)
-        if not args.json:
-            console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", soft_wrap=True)
-        return {"file": str(path)}
+    """Print the list or one recipe."""
     if args.name:
         recipe = load_recipe(args.name)
         if not args.json:

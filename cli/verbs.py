@@ -62,22 +62,21 @@ class Run(Verb):
 
 
 class Recipes(Verb):
-    """List the recipes, print one, or write a template for a new one.
+    """List the recipes, or print one, such as the template for a new one.
 
     examples:
       linearize recipes
       linearize recipes minilm-glue
-      linearize recipes --new mine.yaml                 # a template with every key explained
+      linearize recipes template                        # every key explained; save it as mine.yaml
     """
 
-    summary = "list the recipes, print one, or write a template"
+    summary = "list the recipes, or print one"
     module = "recipes"
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the recipe to print or to write."""
+        """Declare the recipe to print."""
         parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
-        parser.add_argument("--new", metavar="FILE.yaml", help="write a template with every key explained")
 
 
 class Results(Verb):

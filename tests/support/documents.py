@@ -19,6 +19,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -189,6 +190,7 @@ def make_place(root: Path) -> Path:
         make_text(root / name, kind, head=head, config=overrides)
     rows = [{"text": " ".join(VOCABULARY[i % 11 :] + VOCABULARY[: i % 13]), "label": i % 2} for i in range(96)]
     write_texts(root, rows)
+    shutil.copy(CHECKOUT / "recipes" / "template.yaml", root / "mine.yaml")
     write_glue(root / "glue", rows)
     write_reviews(root, rows)
     for split in ("train", "validation"):

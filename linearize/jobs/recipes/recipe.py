@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
@@ -120,26 +119,6 @@ def recipe_text(name: str) -> str:
     if name not in names:
         raise unknown_name("recipe", name, names)
     return (resources.files("linearize.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def new_recipe(file: str) -> Path:
-    """Write a recipe to start from, with every key explained. Existing files are not replaced.
-
-    Raises:
-        ConfigError: if the name is not that of a YAML file, or the file exists or cannot be written.
-    """
-    path = Path(file).expanduser()
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--new: got {file!r}, expected the name of a .yaml file")
-    template = (resources.files("linearize.jobs.recipes") / "template.yaml").read_text(encoding="utf-8")
-    try:
-        with path.open("x", encoding="utf-8") as out:
-            out.write(Template(template).substitute(file=file, name=path.stem))
-    except FileExistsError:
-        raise ConfigError(f"--new: {file!r} exists; choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"--new: {file!r} cannot be written ({error.strerror}); choose another folder") from error
-    return path
 
 
 def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
