@@ -337,15 +337,8 @@ def check_options(job: LongdocJob) -> None:
     """
     if model_type(job.model) == "linearize":
         raise ConfigError(f"model: {job.model!r} is already converted; give the original that it was made from")
-    limit, longer = length_limit(job.model), job.max_length
-    if longer is not None and limit is not None and longer < limit:
-        raise ConfigError(
-            f"max_length: got {longer}, but {job.model!r} already takes {limit:,} tokens; choose a larger value, or "
-            "leave it out"
-        )
-    convert = ConvertJob.of(
-        model=job.model, **job.attention(), max_length=None if limit is None or longer == limit else longer
-    )
+    longer = None if length_limit(job.model) in (None, job.max_length) else job.max_length
+    convert = ConvertJob.of(model=job.model, **job.attention(), max_length=longer)
     check_kernel(convert)
     loaded, _, _ = make_plan(convert)
     if convert.max_length is not None:

@@ -123,18 +123,9 @@ def tables(folder: str | Path) -> list[Table]:
         raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")
     made = []
     for run in runs:
-        recipe, rows, damaged = read_run(run)
-        made.append(make_table(recipe, rows, run.name, damaged))
+        rows, damaged = read_rows(run)
+        made.append(make_table(read_recipe(run), rows, run.name, damaged))
     return made
-
-
-def read_run(run: Path) -> tuple[Recipe, list[ResultRow], int]:
-    """Return a run's recipe, its results, and the number of damaged lines.
-
-    Raises:
-        ConfigError: if the recipe is damaged.
-    """
-    return read_recipe(run), *read_rows(run)
 
 
 def read_recipe(run: Path) -> Recipe:
