@@ -98,8 +98,9 @@ class Runner:
             tune = job.teacher if tuned_first else job.finetune
             softmax = self._tune(self.folder / softmax_folder(recipe, cell), job, seed, tune)
         if row.name == SOFTMAX:
-            whole = softmax is not None and not row.rows
-            return softmax if whole else self._measure(target, cell.read, seed, softmax), None
+            if softmax is None or row.rows:
+                return self._measure(target, cell.read, seed, softmax), None
+            return softmax, None
         converted = self._convert(cell, softmax if tuned_first else None)
         if recipe.flow == "untuned":
             return self._measure(target, cell.read, seed, converted), converted
