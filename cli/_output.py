@@ -295,13 +295,6 @@ class StepProgress:
             self.bar = None
 
 
-Planned = Callable[[Screen, Plan], None]
-
-
-def nothing_more(out: Screen, plan: Plan) -> None:
-    """Do nothing with a plan."""
-
-
 class Work:
     """Shows the events of long work, as the callback of a job.
 
@@ -309,7 +302,6 @@ class Work:
         out: the console.
         learns: introduction of the line about the data.
         says: whether it prints a line at the start of slow work.
-        planned: called with the console and the plan when the plan is made and printed.
         beat: prints to a log what is still running.
         progress: the progress bar.
         findings: the job's findings, available at its end.
@@ -318,7 +310,6 @@ class Work:
 
     def __init__(self, out: Screen, what: str, learns: str) -> None:
         self.out, self.learns, self.says = out, learns, False
-        self.planned: Planned = nothing_more
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
         self.findings: Findings | None = None
         self.saved = False
@@ -331,7 +322,6 @@ class Work:
         match event:
             case events.Planned(plan):
                 out.print(plan_table(plan))
-                self.planned(out, plan)
             case events.DataOpened(description):
                 out.print(f"{self.learns}: {description}")
                 beat.what = "measuring the start"

@@ -46,10 +46,6 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
     """Run all steps and print the comparison."""
     from linearize.jobs.longdoc import run_longdoc, work_folder
 
-    if args.dry_run:
-        from linearize.cli.train import show_bill
-
-        return show_bill(job, as_json=args.json)
     out, folder = console(to_stderr=args.json), work_folder(job.target())
 
     def kept() -> str:

@@ -10,23 +10,15 @@ import yaml
 from rich.console import Group
 
 from linearize.cli._output import at_work, console, print_json, table
-from linearize.core.errors import ConfigError, printable
+from linearize.core.errors import printable
 from linearize.core.events import Event
-from linearize.core.parsing import check_file
-from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe, plain, recipe_names, recipe_text
-from linearize.jobs.recipes.results import FORMATS, Table, lines_of, make_table, notes_of, tables, write_results_plot
+from linearize.jobs.recipes.recipe import cells, load_recipe, plain, recipe_names, recipe_text
+from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables, to_markdown
 from linearize.jobs.recipes.schema import Recipe
 
 
 def recipes(args: argparse.Namespace) -> object:
-    """Print the list or one recipe, or write a new one."""
-    if args.new:
-        if args.name:
-            raise ConfigError(f"recipes: got {args.name!r} and --new, expected one of them; drop one")
-        path = new_recipe(args.new)
-        if not args.json:
-            console().print(f"Wrote {path}. Next: linearize run {path} --dry-run", soft_wrap=True)
-        return {"file": str(path)}
+    """Print the list or one recipe."""
     if args.name:
         recipe = load_recipe(args.name)
         if not args.json:
@@ -97,34 +89,16 @@ def results(args: argparse.Namespace) -> None:
     """Print the tables."""
     made = tables(args.folder)
     kind = "json" if args.json else args.format
-    if args.plot:
-        check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
-    compared = None
-    if args.against is not None:
-        if kind not in ("table", "json"):
-            raise ConfigError(f"--against: got format {kind}, expected table or json; leave --format out")
-        from linearize.jobs.recipes.against import against
-
-        compared = against(args.folder, args.against)
-    if args.plot:
-        write_results_plot(made, args.plot)
-        console(to_stderr=kind != "table").print(f"Picture: {args.plot}")
     if kind == "json":
-        print_json([asdict(table) for table in made] if compared is None else asdict(compared))
+        print_json([asdict(table) for table in made])
         return
-    if kind in FORMATS:
-        print(FORMATS[kind](made), end="")
+    if kind == "md":
+        print(to_markdown(made), end="")
         return
     out = console()
     for each in made:
         out.print(results_table(each))
         for line in notes_of(each):
-            out.print(line)
-    if compared is not None:
-        title = f"points above {compared.row}, with 95 % intervals"
-        right = tuple(range(1, len(compared.tasks) + 1))
-        out.print(table(title, ["", *compared.tasks], compared.cells(), right=right))
-        for line in compared.notes():
             out.print(line)
 
 

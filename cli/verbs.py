@@ -10,8 +10,6 @@ from linearize.cli._options import Groups, Parser, Verb, add_config_file, add_fl
 from linearize.evaluation.options import HOW, BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import DemoJob, ExportJob, InitJob
 
-SHELLS = ("bash", "zsh", "fish")
-
 
 class Init(Verb):
     """Make an untrained model with linear attention from a config of any architecture.
@@ -62,33 +60,30 @@ class Run(Verb):
 
 
 class Recipes(Verb):
-    """List the recipes, print one, or write a template for a new one.
+    """List the recipes, or print one, such as the template for a new one.
 
     examples:
       linearize recipes
       linearize recipes minilm-glue
-      linearize recipes --new mine.yaml                 # a template with every key explained
+      linearize recipes template                        # every key explained; save it as mine.yaml
     """
 
-    summary = "list the recipes, print one, or write a template"
+    summary = "list the recipes, or print one"
     module = "recipes"
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the recipe to print or to write."""
+        """Declare the recipe to print."""
         parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
-        parser.add_argument("--new", metavar="FILE.yaml", help="write a template with every key explained")
 
 
 class Results(Verb):
-    """Show the table of a recipe's run with the paper's figures; also as Markdown, CSV, LaTeX or a picture.
+    """Show the table of a recipe's run with the paper's figures; also as Markdown or JSON.
 
     examples:
       linearize results runs/minilm-glue
       linearize results runs
-      linearize results runs/minilm-glue --format latex
-      linearize results runs --format csv --plot results.png
-      linearize results runs/minilm-glue --against softmax
+      linearize results runs/minilm-glue --format md
 
     A cell shows our figure, in brackets the recovered share of softmax's score above chance (if softmax is above
     chance), and after a bar the paper's figure. With several seeds ours is the mean, followed by +- and the standard
@@ -102,13 +97,9 @@ class Results(Verb):
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
         """Declare the folder and the format."""
-        add, formats = parser.add_argument, ("table", "md", "csv", "latex", "json")
+        add, formats = parser.add_argument, ("table", "md", "json")
         add("folder", metavar="FOLDER", help="folder of one run, or a folder of runs")
         add("--format", choices=formats, default="table", metavar="F", help=f"{', '.join(formats)} (table)")
-        add("--plot", metavar="FILE.png", help="plot means, deviations and the paper's figures")
-        add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-        against = "also compare all rows with this one: paired differences, and share of tasks where they are as good"
-        add("--against", metavar="ROW", help=against)
 
 
 class Kernels(Verb):
@@ -272,7 +263,7 @@ class Bench(Verb):
         add = groups[HOW].add_argument
         add("--plot", metavar="FILE.png", help="plot time and memory against length")
         add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-        add_flags(groups[HOW], "--no-native", "--explain-backend", "--json")
+        add_flags(groups[HOW], "--no-native", "--json")
 
 
 class Native(Verb):
@@ -301,26 +292,6 @@ class Native(Verb):
         what = parser.add_mutually_exclusive_group()
         what.add_argument("--build", action="store_true", help="compile it, and compare it with the ops in PyTorch")
         what.add_argument("--remove", action="store_true", help="delete the compiled library")
-
-
-class Completion(Verb):
-    """Print a script for shell completion of verbs, options, kernels, tasks and recipes.
-
-    examples:
-      linearize completion bash      # in ~/.bashrc: source <(linearize completion bash)
-      linearize completion zsh       # into ~/.zfunc/_linearize, with fpath+=~/.zfunc before compinit
-      linearize completion fish      # into ~/.config/fish/completions/linearize.fish
-
-    The script is generated from the verbs' options by shtab; completion does not start Python.
-    """
-
-    summary = "print a script for shell completion of verbs, options and names"
-    module = "completion"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the shell."""
-        parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
 class Demo(Verb):

@@ -35,7 +35,7 @@ class Convert(Verb):
     summary = "convert a checkpoint: plan, distil, save"
     module = "train"
     job = ConvertJob
-    flags = ("--dry-run", "--no-native", "--explain-backend", "--json")
+    flags = ("--dry-run", "--no-native", "--json")
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
@@ -186,7 +186,6 @@ class Longdoc(Verb):
     examples:
       linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192
       linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --quick      # a quick look
-      linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --dry-run
       linearize longdoc bert-base-uncased --task text-classification --dataset ./reviews --max-length 8192 --resume
       linearize longdoc ./my-bert --task text-classification --dataset cases.jsonl --max-length 4096 --align-length 2048
       linearize longdoc ./my-bert --task text-classification --dataset a.jsonl --preset encoder --positions interpolate
@@ -203,4 +202,3 @@ class Longdoc(Verb):
     summary = "long documents from end to end: convert, tune, compare with the original and its chunks"
     module = "evaluate"
     job = LongdocJob
-    flags = ("--dry-run", "--json")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import Loaded, load_converted, load_model, model_type, with_length
 from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
@@ -225,17 +224,8 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
             "value, or leave --max-length out"
         )
     inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
-    decided = plan_of(job, loaded.model, longest_input(job, loaded), inputs)
-    check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
-    return loaded, decided, inputs
-
-
-def plan_of(
-    job: ConvertJob, model: PreTrainedModel, longest: int | None, inputs: Mapping[str, Tensor] | None = None
-) -> Plan:
-    """Plan the conversion of a loaded model for inputs of up to `longest` tokens; None: its current limit."""
-    return plan(
-        model,
+    decided = plan(
+        loaded.model,
         STAND_IN if job.kernel == AUTO or job.plan is not None else job.kernel,
         job.kernel_args,
         layers=job.layers,
@@ -245,11 +235,13 @@ def plan_of(
         exact_keys=job.exact_keys,
         scale=job.scale,
         softmax_heads=None if job.chooses_heads else job.keep_softmax_heads,
-        max_length=longest,
+        max_length=longest_input(job, loaded),
         seed=job.seed,
         local_as_full=job.local_as_full,
         example_inputs=inputs,
     )
+    check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
+    return loaded, decided, inputs
 
 
 def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:

@@ -20,23 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from linearize.attention.native.build import worth_building
-from linearize.checkpoint.loading import check_device
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
-from linearize.conversion.layers import ConversionConfig
-from linearize.conversion.plan import convert_model
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.convert import OPEN, longest_input, open_conversion, plan_of, put_in_kernels
+from linearize.jobs.convert import OPEN, longest_input, put_in_kernels
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import Opened, open_tuning
-from linearize.jobs.longdoc import open_longdoc, steps
 from linearize.jobs.stages import Context, check_states
-from linearize.jobs.task_config import LongdocJob, TuneJob
+from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
@@ -51,7 +46,7 @@ from linearize.training.trackers import reporter
 HOW = "from real steps of this job on this machine, under its current load"
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and which is faster"
 SEARCHED = "; stage one and the alignment with the plan that a few steps of the search chose"
-AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob | LongdocJob
+AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob
 TIMED = 3
 """Steps of each stage: the first one is a warm-up, and an evaluation follows the last one."""
 TIMED_IN_SEARCH = 7
@@ -194,7 +189,7 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         length = job.data.max_length if job.task.modality == "text" else None
         # The trainer keeps two checkpoints of weights and two moments, and briefly three while it writes a new one.
         return trial.bill(str(job.target()), opened.data.description, length, whole + 3 * (whole + 2 * trained))
-    return _of_longdoc(job, on_event) if isinstance(job, LongdocJob) else _of_training(job, on_event)
+    return _of_training(job, on_event)
 
 
 @dataclass
@@ -372,41 +367,3 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     rows = config.batch_size * config.gradient_accumulation
     whole = first + (total - 1) * step + evaluations * evaluation
     return StageBill("stage two", total, rows, step, steps, evaluations, whole, evaluation)
-
-
-def _of_longdoc(job: LongdocJob, on_event: Callback) -> Bill:
-    """Time the steps of `longdoc` in order, each on a model of the shape it will have, though not trained."""
-    target = str(job.target())
-    job, data, lengths = open_longdoc(job, on_event)
-    trial, sizes = _Trial(on_event, check_device(job.device)), [0]
-
-    def tuned(
-        called: str, asked: TuneJob, change: Callable[[PreTrainedModel], object] | None = None
-    ) -> list[StageBill]:
-        opened = open_tuning(asked, ignore, change)
-        sizes.append(size_of(opened.model))
-        return [replace(_stage_two(asked, opened), stage=f"tuning {called} at {asked.data.max_length:,} tokens")]
-
-    with tempfile.TemporaryDirectory() as folder:
-        original, conversion, alignment, linear = (step for _, _, step in steps(job, Path(folder), lengths))
-        # The alignment may read longer rows than stage one.
-        longer = replace(conversion, distill_length=alignment.length, data=alignment.data, align=alignment.align)
-
-        def put(model: PreTrainedModel) -> None:
-            decided = plan_of(conversion, model, conversion.max_length)
-            config = ConversionConfig(max_length=conversion.max_length, positions=conversion.positions)
-            convert_model(model, decided, config)
-
-        trial.run("the original's tuning", lambda: tuned("the original", original))
-        if job.distill_steps:
-            trial.run("stage one", lambda: _trained(open_conversion(conversion, on_event), conversion.distill))
-        if job.align_steps:
-            trial.run("the alignment", lambda: _trained(open_conversion(longer, ignore), alignment.align))
-        trial.run("the linear model's tuning", lambda: tuned("the linear model", replace(linear, model=job.model), put))
-    if not trial.problem:
-        rows, sides = len(data.validation), 4 if lengths.longest > lengths.original else 2
-        seconds = (sides - 1) * trial.stages[0].evaluation + trial.stages[-1].evaluation
-        side = StageBill("the comparison, a step per side", sides, rows, seconds / sides, 1, 0, seconds)
-        trial.stages.append(side)
-    # Four models, and one tuning's states: three times the weights and two moments.
-    return trial.bill(target, data.description, lengths.linear, (4 + 9) * max(sizes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,14 +96,8 @@ class Opened:
     teacher: PreTrainedModel | None
 
 
-def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedModel], object] | None = None) -> Opened:
-    """Do everything before the first step: validate everything, write nothing.
-
-    Args:
-        job: the options.
-        on_event: called with every event.
-        change: called with the loaded model before its length is checked (dry runs).
-    """
+def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
+    """Do everything before the first step: validate everything, write nothing."""
     target, data_options = job.target(), job.data
     check_options(job.tune, _adapter_of(job))
     device = own_device(job.device)
@@ -119,10 +112,7 @@ def open_tuning(job: TuneJob, on_event: Callback, change: Callable[[PreTrainedMo
     earlier = read_log(job.model)
     data = prepare(job.task, load_processor(job.model, job.task.modality), data_options, data=job.dataset)
     on_event(DataOpened(data.description))
-    model = load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed)
-    if change is not None:
-        change(model)
-    model = move(model, device)
+    model = move(load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed), device)
     if (note := fit_positions(model, data.type.processor, job.task, data_options.max_length)) is not None:
         on_event(Noted(note))
     teacher = None if job.teacher is None else load_teacher(job.teacher, data, model)

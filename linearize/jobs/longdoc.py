@@ -108,7 +108,11 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     target = job.target()
     with claim(target, overwrite=job.overwrite, sources=job.sources()):
         device = check_device(job.device)
-        job, data, lengths = open_longdoc(job, on_event)
+        check_options(job)
+        job = quick(job)
+        data, lengths = examine(job)
+        for note in lengths.notes:
+            on_event(Noted(note))
         work = begin(job, data)
         for number, (folder, title, step) in enumerate(steps(job, work, lengths), start=1):
             if not (work / folder).exists() and (job.align_steps or folder != ALIGNED):
@@ -119,16 +123,6 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         save_all(job, work, result)
     on_event(Saved(target))
     return result
-
-
-def open_longdoc(job: LongdocJob, on_event: Callback) -> tuple[LongdocJob, TaskData, Lengths]:
-    """Check the options, choose the sizes of a quick run, and open the data: everything before the first step."""
-    check_options(job)
-    job = quick(job)
-    data, lengths = examine(job)
-    for note in lengths.notes:
-        on_event(Noted(note))
-    return job, data, lengths
 
 
 def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:
@@ -343,15 +337,8 @@ def check_options(job: LongdocJob) -> None:
     """
     if model_type(job.model) == "linearize":
         raise ConfigError(f"model: {job.model!r} is already converted; give the original that it was made from")
-    limit, longer = length_limit(job.model), job.max_length
-    if longer is not None and limit is not None and longer < limit:
-        raise ConfigError(
-            f"max_length: got {longer}, but {job.model!r} already takes {limit:,} tokens; choose a larger value, or "
-            "leave it out"
-        )
-    convert = ConvertJob.of(
-        model=job.model, **job.attention(), max_length=None if limit is None or longer == limit else longer
-    )
+    longer = None if length_limit(job.model) in (None, job.max_length) else job.max_length
+    convert = ConvertJob.of(model=job.model, **job.attention(), max_length=longer)
     check_kernel(convert)
     loaded, _, _ = make_plan(convert)
     if convert.max_length is not None:

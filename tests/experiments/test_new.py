@@ -14,34 +14,22 @@ import linearize
 from linearize.core.errors import ConfigError, LinearizeError
 from linearize.core.options import convert
 from linearize.core.registry import kernel_info, make_config
-from linearize.jobs.recipes.recipe import cells, load_recipe, new_recipe
+from linearize.jobs.recipes.recipe import cells, load_recipe
 from linearize.jobs.recipes.schema import FLOWS, Recipe
 
 DOCUMENT = (Path(linearize.__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
-def test_a_new_recipe_is_checked_and_listed(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "recipes", "--new", "mine.yaml")
-    assert code == 0, err
-    assert "Next: linearize run mine.yaml --dry-run" in out
-    recipe = load_recipe("mine.yaml")
+def test_the_template_is_right_with_all_its_comments(tmp_path, capsys):
+    code, text, _ = run(capsys, "recipes", "template")
+    assert code == 0
+    recipe = load_recipe("template")
     assert len(cells(recipe)) == 3 * 1 * 3 and recipe.flow == "finetuned"
-    assert run(capsys, "run", "mine.yaml", "--dry-run")[0] == 0
     # What is commented out is right as well.
-    lines = [
-        re.sub(r"^(\s*)# (data|paper|figures|mine):", r"\1\2:", line)
-        for line in Path("mine.yaml").read_text().splitlines()
-    ]
-    Path("all.yaml").write_text("\n".join(lines))
-    whole = load_recipe("all.yaml")
+    lines = [re.sub(r"^(\s*)# (data|paper|figures|mine):", r"\1\2:", line) for line in text.splitlines()]
+    (tmp_path / "all.yaml").write_text("\n".join(lines))
+    whole = load_recipe(str(tmp_path / "all.yaml"))
     assert whole.paper.title == "Hedgehog" and whole.figures["softmax"]["cola"] == 58.8 and "mine" in whole.tasks
-    code, _, err = run(capsys, "recipes", "--new", "mine.yaml")
-    assert code == 2 and "exists; choose another name" in err
-    assert run(capsys, "recipes", "--new", "mine.txt")[0] == 2
-    assert run(capsys, "recipes", "minilm-glue", "--new", "x.yaml")[0] == 2 and not Path("x.yaml").exists()
-    with pytest.raises(ConfigError, match="cannot be written"):
-        new_recipe("no/folder/x.yaml")
 
 
 def test_the_document_has_all_keys_and_flows():

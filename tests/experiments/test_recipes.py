@@ -22,7 +22,7 @@ NAMED = {
     "luna-lra", "transnormer-wikitext103", "transnormer-glue", "transnormer-lra", "macformer-lra", "minilm-glue",
     "minilm-embedding", "minilm-long-documents", "minilm-long-retrieval", "minilm-transfer", "gpt2-small-wikitext2",
     "llama-small-wikitext2", "proof-minilm", "proof-minilm-long",
-    "vit-cifar10", "listops-small", "pixels-small", "retrieval-small", "associative-recall",
+    "template", "vit-cifar10", "listops-small", "pixels-small", "retrieval-small", "associative-recall",
 }  # fmt: skip
 
 

@@ -11,10 +11,8 @@ from support.tasks import WORDS, word_tokenizer, write
 from support.tiny import SMALLER, original
 
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.cli import main
 from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs import events, task_config
-from linearize.jobs.dry_run import dry_run
 from linearize.jobs.evaluate import SideDifference, SideResult, SideTime, Times, evaluate_checkpoint
 from linearize.jobs.longdoc import Lengths, examine, in_batches, run_longdoc, verdict, write_texts
 from linearize.jobs.task_config import EvaluateJob, LongdocJob, quick
@@ -222,25 +220,6 @@ def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch
     found = quick(job(place, **given | stays, quick=True))
     assert (found.rows.limit, found.rows.validation_limit, found.distill_steps) == (20, 7, 3)
     assert (found.max_length, found.tune.batch_size) == (600, 4)
-
-
-def test_a_dry_run_has_the_bill_of_every_step_and_writes_nothing(place, capsys):
-    before = sorted(path.name for path in place.iterdir())
-    bill = dry_run(job(place, "dry", steps=9))
-    assert [(stage.stage, stage.steps, stage.rows) for stage in bill.stages] == [
-        ("tuning the original at 12 tokens", 9, 8),
-        ("stage one", 2, 5),
-        ("alignment, end to end", 2, 2),
-        ("tuning the linear model at 32 tokens", 9, 8),
-        ("the comparison, a step per side", 4, 12),
-    ]
-    assert bill.seconds == pytest.approx(sum(stage.seconds for stage in bill.stages)) and bill.length == 32
-    assert bill.lines()[-1] == "It fits. Nothing was written." and not bill.problems
-    assert sorted(path.name for path in place.iterdir()) == before
-    line = ["longdoc", str(place / "bert"), "--task", "text-classification", "--dataset", str(place / "documents")]
-    line += ["--max-length", "8", "--output", str(place / "dry"), "--dry-run"]
-    assert main(line) == 2
-    assert "already takes 12 tokens" in capsys.readouterr().err
 
 
 def compared(name, value, by="accuracy"):

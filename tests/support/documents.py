@@ -19,6 +19,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -71,7 +72,7 @@ QUICK = {
     "align": "--device cpu --steps 2 --length 16 --batch-size 4 --holdout 8",
     "longdoc": "--device cpu --max-length 80 --distill-steps 1 --align-steps 1 --steps 1 --batch-size 8 --no-memory",
     "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
-    "recipes": "", "completion": "", "results": "", "kernels": "", "inspect": "", "push": "",
+    "recipes": "", "results": "", "kernels": "", "inspect": "", "push": "",
     "report": LOOK, "compare": LOOK, "export": "",
     "demo": "--steps 2 --tokens 600", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
@@ -189,6 +190,7 @@ def make_place(root: Path) -> Path:
         make_text(root / name, kind, head=head, config=overrides)
     rows = [{"text": " ".join(VOCABULARY[i % 11 :] + VOCABULARY[: i % 13]), "label": i % 2} for i in range(96)]
     write_texts(root, rows)
+    shutil.copy(CHECKOUT / "recipes" / "template.yaml", root / "mine.yaml")
     write_glue(root / "glue", rows)
     write_reviews(root, rows)
     for split in ("train", "validation"):

@@ -122,27 +122,6 @@ def test_pixels_of_an_image_set(tmp_path):
     assert pixel_text(Image.fromarray(values), 4) == " ".join(map(str, range(16)))
 
 
-def test_pathfinder(tmp_path):
-    from PIL import Image
-
-    (tmp_path / "metadata").mkdir()
-    (tmp_path / "imgs" / "0").mkdir(parents=True)
-    lines = []
-    for number in range(10):
-        Image.new("L", (32, 32), number).save(tmp_path / "imgs" / "0" / f"sample_{number}.png")
-        lines.append(f"imgs/0 sample_{number}.png {number} {number % 2} 0.1 14 3")
-    (tmp_path / "metadata" / "0.npy").write_text("\n".join(lines) + "\n")
-    made, _ = make("pathfinder", {"validation": 0.2}, str(tmp_path))
-    rows = [*made["train"], *made["validation"]]
-    assert len(made["validation"]) == 2 and len(rows) == 10
-    assert all(int(row["text"].split()[0]) % 2 == row["label"] for row in rows)
-    (tmp_path / "imgs" / "0" / "sample_3.png").unlink()
-    with pytest.raises(DataError, match=r"cannot read image .imgs/0/sample_3"):
-        make("pathfinder", {}, str(tmp_path))
-    with pytest.raises(DataError, match=r"got no metadata"):
-        make("pathfinder", {}, str(tmp_path / "imgs"))
-
-
 def test_retrieval(tmp_path):
     texts = [f"{chr(97 + i) * 4}{chr(65 + i) * 4}" for i in range(9)]
     rows = made_texts.halves(made_texts.Halves(longest=3), texts)
@@ -168,12 +147,6 @@ def test_retrieval(tmp_path):
     (tmp_path / "set.txt").write_text("\n".join(texts * 6))
     made, _ = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))
     assert set(made["train"].column_names) == {"text1", "text2", "label"}
-    for name in made_texts.RELEASED.values():
-        (tmp_path / name).write_text('1\t3\t4\tone text\tanother\n0.0\t5\t6\ta "b\tc\n')
-    made, _ = make("retrieval", {}, str(tmp_path))
-    assert made["train"][1] == {"text1": 'a "b', "text2": "c", "label": 0}
-    with pytest.raises(DataError, match=r"got no new_aan_pairs.train.tsv"):
-        make("retrieval", {}, str(tmp_path / "nowhere"))
 
 
 def test_documents(tmp_path):

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
@@ -92,9 +91,9 @@ class Cell:
         return _file_name(f"{self.row}-{self.job.name}-s{self.seed}")
 
     @property
-    def distilled_key(self) -> str:
-        """Name of the folder of its distilled model, which cells with the same source share."""
-        return self.key if self.source is None else _file_name(f"{self.row}-s{self.seed}")
+    def converted_folder(self) -> str:
+        """Folder of its converted model, which cells with the same source share."""
+        return f"distilled/{self.key if self.source is None else _file_name(f'{self.row}-s{self.seed}')}"
 
 
 def _file_name(text: str) -> str:
@@ -120,26 +119,6 @@ def recipe_text(name: str) -> str:
     if name not in names:
         raise unknown_name("recipe", name, names)
     return (resources.files("linearize.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def new_recipe(file: str) -> Path:
-    """Write a recipe to start from, with every key explained. Existing files are not replaced.
-
-    Raises:
-        ConfigError: if the name is not that of a YAML file, or the file exists or cannot be written.
-    """
-    path = Path(file).expanduser()
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--new: got {file!r}, expected the name of a .yaml file")
-    template = (resources.files("linearize.jobs.recipes") / "template.yaml").read_text(encoding="utf-8")
-    try:
-        with path.open("x", encoding="utf-8") as out:
-            out.write(Template(template).substitute(file=file, name=path.stem))
-    except FileExistsError:
-        raise ConfigError(f"--new: {file!r} exists; choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"--new: {file!r} cannot be written ({error.strerror}); choose another folder") from error
-    return path
 
 
 def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
@@ -254,34 +233,19 @@ def cells(recipe: Recipe) -> list[Cell]:
     return table
 
 
-def plain(recipe: Recipe) -> dict[str, object]:
-    """Return a recipe as plain data, without empty values: the content of `recipe.yaml` in a run's folder."""
-    values: dict[str, object] = _without_empty(dataclasses.asdict(recipe))
-    values["kernels"] = [_plain_kernel(row) for row in recipe.kernels]
-    if isinstance(recipe.tasks, dict):
-        # A task without changes is kept as an empty section.
-        values["tasks"] = {name: _without_empty(dataclasses.asdict(column)) for name, column in recipe.tasks.items()}
-    return values
-
-
-def _plain_kernel(kernel: Kernel) -> object:
-    """Return a row, or the kernel of one of its layers, as plain data: only its name if it has nothing else."""
-    # It is compared with softmax, because some kernels cannot be built from their name: `none` needs a window.
-    if vars(kernel) == vars(type(kernel)(SOFTMAX)) | {"name": kernel.name}:
-        return kernel.name
-    values: dict[str, object] = _without_empty(dataclasses.asdict(kernel))
-    if isinstance(kernel, Row) and kernel.layers:
-        values["layers"] = {number: _plain_kernel(inner) for number, inner in kernel.layers.items()}
-    return values
-
-
-def _without_empty(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a recipe, or a part of one, as plain data without empty values: the content of a run's `recipe.yaml`."""
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_empty(part) for part in value]
-    if not isinstance(value, Mapping):
+        return [plain(part) for part in value]
+    if not dataclasses.is_dataclass(value):
         return value
-    kept = {key: _without_empty(part) for key, part in value.items()}
-    return {key: part for key, part in kept.items() if part is not None and part not in ({}, [], "")}
+    # A kernel with no options is its name. It is compared with softmax, as some cannot be built from their name alone.
+    if isinstance(value, Kernel) and vars(value) == vars(type(value)(SOFTMAX)) | {"name": value.name}:
+        return value.name
+    parts = {key: plain(part) for key, part in vars(value).items()}
+    return {key: part for key, part in parts.items() if part is not None and part not in ({}, [], "")}
 
 
 def _change(values: dict[str, Any], change: str) -> None:

@@ -1,29 +1,24 @@
 """The rows of `results.jsonl`, the table made from them, and how a run differs from the recipe it is based on.
 
-Also the table in output formats: lines of text, Markdown, CSV, LaTeX, and a picture.
+Also the table as lines of text and as Markdown.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from linearize.core.errors import ConfigError, DataError, first_line
 from linearize.core.parsing import parse_json, parse_yaml, read_text, write_file
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import recovery
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
@@ -128,18 +123,9 @@ def tables(folder: str | Path) -> list[Table]:
         raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")
     made = []
     for run in runs:
-        recipe, rows, damaged = read_run(run)
-        made.append(make_table(recipe, rows, run.name, damaged))
+        rows, damaged = read_rows(run)
+        made.append(make_table(read_recipe(run), rows, run.name, damaged))
     return made
-
-
-def read_run(run: Path) -> tuple[Recipe, list[ResultRow], int]:
-    """Return a run's recipe, its results, and the number of damaged lines.
-
-    Raises:
-        ConfigError: if the recipe is damaged.
-    """
-    return read_recipe(run), *read_rows(run)
 
 
 def read_recipe(run: Path) -> Recipe:
@@ -318,83 +304,3 @@ def to_markdown(tables: Sequence[Table]) -> str:
 
 def _markdown(text: str) -> str:
     return re.sub(r"([\\|*_])", r"\\\1", text)
-
-
-CSV = ("run", "row", "task", "mean", "deviation", "seeds", "seeds_wanted", "recovered_percent", "paper")
-LATEX = {"\\": r"\textbackslash{}", "|": r"\textbar{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
-    sign: f"\\{sign}" for sign in "&%$#_{}"
-}
-
-
-def to_csv(tables: Sequence[Table]) -> str:
-    """Return the entries of tables as CSV, one per line."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(CSV)
-    for table in tables:
-        run = table.title.partition(":")[0]
-        for label, line in table.rows.items():
-            for column in table.columns:
-                entry = line[column]
-                figures = (entry.ours, entry.deviation, entry.seeds, table.seeds, entry.recovered, entry.paper)
-                writer.writerow([run, label, column, *figures])
-    return out.getvalue()
-
-
-def to_latex(tables: Sequence[Table]) -> str:
-    """Return tables as LaTeX `tabular` environments with booktabs rules."""
-    parts = []
-    for table in tables:
-        head, *body = [["", *table.columns], *lines_of(table, r"$\pm$")]
-        lines = [f"% {text}" for text in (table.title, *notes_of(table))]
-        lines += [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule", _latex_row(head), r"\midrule"]
-        lines += [*map(_latex_row, body), r"\bottomrule", r"\end{tabular}"]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def _latex_row(texts: Sequence[str]) -> str:
-    # The sign between mean and deviation is already LaTeX.
-    sign = r"$\pm$"
-    escaped = (sign.join("".join(LATEX.get(x, x) for x in part) for part in text.split(sign)) for text in texts)
-    return " & ".join(escaped) + r" \\"
-
-
-FORMATS: dict[str, Callable[[Sequence[Table]], str]] = {"md": to_markdown, "csv": to_csv, "latex": to_latex}
-
-
-def write_results_plot(tables: Sequence[Table], path: str) -> None:
-    """Plot tables and write a PNG file."""
-    from linearize.fidelity.plots_style import to_png
-
-    write_file(path, "--plot", to_png(results_figure(tables))[0])
-
-
-def results_figure(tables: Sequence[Table]) -> Figure:
-    """Plot each task of each table: our figures as points with one standard deviation, the paper's as crosses."""
-    from linearize.fidelity import plots_style as style
-
-    panels = [(table, column) for table in tables for column in table.columns]
-    columns = min(4, len(panels))
-    height = (0.9 + 0.22 * max(len(table.rows) for table in tables)) * -(-len(panels) // columns)
-    figure = style.new_figure(max(3.2, 2.4 * columns), height)
-    for axes, (table, column) in zip(style.axes_grid(figure, len(panels), columns), panels, strict=True):
-        labels = [label for label in table.rows if label != CHANCE]
-        chance = table.rows[CHANCE][column].ours if CHANCE in table.rows else None
-        if chance is not None:
-            axes.axvline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label=CHANCE)
-        for place, label in enumerate(labels):
-            entry = table.rows[label][column]
-            color = style.SOFTMAX if label == SOFTMAX else style.LINEAR
-            if entry.ours is not None:
-                axes.errorbar(entry.ours, place, xerr=entry.deviation, fmt="o", color=color, markersize=4, capsize=2)
-            if entry.paper is not None:
-                axes.plot(entry.paper, place, "x", color=style.THIRD, markersize=5)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        style.tidy(axes, column if len(tables) == 1 else f"{table.title.partition(':')[0]}: {column}")
-    figure.supxlabel(
-        "ours: points, bars of one standard deviation; paper: crosses; dotted: chance",
-        fontsize=7,
-    )
-    return figure

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from linearize.core.parsing import MOST_TEXT, read_json, write_file
 from linearize.jobs.recipes.recipe import Cell, cells, plain, resolve
 from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_recipe, read_rows, repair
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
-from linearize.jobs.recipes.stages import RECORD, Runner, Stage, softmax_folder, stages_of
+from linearize.jobs.recipes.stages import RECORD, Runner, softmax_folder
 from linearize.training.stage_two.prepare import located
 from linearize.training.stage_two.save import remove_work
 from linearize.training.stage_two.tasks import recovery
@@ -98,10 +98,7 @@ def run_recipe(
         if cell.key in rows or cell not in chosen:
             continue
         on_event(CellStarted(number, len(table), cell.key))
-        stages = stages_of(recipe, cell)
-        for stage in stages.values():
-            runner.run(stage)
-        row = _result(recipe, folder, cell, stages)
+        row = _result(recipe, folder, cell, *runner.run(cell))
         append_row(folder, row)
         on_event(CellDone(row))
         # Another process may have added rows.
@@ -177,11 +174,10 @@ def _has_grown(old: object, new: object) -> bool:
     return isinstance(old, list) and isinstance(new, list) and all(item in new for item in old)
 
 
-def _result(recipe: Recipe, folder: Path, cell: Cell, stages: Mapping[str, Stage]) -> ResultRow:
-    """Return a cell's line of the results, made from the records of its stages."""
-    tuned = read_json(folder / stages["done"].folder / RECORD, MOST_TEXT)
-    distilled = stages.get("distilled")
-    stage_one = None if distilled is None else read_json(folder / distilled.folder / RECORD, MOST_TEXT)
+def _result(recipe: Recipe, folder: Path, cell: Cell, done: Path, converted: Path | None) -> ResultRow:
+    """Return a cell's line of the results, made from the records of its result and of its conversion."""
+    tuned = read_json(done / RECORD, MOST_TEXT)
+    stage_one = None if converted is None else read_json(converted / RECORD, MOST_TEXT)
     softmax = folder / softmax_folder(recipe, cell) / RECORD
     original = read_json(softmax, MOST_TEXT) if cell.kernel.name != SOFTMAX and softmax.is_file() else None
     task = cell.job.task

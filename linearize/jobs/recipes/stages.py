@@ -1,4 +1,4 @@
-"""The stages of a cell, as data, and the runner of stages.
+"""The runner of a cell's stages.
 
 Each stage starts from files, has its own seed, and writes a complete folder or nothing. A resumed run therefore gives
 the same results as an uninterrupted one.
@@ -12,11 +12,9 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch.utils.data import ConcatDataset
 
 from linearize.checkpoint.loading import load_processor, move
@@ -60,67 +58,6 @@ if TYPE_CHECKING:
 RECORD = "stage.json"
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage.
-
-    Attributes:
-        do: tune a model, convert it (with stage one and the alignment), or measure it.
-        folder: the result's folder, inside the run's folder.
-        job: the task, with its rows and options.
-        seed: seed of everything random.
-        base: the stage whose result is the model; None: the recipe's own model.
-        row: the row of the table whose kernels the model gets; None: the model keeps its own attention.
-        tune: options for tuning.
-        teacher: the stage whose result is the teacher for tuning.
-        longest: the maximum number of tokens per row that a conversion reads.
-    """
-
-    do: Literal["tune", "convert", "measure"]
-    folder: str
-    job: Job
-    seed: int
-    base: Stage | None = None
-    row: Row | None = None
-    tune: TuneConfig | None = None
-    teacher: Stage | None = None
-    longest: int = 0
-
-
-def stages_of(recipe: Recipe, cell: Cell) -> dict[str, Stage]:
-    """Return the stages of a cell by name, in the order in which they run; `done` holds the cell's result."""
-    job, seed, row = cell.job, cell.seed, cell.kernel
-    folder = f"cells/{cell.key}"
-    if recipe.flow == "scratch":
-        first = resolve(recipe).get(PRETRAIN)
-        if first is None:
-            return {"done": Stage("tune", folder, cell.read, seed, row=row, tune=job.finetune)}
-        base = Stage("tune", f"pretrained/{row.called}-s{seed}", first, seed, row=row, tune=first.finetune)
-        return {PRETRAIN: base, "done": Stage("tune", folder, cell.read, seed, base, tune=job.finetune)}
-    tuned_first = recipe.flow == "finetuned"
-    softmax = Stage("tune", softmax_folder(recipe, cell), job, seed, tune=job.teacher if tuned_first else job.finetune)
-    if row.name == SOFTMAX:
-        if recipe.flow == "untuned":
-            return {"done": Stage("measure", folder, cell.read, seed)}
-        if row.rows:
-            return {SOFTMAX: softmax, "done": Stage("measure", folder, cell.read, seed, softmax)}
-        return {"done": softmax}
-    distilled = Stage(
-        "convert",
-        f"distilled/{cell.distilled_key}",
-        cell.source or job,
-        seed,
-        softmax if tuned_first else None,
-        row,
-        longest=cell.read.rows.max_length,
-    )
-    if recipe.flow == "untuned":
-        return {"distilled": distilled, "done": Stage("measure", folder, cell.read, seed, distilled)}
-    teacher = softmax if job.finetune.teacher else None
-    done = Stage("tune", folder, cell.read, seed, distilled, tune=job.finetune, teacher=teacher)
-    return ({SOFTMAX: softmax} if tuned_first or teacher else {}) | {"distilled": distilled, "done": done}
-
-
 def softmax_folder(recipe: Recipe, cell: Cell) -> str:
     """Return the folder of the softmax model that a cell is compared with: same task, same seed."""
     name = f"{cell.job.name}-s{cell.seed}"
@@ -128,7 +65,7 @@ def softmax_folder(recipe: Recipe, cell: Cell) -> str:
 
 
 class Runner:
-    """Runs the stages of a recipe, each once.
+    """Runs the stages of a recipe's cells, each once.
 
     Args:
         recipe: the recipe.
@@ -141,12 +78,34 @@ class Runner:
         self.recipe, self.folder, self.device, self.on_event = recipe, folder, device, on_event
         self._opened: dict[object, TaskData] = {}
 
-    def run(self, stage: Stage) -> None:
-        """Run a stage, unless its result exists."""
-        target = self.folder / stage.folder
-        if not (target / RECORD).is_file():
-            with claim(target):
-                {"tune": self._tune, "convert": self._convert, "measure": self._measure}[stage.do](stage, target)
+    def run(self, cell: Cell) -> tuple[Path, Path | None]:
+        """Run the stages of a cell that have no result yet.
+
+        Returns:
+            The folder of the cell's result, and the folder of its conversion if it has one.
+        """
+        recipe, job, seed, row = self.recipe, cell.job, cell.seed, cell.kernel
+        target, softmax = self.folder / "cells" / cell.key, None
+        if recipe.flow == "scratch":
+            first, base = resolve(recipe).get(PRETRAIN), None
+            if first is not None:
+                base = self._tune(
+                    self.folder / f"pretrained/{row.called}-s{seed}", first, seed, first.finetune, row=row
+                )
+            return self._tune(target, cell.read, seed, job.finetune, base=base, row=row), None
+        tuned_first, teacher = recipe.flow == "finetuned", bool(job.finetune.teacher)
+        if recipe.flow != "untuned" and (row.name == SOFTMAX or tuned_first or teacher):
+            tune = job.teacher if tuned_first else job.finetune
+            softmax = self._tune(self.folder / softmax_folder(recipe, cell), job, seed, tune)
+        if row.name == SOFTMAX:
+            if softmax is None or row.rows:
+                return self._measure(target, cell.read, seed, softmax), None
+            return softmax, None
+        converted = self._convert(cell, softmax if tuned_first else None)
+        if recipe.flow == "untuned":
+            return self._measure(target, cell.read, seed, converted), converted
+        guide = softmax if teacher else None
+        return self._tune(target, cell.read, seed, job.finetune, base=converted, teacher=guide), converted
 
     def _data(self, job: Job, seed: int) -> TaskData:
         """Return a task's rows; the most recent ones are cached for the next stage."""
@@ -156,99 +115,129 @@ class Runner:
             self.on_event(DataOpened(self._opened[key].description))
         return self._opened[key]
 
-    def _tune(self, stage: Stage, target: Path) -> None:
-        assert stage.tune is not None
-        job = stage.job
-        data = self._data(job, stage.seed)
-        config = dataclasses.replace(stage.tune, seed=stage.seed)
-        model = move(self._load(stage, data, new_head=True), self.device)
-        check_length(model, job.task, job.rows.max_length)
-        teacher = None
-        if stage.teacher is not None:
-            teacher = load_teacher(str(self.folder / stage.teacher.folder), data, model)
-        work = self.folder / ".work" / stage.folder
-        result = finetune(
-            model,
-            data,
-            config,
-            folder=work,
-            resume=True,
-            on_log=lambda entry: self.on_event(Logged(entry)),
-            on_step=lambda report: self.on_event(StepDone(report)),
-            tensorboard=self.folder / "tensorboard" / stage.folder,
-            teacher=teacher,
-        )
-        record = tuning_record(data, config, result, None if teacher is None else SOFTMAX)
-        earlier = [] if stage.base is None else read_log(self.folder / stage.base.folder)
-        files = tuning_files(record, result, earlier) | _record_file(record)
-        save_model(model, target, data.type.processor, stage={"finetuning": record}, extra_files=files)
-        with contextlib.suppress(CheckpointError, OSError):
-            remove_work(work)
+    def _tune(
+        self,
+        target: Path,
+        job: Job,
+        seed: int,
+        tune: TuneConfig,
+        *,
+        base: Path | None = None,
+        row: Row | None = None,
+        teacher: Path | None = None,
+    ) -> Path:
+        """Tune a model and return its folder, which may already hold the result.
 
-    def _load(self, stage: Stage, data: TaskData, *, new_head: bool) -> PreTrainedModel:
+        Args:
+            target: the folder.
+            job: the task, with its rows.
+            seed: seed of everything random.
+            tune: the options.
+            base: folder of the model; None: the recipe's own model.
+            row: the row of the table whose kernels a model from scratch gets.
+            teacher: folder of the teacher, or None.
+        """
+        if (target / RECORD).is_file():
+            return target
+        with claim(target):
+            data = self._data(job, seed)
+            config = dataclasses.replace(tune, seed=seed)
+            model = move(self._load(job, seed, data, base, row, new_head=True), self.device)
+            check_length(model, job.task, job.rows.max_length)
+            guide = None if teacher is None else load_teacher(str(teacher), data, model)
+            name = target.relative_to(self.folder)
+            work = self.folder / ".work" / name
+            result = finetune(
+                model,
+                data,
+                config,
+                folder=work,
+                resume=True,
+                on_log=lambda entry: self.on_event(Logged(entry)),
+                on_step=lambda report: self.on_event(StepDone(report)),
+                tensorboard=self.folder / "tensorboard" / name,
+                teacher=guide,
+            )
+            record = tuning_record(data, config, result, None if guide is None else SOFTMAX)
+            files = tuning_files(record, result, [] if base is None else read_log(base)) | _record_file(record)
+            save_model(model, target, data.type.processor, stage={"finetuning": record}, extra_files=files)
+            with contextlib.suppress(CheckpointError, OSError):
+                remove_work(work)
+        return target
+
+    def _load(
+        self, job: Job, seed: int, data: TaskData, base: Path | None, row: Row | None, *, new_head: bool
+    ) -> PreTrainedModel:
         """Load the result of the previous stage, or the recipe's checkpoint; or build a model from scratch."""
-        model, job = self.recipe.model, stage.job
-        if stage.base is not None:
-            return load_for_task(str(self.folder / stage.base.folder), data, new_head=new_head, seed=stage.seed)
+        model = self.recipe.model
+        if base is not None:
+            return load_for_task(str(base), data, new_head=new_head, seed=seed)
         if model.pretrained:
-            return load_for_task(model.checkpoint, data, new_head=new_head, seed=stage.seed, changes=job.config)
+            return load_for_task(model.checkpoint, data, new_head=new_head, seed=seed, changes=job.config)
         processor = data.type.processor
         config = _sized(job.config, processor, job.rows.max_length)
-        fresh = fresh_model(config, data.task, data.num_labels, seed=stage.seed, matching_keys=model.matching_keys)
+        fresh = fresh_model(config, data.task, data.num_labels, seed=seed, matching_keys=model.matching_keys)
         fit_tokenizer(fresh, processor)
-        return fresh if stage.row is None or stage.row.name == SOFTMAX else convert(fresh, stage.row, stage.seed)
+        return fresh if row is None or row.name == SOFTMAX else convert(fresh, row, seed)
 
-    def _convert(self, stage: Stage, target: Path) -> None:
-        job, row, seed = stage.job, stage.row, stage.seed
-        assert row is not None
+    def _convert(self, cell: Cell, base: Path | None) -> Path:
+        """Convert a model, train and align its kernels, and return its folder, which may already hold the result."""
+        job, row, seed, target = cell.source or cell.job, cell.kernel, cell.seed, self.folder / cell.converted_folder
+        if (target / RECORD).is_file():
+            return target
 
         def reading(length: int | None) -> Job:
-            return job if length is None else job.reading(max_length=min(length, stage.longest))
+            return job if length is None else job.reading(max_length=min(length, cell.read.rows.max_length))
 
-        stage_one = reading(job.distil.max_length)
-        data = self._data(stage_one, seed)
-        model = self._load(stage, data, new_head=False)
-        lengthen(model, data.type.processor, row)
-        check_length(model, job.task, stage_one.rows.max_length)
-        model = move(convert(model, row, seed), self.device)
-        batches = batches_of(data, job.distil, seed)
-        config = dataclasses.replace(job.distil, seed=seed)
-        if not row.distil:
-            config = dataclasses.replace(config, steps=0)
-        elif config.epochs is not None:
-            passes = config.epochs * batches.steps_per_epoch
-            config = dataclasses.replace(config, steps=max(1, math.ceil(passes / config.gradient_accumulation)))
-        result = distill(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
-        record = distillation_record(result)
-        lines = log_lines(STAGE_ONE, result.history)
-        provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
-        if job.align.steps and row.align:
-            batches = batches_of(self._data(reading(job.align.max_length), seed), job.align, seed)
-            options = dataclasses.replace(job.align, seed=seed)
-            aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
-            provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
-            lines = log_lines(ALIGNMENT, aligned.history, lines)
-        files = _record_file(record) | log_file(STAGE_TWO, [], lines)
-        save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
+        with claim(target):
+            stage_one = reading(job.distil.max_length)
+            data = self._data(stage_one, seed)
+            model = self._load(job, seed, data, base, None, new_head=False)
+            lengthen(model, data.type.processor, row)
+            check_length(model, job.task, stage_one.rows.max_length)
+            model = move(convert(model, row, seed), self.device)
+            batches = batches_of(data, job.distil, seed)
+            config = dataclasses.replace(job.distil, seed=seed)
+            if not row.distil:
+                config = dataclasses.replace(config, steps=0)
+            elif config.epochs is not None:
+                passes = config.epochs * batches.steps_per_epoch
+                config = dataclasses.replace(config, steps=max(1, math.ceil(passes / config.gradient_accumulation)))
+            result = distill(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
+            record = distillation_record(result)
+            lines = log_lines(STAGE_ONE, result.history)
+            provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
+            if job.align.steps and row.align:
+                batches = batches_of(self._data(reading(job.align.max_length), seed), job.align, seed)
+                options = dataclasses.replace(job.align, seed=seed)
+                aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
+                provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
+                lines = log_lines(ALIGNMENT, aligned.history, lines)
+            files = _record_file(record) | log_file(STAGE_TWO, [], lines)
+            save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
+        return target
 
-    def _measure(self, stage: Stage, target: Path) -> None:
-        base = self.recipe.model.checkpoint if stage.base is None else str(self.folder / stage.base.folder)
-        data = self._data(stage.job, stage.seed)
-        model = move(load_for_task(base, data), self.device).eval()
-        beyond_training(model, data.task, stage.job.rows.max_length)
-        start = time.perf_counter()
-        measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
-        record = {
-            **{name: getattr(measured, name) for name in ("metrics", "score", "interval", "chance")},
-            "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
-            "facts": data.facts,
-            "seconds": time.perf_counter() - start,
-            # `results --against` resamples these; rounded to keep the file small.
-            "units": [np.round(unit.astype(np.float64), 6).tolist() for unit in measured.scored],
-        }
-        with atomic_folder(target, overwrite=True) as fresh:
-            for name, text in _record_file(record).items():
-                (fresh / name).write_text(text, encoding="utf-8")
+    def _measure(self, target: Path, job: Job, seed: int, base: Path | None) -> Path:
+        """Measure a model and return the folder of the result, which may already be there."""
+        if (target / RECORD).is_file():
+            return target
+        with claim(target):
+            data = self._data(job, seed)
+            model = load_for_task(self.recipe.model.checkpoint if base is None else str(base), data)
+            model = move(model, self.device).eval()
+            beyond_training(model, data.task, job.rows.max_length)
+            start = time.perf_counter()
+            measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
+            record = {
+                **{name: getattr(measured, name) for name in ("metrics", "score", "interval", "chance")},
+                "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
+                "facts": data.facts,
+                "seconds": time.perf_counter() - start,
+            }
+            with atomic_folder(target, overwrite=True) as fresh:
+                for name, text in _record_file(record).items():
+                    (fresh / name).write_text(text, encoding="utf-8")
+        return target
 
 
 def _record_file(record: dict[str, Any]) -> dict[str, str]:

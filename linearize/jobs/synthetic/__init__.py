@@ -1,1 +1,1 @@
-"""Data generated or reshaped here: ListOps, associative recall, bytes, pixels and Pathfinder as rows of text."""
+"""Data generated or reshaped here: ListOps, associative recall, bytes and pixels as rows of text."""

@@ -6,7 +6,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,9 +13,7 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError, UnknownNameError, unknown_name
 from linearize.core.options import make as make_config
 from linearize.core.options import option
-from linearize.core.parsing import read_text
-from linearize.data.images import decode
-from linearize.jobs.synthetic.texts import Articles, Documents, Halves, MadeSet, Needles, Released, Rows
+from linearize.jobs.synthetic.texts import Articles, Documents, Halves, MadeSet, Needles, Rows
 from linearize.jobs.synthetic.tokenizers import fixed_tokenizer
 from linearize.training.stage_two.prepare import View, open_splits
 from linearize.training.stage_two.tasks import task
@@ -164,7 +161,6 @@ def recall_rows(config: AssociativeRecall, count: int, seed: int, *, last: bool 
 
 GREY = tuple(str(value) for value in range(256))
 """The vocabulary of pixels: grey values as words."""
-FEWEST_FIELDS = 4
 
 
 @dataclass(frozen=True)
@@ -194,60 +190,6 @@ class Pixels(MadeSet):
         return {"train": rows(splits.train), "validation": rows(splits.validation)}
 
 
-@dataclass(frozen=True)
-class Pathfinder(MadeSet):
-    """Pathfinder (https://arxiv.org/abs/1805.08315) as Long Range Arena released it.
-
-    The source is a folder such as `pathfinder32/curv_contour_length_14` with the images, and with files
-    `metadata/N.npy`, whose lines of text (folder, file, number, label ...) name them.
-    """
-
-    called = "pathfinder"
-    reads = "Pathfinder's released files"
-    tokens = GREY
-
-    side: int = option(32, "images are scaled to side x side pixels", low=1)
-    validation: float = option(0.1, "share of the images to measure on", above=0, below=1)
-    seed: int = option(0, "seed for choosing the images to measure on")
-
-    def make(self, source: str = "") -> Rows:
-        """Read the images -> rows with `text` and `label` (1: the two dots are connected), in two splits.
-
-        Raises:
-            DataError: if there are no such files, or an image is missing or damaged.
-        """
-        root, entries = Path(source).expanduser(), []
-        for file in sorted((root / "metadata").glob("*.npy")):
-            try:
-                lines = read_text(file).splitlines()
-            except (OSError, ValueError) as error:
-                raise DataError(f"pathfinder: cannot read {file.name!r} ({error}); copy the files again") from error
-            for line in filter(str.strip, lines):
-                fields = line.split()
-                if len(fields) < FEWEST_FIELDS or fields[3] not in ("0", "1"):
-                    raise DataError(
-                        f"pathfinder: got {line!r} in {file.name}, expected folder, file, number and label (0 or 1)"
-                    )
-                entries.append((f"{fields[0]}/{fields[1]}", int(fields[3])))
-        if not entries:
-            raise DataError(
-                f"pathfinder: got no metadata/*.npy in {source!r}; expected the released files, such as those of "
-                "pathfinder32/curv_contour_length_14"
-            )
-        order = np.random.default_rng(self.seed).permutation(len(entries))
-        count = max(1, round(self.validation * len(entries)))
-        read: list[dict[str, object]] = []
-        for name, label in entries:
-            try:
-                data = (root / name).read_bytes()
-            except OSError as error:
-                why = error.strerror
-                raise DataError(f"pathfinder: cannot read image {name!r} ({why}); copy the files again") from error
-            read.append({"text": pixel_text(decode(data, name), self.side), "label": label})
-        parts = {"validation": order[:count], "train": order[count:]}
-        return {name: [read[i] for i in sorted(part)] for name, part in parts.items()}
-
-
 def pixel_text(image: Image, side: int) -> str:
     """Return a PIL image as `side * side` grey values, row by row."""
     grey = image.convert("L")
@@ -260,11 +202,9 @@ SETS: dict[str, type[MadeSet]] = {
     "listops": ListOps,
     "associative-recall": AssociativeRecall,
     "pixels": Pixels,
-    "pathfinder": Pathfinder,
     "articles": Articles,
     "documents": Documents,
     "needles": Needles,
-    "retrieval": Released,
     "retrieval-halves": Halves,
 }
 

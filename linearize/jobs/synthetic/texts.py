@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +13,6 @@ import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.options import check, option
-from linearize.core.parsing import read_text
 from linearize.data.local import exists
 from linearize.training.stage_two.prepare import Splits, open_splits
 from linearize.training.stage_two.tasks import task
@@ -323,10 +320,6 @@ def _two(config: Documents, labels: Sequence[int | str], chance: np.random.Gener
     return [place, place + apart], [first, second]
 
 
-RELEASED = {"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv"}
-FIELDS = 5
-
-
 @dataclass(frozen=True)
 class Halves(MadeSet):
     """Pairs made from any long texts: do two halves belong together? Halves of the same text do, others do not."""
@@ -349,41 +342,6 @@ class Halves(MadeSet):
         """Cut the texts of both splits."""
         texts = texts_of(source, self.text_column, self.seed)
         return {split: halves(self, [text for text in column if text]) for split, column in texts.items()}
-
-
-@dataclass(frozen=True)
-class Released(MadeSet):
-    """Long Range Arena's retrieval: do two papers of the ACL Anthology Network belong together?
-
-    The files `new_aan_pairs.{train,eval,test}.tsv` have the columns label, id, id, text, text, and no header.
-    """
-
-    called = "retrieval"
-    reads = "Long Range Arena's released files"
-
-    def make(self, source: str = "") -> Rows:
-        """Read the pairs.
-
-        Raises:
-            DataError: if a file is missing or has other columns.
-        """
-        rows: dict[str, list[dict[str, object]]] = {}
-        for split, name in RELEASED.items():
-            path = Path(source).expanduser() / name
-            if not path.is_file():
-                raise DataError(f"retrieval: got no {name} in {source!r}; expected {self.reads} there")
-            try:
-                lines = io.StringIO(read_text(path), newline="")
-                read = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
-            except (OSError, ValueError, csv.Error) as error:
-                raise DataError(f"retrieval: cannot read {name!r} ({error}); copy the files again") from error
-            other = next((row for row in read if len(row) != FIELDS or row[0] not in ("0", "1", "0.0", "1.0")), None)
-            if other is not None:
-                raise DataError(
-                    f"retrieval: got {len(other)} columns in a row of {name}, expected label, id, id, text, text"
-                )
-            rows[split] = [{"text1": row[3], "text2": row[4], "label": int(float(row[0]))} for row in read]
-        return rows
 
 
 def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
