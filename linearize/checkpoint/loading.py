@@ -27,7 +27,7 @@ from linearize.core.errors import (
     unknown_name,
 )
 from linearize.core.heads import HEADS, Modality, Processor
-from linearize.core.parsing import parse_json, read_json
+from linearize.core.parsing import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -188,22 +188,16 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     if find_gguf(name) is None and (path.exists() or name.startswith((".", "/", "~"))):
         if not path.exists():
             raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
-        file = path / "config.json"
-        if not file.is_file():
+        if not (path / "config.json").is_file():
             raise CheckpointError(
                 f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of "
                 "them or a Hub name"
             )
-        check_links(name)
-        try:
-            raw = read_json(file)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read as JSON ({error}); download the checkpoint again") from None
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{file}: got a {type(raw).__name__}, expected an object; download it again")
-        return raw
     with explained(name):
-        return read_config_values(name, revision)
+        values = read_config_values(name, revision)
+        if not isinstance(values, dict):
+            raise TypeError(f"its config.json holds a {type(values).__name__}, expected an object")
+        return values
 
 
 @contextlib.contextmanager

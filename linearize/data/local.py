@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
-from linearize.core.errors import DataError, first_line
+from linearize.core.errors import DataError, first_line, some
 from linearize.core.heads import Modality
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.hub import cause, first_rows
@@ -212,9 +212,9 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
         form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
         if kind == "json" and (bad := _bad_line(files)) is not None:
             raise DataError(f"{bad}; expected {form}; repair that line.") from error
-        which = f"{files[0].name!r}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        which, why = some([file.name for file in files]), cause(error)
         advice = f"expected {form}; repair the file or get it again."
-        raise DataError(f"cannot read {which} as {kind}: {cause(error)}; {advice}") from error
+        raise DataError(f"cannot read {which} as {kind}: {why}; {advice}") from error
     if not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
