@@ -27,7 +27,7 @@ from linearize.core.errors import (
     unknown_name,
 )
 from linearize.core.heads import HEADS, Modality, Processor
-from linearize.core.parsing import parse_json
+from linearize.core.parsing import parse_json, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -184,19 +184,19 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
     """
-    path = Path(name).expanduser()
-    if find_gguf(name) is None and (path.exists() or name.startswith((".", "/", "~"))):
-        if not path.exists():
-            raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
-        if not (path / "config.json").is_file():
-            raise CheckpointError(
-                f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of "
-                "them or a Hub name"
-            )
-    with explained(name):
-        values = read_config_values(name, revision)
+    file = Path(name).expanduser() / "config.json"
+    is_folder = find_gguf(name) is None and (file.parent.exists() or name.startswith((".", "/", "~")))
+    if is_folder and not file.parent.exists():
+        raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
+    if is_folder and not file.is_file():
+        raise CheckpointError(
+            f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of them or "
+            "a Hub name"
+        )
+    with explained(name, "its config.json"):
+        values = read_json(file) if is_folder else read_config_values(name, revision)
         if not isinstance(values, dict):
-            raise TypeError(f"its config.json holds a {type(values).__name__}, expected an object")
+            raise TypeError(f"got a {type(values).__name__}, expected an object")
         return values
 
 
