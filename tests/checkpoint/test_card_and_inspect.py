@@ -206,7 +206,7 @@ def test_inspect_bad_folders(saved, tmp_path):
     config = saved / "config.json"
     text = config.read_text()
     config.write_text(text[:100])
-    with pytest.raises(CheckpointError, match="cannot be loaded, its config.json"):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded, its config\.json"):
         inspect_checkpoint(saved)
     config.write_text(json.dumps({"model_type": "nonsense"}))
     with pytest.raises(CheckpointError, match="no known model"):
