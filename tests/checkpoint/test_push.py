@@ -115,7 +115,7 @@ def test_no_hub_at_all(folder, tmp_path):
     hub.address = "http://127.0.0.1:9"
     done = push(hub, folder, tmp_path)
     assert done.returncode == 1
-    assert "the connection broke 3 times" in done.stderr
+    assert "ConnectError" in done.stderr and "try again with linearize push" in done.stderr
     assert "Traceback" not in done.stderr
 
 
