@@ -91,7 +91,7 @@ def replan(
     """
     layers = list(base.layers)
     for place, layer in enumerate(layers):
-        if layer.index in chosen:
+        if layer.index is not None and layer.index in chosen:
             kernel, arguments = chosen[layer.index]
             layers[place] = _decide(layer.bare(), *complete(model, kernel, dict(arguments), {}, max_length))
     return dataclasses.replace(base, layers=tuple(layers))
