@@ -81,12 +81,6 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     tuned = provenance.part("finetuning")
     lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
-    points = []
-    for point in provenance.plan_points:
-        # A star marks a plan that no other is both closer and cheaper than.
-        star = " \\*" if point.is_true("efficient") else ""
-        figures = [f"{point.number('error'):.4g}", f"{point.number('share'):.3g}"]
-        points.append([f"{_text(point.text('name'))}{star}", _text(point.text("kernels")), *figures])
     card = ModelCard.from_template(
         _card_data(model, kernels, head, facts or {}, name, tuned),
         template_path=str(TEMPLATE),
@@ -106,7 +100,6 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
         longest="not limited" if length is None else f"{length:,} tokens",
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
         chosen=_text(provenance.search_sentence),
-        points=points,
         layers=[_layer(layer, provenance.reasons) for layer in plan.layers],
         training=[(_text(label), _text(value)) for label, value in provenance.training_rows()],
         fidelity=_fidelity(provenance),

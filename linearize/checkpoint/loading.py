@@ -184,26 +184,20 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
     """
-    path = Path(name).expanduser()
-    if find_gguf(name) is None and (path.exists() or name.startswith((".", "/", "~"))):
-        if not path.exists():
-            raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
-        file = path / "config.json"
-        if not file.is_file():
-            raise CheckpointError(
-                f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of "
-                "them or a Hub name"
-            )
-        check_links(name)
-        try:
-            raw = read_json(file)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read as JSON ({error}); download the checkpoint again") from None
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{file}: got a {type(raw).__name__}, expected an object; download it again")
-        return raw
-    with explained(name):
-        return read_config_values(name, revision)
+    file = Path(name).expanduser() / "config.json"
+    is_folder = find_gguf(name) is None and (file.parent.exists() or name.startswith((".", "/", "~")))
+    if is_folder and not file.parent.exists():
+        raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
+    if is_folder and not file.is_file():
+        raise CheckpointError(
+            f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of them or "
+            "a Hub name"
+        )
+    with explained(name, "its config.json"):
+        values = read_json(file) if is_folder else read_config_values(name, revision)
+        if not isinstance(values, dict):
+            raise TypeError(f"got a {type(values).__name__}, expected an object")
+        return values
 
 
 @contextlib.contextmanager

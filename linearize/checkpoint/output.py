@@ -30,8 +30,6 @@ LOCK = ".lock-"
 LOCKED_BY = "locked by linearize, process "
 LOCK_TEXT = re.compile(rf"|{LOCKED_BY}\d+\n|\d+\n{re.escape(platform.node())}\n[^\n]*\n?")
 """Content of a lock; the last form is filelock's, for file systems without locks."""
-AROUND = len(".new--") + 8
-"""Number of characters that an output's temporary names add to its name."""
 SHARD = 50 * 10**9
 """Bytes of the largest weights file that transformers writes."""
 
@@ -71,30 +69,29 @@ def check_target(target: Name, *, overwrite: bool = False, sources: Iterable[Nam
         parent = _nearest_existing(path.parent)
         if parent.is_symlink() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise _refused(shown, f"cannot be made: {str(parent)!r} cannot be written to")
-    except OSError as error:
-        raise _refused(shown, f"cannot be used ({error.strerror or error})") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _refused(shown, f"cannot be used ({reason})", "choose another name or folder") from error
     return path
 
 
 def _absolute(shown: str) -> Path:
-    if "\0" in shown:
-        raise _refused(shown, "contains a null character", "choose another name")
+    """Return an output's absolute path.
+
+    Raises:
+        CheckpointError: if it is a link.
+        OSError: if the name is too long.
+        ValueError: if it has a null character, or is not UTF-8.
+    """
     given = Path(shown)
     if given.name in ("", ".."):
         return given.resolve()
     parent = given.absolute().parent
-    try:
-        size = len(given.name.encode("utf-8"))
-        str(parent).encode("utf-8")
-    except UnicodeEncodeError:
-        raise _refused(shown, "is not UTF-8", "choose another name") from None
-    try:
-        most = os.pathconf(_nearest_existing(parent), "PC_NAME_MAX") - AROUND
-    except (AttributeError, OSError, ValueError):
-        most = 255 - AROUND
-    if size > most:
-        why = f"has a name of {size} bytes, expected at most {most}"
-        raise _refused(f"{given.name[:40]}...", why, "choose a shorter one")
+    # The libraries that write the weights take only UTF-8.
+    str(parent / given.name).encode("utf-8")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        # Temporary names are longer than the output's own.
+        os.lstat(_nearest_existing(parent) / spare_name(given).name)
     path = parent.resolve() / given.name
     if path.is_symlink():
         there = os.path.realpath(path)

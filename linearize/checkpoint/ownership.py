@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from linearize.core.errors import CheckpointError
+from linearize.core.errors import CheckpointError, some
 from linearize.core.parsing import MOST_TEXT, read_json, spare_name
 
 MARKER = ".linearize.json"
@@ -60,7 +60,7 @@ def check_ours(folder: Path, shown: str) -> None:
     if not names:
         return
     if listed is not None:
-        why = f"holds {names[0]!r}{_more(names)}, which linearize did not write, or which has changed since"
+        why = f"holds {some(names)}, which linearize did not write, or which has changed since"
         advice = "move that elsewhere, or choose another folder"
     elif (folder / MARKER).is_file() or _read(folder / "config.json").get("model_type") == "linearize":
         why = "does not list the sizes of its files (earlier versions did not)"
@@ -68,10 +68,6 @@ def check_ours(folder: Path, shown: str) -> None:
     else:
         why, advice = f"was not written by linearize (it holds {names[0]!r})", "choose another folder"
     raise CheckpointError(f"output {shown!r} {why}, so --overwrite does not replace it; {advice}")
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _listed(folder: Path) -> dict[str, int] | None:
@@ -208,7 +204,7 @@ def remove_parts(
     foreign = [path.name for path in entries if path not in ours and not TOLERATED.fullmatch(path.name)]
     if foreign:
         raise CheckpointError(
-            f"{str(folder)!r} holds {foreign[0]!r}{_more(foreign)}, which is not part of {what}, so it is not removed; "
+            f"{str(folder)!r} holds {some(foreign)}, which is not part of {what}, so it is not removed; "
             "move that elsewhere, or choose another output"
         )
     if check_only:

@@ -9,9 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-MOST_POINTS = 8
-"""Maximum number of plans of a search that are shown."""
-
 
 class Record:
     """A mapping of unknown origin; false if it is empty.
@@ -107,29 +104,18 @@ class Provenance(Record):
         return min((length for length in lengths if length is not None), default=None)
 
     @property
-    def plan_points(self) -> list[Record]:
-        """Plans of a search to show: the chosen one first, then reference, softmax and efficient plans by cost."""
-        named = ("softmax everywhere", f"{self.part('search').text('reference')} everywhere")
-
-        def is_chosen(point: Record) -> bool:
-            return (point.text("name") or "").startswith("the plan")
-
-        points = [p for p in self.part("search").parts("points") if None not in (p.number("error"), p.number("share"))]
-        shown = [p for p in points if p.is_true("efficient") or p.text("name") in named or is_chosen(p)]
-        shown.sort(key=lambda p: (not is_chosen(p), p.text("name") not in named))
-        return sorted(shown[:MOST_POINTS], key=lambda p: (not is_chosen(p), p.number("share") or 0.0))
-
-    @property
     def search_sentence(self) -> str:
-        """A sentence on what the search was asked for; empty if no search chose the kernels."""
+        """A sentence on the plan that a search chose and what it was asked for; empty if none chose the kernels."""
         search = self.part("search")
+        plans = [point for point in search.parts("points") if (point.text("name") or "").startswith("the plan")]
         limit, length, kept = search.number("limit"), search.whole("length"), search.part("budget").number("softmax")
-        if limit is None or length is None:
+        if limit is None or length is None or not plans:
             return ""
         text = f"A search chose the kernel of every layer within {limit:.3g} of softmax's time at {length:,} tokens"
         text += f", where {int(kept)} may stay softmax" if kept else ""
-        figure = search.text("figure")
-        return f"{text}. Error: {figure}, of the whole model on held-out data, before it was trained further"
+        error, share = (plans[0].number(name) or 0.0 for name in ("error", "share"))
+        measured = f"{search.text('figure')}, of the whole model on held-out data, before it was trained further"
+        return f"{text}: {plans[0].text('kernels')}, at {share:.3g} of that time, with error {error:.4g} ({measured})"
 
     @property
     def reasons(self) -> dict[int, str]:
@@ -143,12 +129,8 @@ class Provenance(Record):
         return {number: reason for number, reason in reasons.items() if reason}
 
     def choice_rows(self) -> list[tuple[str, str]]:
-        """Return label and value of the plans that a search tried, and why each layer has its kernel."""
-        figure, rows = self.part("search").text("figure"), []
-        for point in self.plan_points:
-            share = f"{point.number('share'):.3g} of softmax's time"
-            text = f"{point.text('kernels')}: error {point.number('error'):.4g} ({figure}), {share}"
-            rows.append((f"search, {point.text('name')}", text))
+        """Return label and value of the plan that a search chose, and why each layer has its kernel."""
+        rows = [("search, the plan", self.search_sentence)] if self.search_sentence else []
         return rows + [(f"why layer {number}", why) for number, why in sorted(self.reasons.items())]
 
     def training_rows(self) -> list[tuple[str, str]]:

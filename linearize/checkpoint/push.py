@@ -7,7 +7,6 @@ import glob
 import json
 import os
 import re
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from linearize.checkpoint.ownership import MARKER, TOLERATED, TRANSFORMERS, chec
 from linearize.core.errors import CheckpointError, ConfigError, first_line, printable
 from linearize.core.parsing import read_text
 
-_BROKEN = (HTTPError, ConnectionError, TimeoutError)
+_REFUSED = (HTTPError, ConnectionError, TimeoutError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError)
 OTHERS = re.compile(
     r"adapter/adapter_(config\.json|model\.safetensors)|additional_chat_templates/[\w.-]+\.jinja|[\w.-]+\.spm"
     r"|video_preprocessor_config\.json|normalizer\.json"
@@ -81,19 +80,17 @@ def push(
     private: bool = False,
     *,
     include: Iterable[str] = (),
-    tries: int = 3,
 ) -> str:
     """Upload the files of a checkpoint (`files_to_push`) as one commit; make the repository if it is missing.
 
-    A broken connection is retried; files that are already on the Hub are not sent again. The token is
-    huggingface_hub's own (`hf auth login` or HF_TOKEN).
+    huggingface_hub retries an upload whose connection breaks; files that are already on the Hub are not sent again. The
+    token is its own (`hf auth login` or HF_TOKEN).
 
     Args:
         folder: a folder that `save` wrote.
         repo_id: USER/NAME.
         private: whether a new repository is private.
         include: patterns of further files to send.
-        tries: how often to try before giving up.
 
     Returns:
         Address of the repository.
@@ -108,32 +105,22 @@ def push(
     files, _ = files_to_push(folder, include)
     _name_card(path, repo_id)
     api = HfApi()
-    for left in reversed(range(tries)):
-        try:
-            url = api.create_repo(repo_id, private=private, exist_ok=True)
-            api.upload_folder(
-                repo_id=repo_id,
-                folder_path=path,
-                commit_message="Upload a model converted with linearize",
-                allow_patterns=[glob.escape(name) for name in files],
-            )
-            return str(url)
-        except (LocalTokenNotFoundError, HFValidationError) as error:
-            # huggingface_hub never writes the token into a message.
-            raise CheckpointError(f"could not push to {repo_id!r}: {first_line(error)}; run: hf auth login") from None
-        except HfHubHTTPError as error:
-            status = getattr(error.response, "status_code", 0)
-            if status < 500 or not left:
-                why = _ANSWERS.get(status, f"the Hub answered {status} ({first_line(error)})")
-                raise CheckpointError(f"could not push to {repo_id!r}: {why}") from None
-        except _BROKEN as error:
-            if not left:
-                raise CheckpointError(
-                    f"could not push to {repo_id!r}: the connection broke {tries} times ({type(error).__name__}); the "
-                    f"checkpoint is in {str(folder)!r}: try again with linearize push"
-                ) from None
-        time.sleep(0.2 * 2 ** (tries - left))
-    raise CheckpointError(f"could not push to {repo_id!r}: got tries={tries}, expected at least 1")
+    try:
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=path,
+            commit_message="Upload a model converted with linearize",
+            allow_patterns=[glob.escape(name) for name in files],
+        )
+    except _REFUSED as error:
+        # huggingface_hub never writes the token into a message.
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        why = _ANSWERS.get(status, f"{type(error).__name__}: {first_line(error)}")
+        raise CheckpointError(
+            f"could not push to {repo_id!r}: {why}; the checkpoint is in {str(folder)!r}: try again with linearize push"
+        ) from None
+    return str(url)
 
 
 SNIPPET = re.compile(r'(\.from_pretrained\()"(?:[^"\\\n]|\\.)*"(\))')

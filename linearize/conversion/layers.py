@@ -164,8 +164,8 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
     """Return kernel and arguments for each of the `count` layers of a model that can be converted.
 
     Raises:
-        ConfigError: if a layer is missing, named twice or beyond the last one, a single layer is given a preset, or no
-            layer has a requested addition or head.
+        ConfigError: if a layer is missing, named twice or beyond the last one, or no layer has a requested addition or
+            head.
         UnsupportedModelError: if all layers stay softmax.
     """
     chosen = assign(count, config)
@@ -259,15 +259,8 @@ def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tup
 def _entry(index: int, entry: Any) -> tuple[str, dict[str, object]]:
     """Read the entry of one layer: a name, or a name and arguments."""
     if isinstance(entry, str):
-        name, arguments = entry, {}
-    else:
-        try:
-            name, arguments = entry[0], dict(entry[1])
-        except (TypeError, ValueError, IndexError, KeyError):
-            raise ConfigError(f"layer {index}: got {entry!r}, expected a kernel or (kernel, arguments)") from None
-    if name != SOFTMAX and kernel_info(name).preset is not None:
-        raise ConfigError(
-            f"layer {index}: {name!r} is a plan for all layers of a model, not a kernel of one; name its parts here, "
-            "or give it as the model's kernel"
-        )
-    return name, arguments
+        return entry, {}
+    try:
+        return entry[0], dict(entry[1])
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise ConfigError(f"layer {index}: got {entry!r}, expected a kernel or (kernel, arguments)") from None

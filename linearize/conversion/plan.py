@@ -18,7 +18,7 @@ from linearize.conversion.layers import ConversionConfig, choose, complete
 from linearize.conversion.positions import PositionReport, extend_positions
 from linearize.conversion.probe import trial_runs
 from linearize.conversion.timm import is_timm, wrap
-from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
 from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
@@ -87,12 +87,8 @@ def replan(
         max_length: as in `plan`.
 
     Raises:
-        ConfigError: for an unknown kernel or argument, a wrong value, or a layer that does not exist.
+        ConfigError: for an unknown kernel or argument, or a wrong value.
     """
-    known = {layer.index for layer in base.layers if layer.index is not None}
-    for index in chosen:
-        if index not in known:
-            raise ConfigError(f"layer {index} does not exist: this model has {len(known)} that can be converted")
     layers = list(base.layers)
     for place, layer in enumerate(layers):
         if layer.index is not None and layer.index in chosen:

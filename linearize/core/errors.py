@@ -6,7 +6,7 @@ with code 2, so a message contains no line break.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 _HIDDEN = (
@@ -31,6 +31,11 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its class: our messages are one line each."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of some names in quotes, and how many more there are."""
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 class LinearizeError(Exception):

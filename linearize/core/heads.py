@@ -25,7 +25,7 @@ class Head:
     Attributes:
         name: the name that users write.
         auto_class: transformers class that loads it.
-        suffixes: endings of the names of the classes that have it.
+        ending: ending of the names of the classes that have it, if it differs from that of `auto_class`.
         modality: its input, "text" or "image".
         per_label: whether it has one output per label.
         own_weights: whether it has weights that a checkpoint without the head lacks; a causal language model may
@@ -35,7 +35,7 @@ class Head:
 
     name: str
     auto_class: str
-    suffixes: tuple[str, ...] = ()
+    ending: str | None = None
     modality: Modality = "text"
     per_label: bool = False
     own_weights: bool = True
@@ -48,35 +48,28 @@ class Head:
 
     def is_of(self, class_name: str) -> bool:
         """Tell from its name whether a transformers class has this head."""
-        return bool(self.suffixes) and class_name.endswith(self.suffixes)
+        endings = (self.auto_class.removeprefix("AutoModel"), self.ending)
+        return class_name.endswith(tuple(filter(None, endings)))
 
 
 HEADS: dict[str, Head] = {
     head.name: head
     for head in (
         Head("feature-extraction", "AutoModel", own_weights=False),
-        Head("fill-mask", "AutoModelForMaskedLM", ("ForMaskedLM",)),
-        Head("text-generation", "AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), own_weights=False),
+        Head("fill-mask", "AutoModelForMaskedLM"),
+        Head("text-generation", "AutoModelForCausalLM", "LMHeadModel", own_weights=False),
         Head(
             "text2text-generation",
             "AutoModelForSeq2SeqLM",
-            ("ForConditionalGeneration",),
+            "ForConditionalGeneration",
             own_weights=False,
             pipeline="text-generation",
         ),
-        Head(
-            "text-classification", "AutoModelForSequenceClassification", ("ForSequenceClassification",), per_label=True
-        ),
-        Head("token-classification", "AutoModelForTokenClassification", ("ForTokenClassification",), per_label=True),
-        Head("question-answering", "AutoModelForQuestionAnswering", ("ForQuestionAnswering",)),
-        Head("multiple-choice", "AutoModelForMultipleChoice", ("ForMultipleChoice",)),
-        Head(
-            "image-classification",
-            "AutoModelForImageClassification",
-            ("ForImageClassification",),
-            modality="image",
-            per_label=True,
-        ),
+        Head("text-classification", "AutoModelForSequenceClassification", per_label=True),
+        Head("token-classification", "AutoModelForTokenClassification", per_label=True),
+        Head("question-answering", "AutoModelForQuestionAnswering"),
+        Head("multiple-choice", "AutoModelForMultipleChoice"),
+        Head("image-classification", "AutoModelForImageClassification", modality="image", per_label=True),
     )
 }
 """Every head by its name."""

@@ -10,24 +10,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
-from linearize.core.registry import KINDS, allowed, field_types, within
+from linearize.core.registry import KINDS, field_types, fits, kinds_of
+from linearize.core.registry import check as check
 from linearize.core.registry import option as option
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 Config = TypeVar("Config")
-PLAIN = (bool, int, float, str)
 _SECTION = "section"
 
 
@@ -78,7 +74,7 @@ class Option:
 
     Attributes:
         name: its name, with underscores.
-        kind: type of its values: one of `PLAIN`, or a type that `parse` returns.
+        kind: type of its values: one of `KINDS`, or a type that `parse` returns.
         default: its default; MISSING if it has none, or if a factory makes it.
         metadata: the arguments of `linearize.core.registry.option`.
         group: the title of its group, or None.
@@ -122,7 +118,7 @@ def _options_of(config: type) -> Mapping[str, Option]:
                 options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
                 continue
             shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
-            kind = _kinds(field_types(section.config)[field.name])[0]
+            kind = kinds_of(field_types(section.config)[field.name])[0]
             metadata, required = {**field.metadata, **shown}, _is_required(field)
             options[name] = Option(name, kind, field.default, metadata, section.title, (place,), required)
     return types.MappingProxyType(options)
@@ -206,41 +202,6 @@ def without_folder(value: Any) -> Any:
     if isinstance(value, str):
         return name_of(value)
     return type(value)(map(without_folder, value)) if isinstance(value, list | tuple) else value
-
-
-def check(config: DataclassInstance, where: str) -> None:
-    """Check the fields of a config against their annotations, ranges and choices.
-
-    Args:
-        config: a dataclass; fields whose types are not plain are skipped.
-        where: name of the config in messages.
-
-    Raises:
-        ConfigError: naming the field.
-    """
-    hints = field_types(type(config))
-    for field in dataclasses.fields(config):
-        kinds, value = _kinds(hints[field.name]), getattr(config, field.name)
-        optional = value is None and type(None) in typing.get_args(hints[field.name])
-        if optional or not all(kind in PLAIN for kind in kinds):
-            continue
-        if not any(_fits(value, kind) for kind in kinds) or not within(value, field.metadata):
-            raise ConfigError(f"{where}, {field.name}: got {value!r}, expected {allowed(kinds, field.metadata)}")
-
-
-def _kinds(hint: object) -> tuple[Any, ...]:
-    """Return the types of an annotation, without None."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
-    return (hint,)
-
-
-def _fits(value: object, kind: type) -> bool:
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
-    return isinstance(value, kind)
 
 
 def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]:
@@ -349,7 +310,7 @@ def convert(hint: Any, value: object, where: str) -> Any:
         # YAML 1.1 reads 1e-5 (without a dot) as text; it is a number nevertheless.
         with contextlib.suppress(ValueError):
             plain = float(value)
-    if isinstance(hint, type) and _fits(plain, hint):
+    if isinstance(hint, type) and fits(plain, hint):
         return float(plain) if hint is float else plain
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {_described(hint)}")
 

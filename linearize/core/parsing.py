@@ -42,15 +42,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError("it is a folder, a pipe or a device, expected a file")
     if facts.st_size > MOST_TEXT:
         raise ValueError(f"got {facts.st_size:,} bytes, expected at most {MOST_TEXT:,}")
-    with open(path, "rb") as file:
-        return _decode(file.read()).replace("\r\n", "\n")
-
-
-def _decode(data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"got byte 0x{data[error.start]:02x} at {error.start:,}, expected text in UTF-8") from None
+    return Path(path).read_text(encoding="utf-8")
 
 
 def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
@@ -64,7 +56,7 @@ def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
-    """Parse JSON, in UTF-8 if it is given as bytes.
+    """Parse JSON, given as text or bytes.
 
     Raises:
         ValueError: if it is not JSON, too long or nested too deeply; the message is one line.
@@ -72,7 +64,7 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
     if len(text) > most:
         raise ValueError(f"got {len(text):,} characters, expected at most {most:,}")
     try:
-        value = json.loads(_decode(text) if isinstance(text, bytes) else text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     check_depth(value)

@@ -7,18 +7,23 @@ a call of `linearize.register_kernel`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import operator
 import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -303,46 +308,70 @@ def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
         UnknownNameError: for an argument that the kernel does not have.
         ConfigError: for a value of the wrong type or out of range.
     """
-    fields = {f.name: f for f in dataclasses.fields(info.config)}
     hints = field_types(info.config)
-    values = {}
-    for name, value in arguments.items():
-        if name not in fields:
-            raise unknown_name(f"argument of kernel {info.name}", name, fields)
-        where = f"kernel {info.name}, argument {name}"
-        values[name] = converted = _convert(where, value, hints[name])
-        if converted is not None and not within(converted, limits := fields[name].metadata):
-            raise ConfigError(f"{where}: got {converted!r}, expected {allowed([type(converted)], limits)}")
-    return info.config(**values)
+    for name in arguments:
+        if name not in hints:
+            raise unknown_name(f"argument of kernel {info.name}", name, hints)
+    config = info.config(**{name: _from_text(value, hints[name]) for name, value in arguments.items()})
+    check(config, f"kernel {info.name}")
+    return config
+
+
+def _from_text(value: Any, hint: Any) -> Any:
+    """Return the value of the annotated type that a text stands for; texts that stand for none are left for `check`."""
+    kinds = kinds_of(hint)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if not isinstance(value, str):
+        return value
+    words: dict[str, object] = {"true": True, "false": False} if bool in kinds else {}
+    if type(None) in typing.get_args(hint):
+        words["none"] = None
+    for kind in kinds:
+        if kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return words.get(value.lower(), value)
 
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""Names of types in messages."""
+"""Plain types, and their names in messages."""
 
 
-def _convert(where: str, value: Any, hint: Any) -> Any:
-    """Convert text to the annotated type; other values must already have it."""
-    optional = isinstance(hint, types.UnionType) and type(None) in hint.__args__
-    kind = next(t for t in hint.__args__ if t is not type(None)) if optional else hint
-    if optional and (value is None or (isinstance(value, str) and value.lower() == "none")):
-        return None
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-    elif isinstance(value, str) and kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            pass
-    elif isinstance(value, kind) and not isinstance(value, bool):
-        return value
-    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    raise ConfigError(
-        f"{where}: got {value!r}, expected {KINDS.get(kind, 'another value')}{' or none' if optional else ''}"
-    )
+def check(config: DataclassInstance, where: str) -> None:
+    """Check the fields of a config against their annotations, ranges and choices.
+
+    Args:
+        config: a dataclass; fields whose types are not plain are skipped.
+        where: name of the config in messages.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    hints = field_types(type(config))
+    for one in dataclasses.fields(config):
+        kinds, value = kinds_of(hints[one.name]), getattr(config, one.name)
+        optional = value is None and type(None) in typing.get_args(hints[one.name])
+        if optional or not all(kind in KINDS for kind in kinds):
+            continue
+        if not any(fits(value, kind) for kind in kinds) or not within(value, one.metadata):
+            raise ConfigError(f"{where}, {one.name}: got {value!r}, expected {allowed(kinds, one.metadata)}")
+
+
+def kinds_of(hint: object) -> tuple[Any, ...]:
+    """Return the types of an annotation, without None."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return (hint,)
+
+
+def fits(value: object, kind: type) -> bool:
+    """Tell whether a value is of a plain type; numbers must be finite, and true and false are no numbers."""
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, kind)
 
 
 def within(value: Any, limits: Mapping[str, Any]) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from linearize.core.errors import ConfigError
-from linearize.core.options import check, option
+from linearize.core.options import check, convert, option
 
 Mixture = tuple[tuple[str, float], ...]
 
@@ -112,15 +111,13 @@ def parse_mixture(text: str) -> str | Mixture:
         raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; or leave it out.")
     if ("," not in text and "=" not in text) or os.path.exists(text):
         return text
-    parts = [part.strip() for part in text.split(",")]
-    has_weights = "=" in text
     pairs = []
-    for part in parts:
-        name, equals, weight = part.rpartition("=") if has_weights else (part, "=", "1")
+    for part in text.split(","):
+        name, equals, weight = part.rpartition("=") if "=" in text else (part, "=", "1")
         if not equals:
             raise ConfigError(f"data: got {part!r} without a weight in dataset {text!r}, expected name=weight.")
-        pairs.append((name.strip(), _weight(name, weight)))
-    return tuple(pairs)
+        pairs.append((name.strip(), weight))
+    return _mixture(pairs)
 
 
 def as_mixture(value: Any) -> str | Mixture | None:
@@ -132,25 +129,12 @@ def as_mixture(value: Any) -> str | Mixture | None:
     if value is None:
         return None
     if isinstance(value, str | os.PathLike):
-        value = parse_mixture(os.fspath(value))
-        if isinstance(value, str):
-            return value
-    pairs = list(value.items()) if isinstance(value, Mapping) else value
-    shaped = isinstance(pairs, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
-    )
-    if not shaped or not pairs:
-        raise ConfigError(f"data: got dataset {value!r}, expected a name or pairs of name and weight.")
-    if not all(isinstance(name, str) and name for name, _ in pairs):
-        raise ConfigError(f"data: got dataset {value!r}, expected a name for every weight.")
-    return tuple((name, _weight(name, weight)) for name, weight in pairs)
+        return parse_mixture(os.fspath(value))
+    return _mixture(list(value.items()) if isinstance(value, Mapping) else value)
 
 
-def _weight(name: str, value: Any) -> float:
-    try:
-        weight = float(value)
-    except (TypeError, ValueError):
-        weight = math.nan
-    if not 0 < weight < math.inf:
-        raise ConfigError(f"data: got weight {value!r} for data set {name!r}, expected a number above 0.")
-    return weight
+def _mixture(pairs: object) -> Mixture:
+    mixture: Mixture = convert(Mixture, pairs, "data: dataset")
+    if not mixture or not all(name and weight > 0 for name, weight in mixture):
+        raise ConfigError(f"data: got dataset {pairs!r}, expected a name, or names with weights above 0.")
+    return mixture

@@ -18,7 +18,7 @@ from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import exists, looks_local, open_local
 from linearize.data.records import PackedRecords, Records, TextRecords
-from linearize.data.source import MapFeed, Source, Split, split_off
+from linearize.data.source import Chosen, Source, split_off
 
 FETCH_ROWS = 1_000
 
@@ -58,27 +58,25 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
         parts, weights = [part], [1.0]
     records = [part for part, _ in parts]
     holdout = config.held_out(sum(len(part.sizes) for part in records))
-    split = split_off(records, weights, holdout, config.seed)
-    if config.packing:
-        assert isinstance(encoder, TextEncoder)
-        train, held = _packed(records, split, weights, encoder, config)
-    else:
-        train = MapFeed(records, split.train, weights, config.seed)
-        held = MapFeed(records, split.held, weights, config.seed)
+    rows_held, rows_train, duplicates = split_off(records, weights, holdout, config.seed)
+    train, held = Chosen(records, rows_train), Chosen(records, rows_held)
+    if isinstance(encoder, TextEncoder) and config.packing:
+        train, held = _packed(train, held, encoder)
+    num_train, num_holdout = sum(train.counts), sum(held.counts)
     skipped = sum(part.skipped for part in records)
     unit = f"rows of {config.max_length} tokens" if config.packing else f"{modality}s"
-    counted = f"{train.size:,} {unit} to train on, {held.size:,} held out"
+    counted = f"{num_train:,} {unit} to train on, {num_holdout:,} held out"
     counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
-    counted += f", {split.duplicates:,} equal to held-out ones left out" if split.duplicates else ""
+    counted += f", {duplicates:,} equal to held-out ones left out" if duplicates else ""
     shares = [f"{weight / sum(weights):.0%} {origin}" for weight, (_, origin) in zip(weights, parts, strict=True)]
     origin = f"mixture of {' and '.join(shares)}" if len(parts) > 1 else parts[0][1]
     return Source(
         description=f"{origin}: {counted}",
         fallback=fallback,
-        num_train=train.size,
-        num_holdout=held.size,
+        num_train=num_train,
+        num_holdout=num_holdout,
         skipped=skipped,
-        duplicates=split.duplicates,
+        duplicates=duplicates,
         _config=config,
         _encoder=encoder,
         _train=train,
@@ -163,21 +161,16 @@ def make_part(
     return records, origin
 
 
-def _packed(
-    records: Sequence[Records], split: Split, weights: Sequence[float], encoder: TextEncoder, config: DataConfig
-) -> tuple[MapFeed, MapFeed]:
+def _packed(train: Chosen, held: Chosen, encoder: TextEncoder) -> tuple[Chosen, Chosen]:
     """Pack the training texts part by part and all held-out ones together, in the order of the data."""
-    train = []
-    for part, rows in zip(records, split.train, strict=True):
+    parts = []
+    for part, rows in zip(train.parts, train.rows, strict=True):
         packed = list(encoder.pack(_texts(part, rows), keep_rest=False))
-        train.append(PackedRecords(packed or list(encoder.pack(_texts(part, rows), keep_rest=True))))
-    texts = (text for part, rows in zip(records, split.held, strict=True) for text in _texts(part, rows))
-    held = PackedRecords(list(encoder.pack(texts, keep_rest=True)))
-    everything = [np.arange(len(part.rows)) for part in train]
-    return (
-        MapFeed(train, everything, weights, config.seed),
-        MapFeed([held], [np.arange(len(held.rows))], [1.0], config.seed),
-    )
+        parts.append(PackedRecords(packed or list(encoder.pack(_texts(part, rows), keep_rest=True))))
+    texts = (text for part, rows in zip(held.parts, held.rows, strict=True) for text in _texts(part, rows))
+    together = PackedRecords(list(encoder.pack(texts, keep_rest=True)))
+    everything = [np.arange(len(part.rows)) for part in (*parts, together)]
+    return Chosen(parts, everything[:-1]), Chosen([together], everything[-1:])
 
 
 def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:

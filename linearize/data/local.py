@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import glob
-import gzip
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from linearize.core.errors import DataError, first_line
+from linearize.core.errors import DataError, some
 from linearize.core.heads import Modality
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.hub import cause, first_rows
@@ -193,8 +191,6 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
 
     assert kind is not None
     for file in files:
-        if _is_empty(file, kind):
-            raise DataError(f"{file.name!r} is empty: got no rows, expected at least one; check the file.")
         if file.suffix.lower() == ".gz" and re.search(r"[\[\]]", str(file)):
             # `datasets` makes a URL of it, where brackets enclose an address.
             raise DataError(f"got {str(file)!r}, a .gz file with a bracket in its path, expected none; rename it.")
@@ -207,57 +203,18 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
         for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
             batch.validate(full=True)
     except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
-        if "corresponds to no data" in str(error):
-            raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one.") from error
+        for file in files if len(files) > 1 else ():
+            # Read one by one, the broken file is named.
+            _table(kind, [file], most)
+        which, why = some([file.name for file in files]), cause(error)
+        if "corresponds to no data" in str(error) or why.startswith(("StopIteration", "EmptyDataError")):
+            raise DataError(f"{which} is empty: got no rows, expected at least one; check the file.") from error
         form = FORMS[kind] if kind == "parquet" else f"{FORMS[kind]} in UTF-8"
-        if kind == "json" and (bad := _bad_line(files)) is not None:
-            raise DataError(f"{bad}; expected {form}; repair that line.") from error
-        which = f"{files[0].name!r}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
         advice = f"expected {form}; repair the file or get it again."
-        raise DataError(f"cannot read {which} as {kind}: {cause(error)}; {advice}") from error
+        raise DataError(f"cannot read {which} as {kind}: {why}; {advice}") from error
     if not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
-
-
-def _opened(file: Path) -> IO[bytes]:
-    """Open a file, unpacking a .gz."""
-    return cast("IO[bytes]", gzip.open(file)) if file.suffix.lower() == ".gz" else file.open("rb")
-
-
-def _bad_line(files: Sequence[Path]) -> str | None:
-    """Describe the first line that is not JSON; None if all are, or the file is one list."""
-    for file in files:
-        try:
-            with _opened(file) as stream:
-                for number, line in enumerate(stream, start=1):
-                    if number == 1 and line.lstrip()[:1] == b"[":
-                        break
-                    try:
-                        json.loads(line.strip() or b"{}")
-                    except ValueError as error:
-                        return f"{file.name!r}, line {number}: got no JSON object ({first_line(error)})"
-        except (OSError, EOFError):
-            return None
-    return None
-
-
-def _is_empty(file: Path, kind: str) -> bool:
-    """Tell whether a text file has no line after the header. Each reader raises a different error for such a file."""
-    if kind == "parquet":
-        return False
-    needed = 2 if kind in ("csv", "tsv") else 1
-    try:
-        with _opened(file) as stream:
-            for line in stream:
-                needed -= bool(line.strip())
-                if not needed:
-                    return False
-    except (OSError, EOFError) as error:
-        raise DataError(
-            f"cannot read {file.name!r}: {cause(error)}; expected a complete, readable file; check it."
-        ) from error
-    return True
 
 
 def exists(path: Path) -> bool:

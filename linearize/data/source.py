@@ -27,15 +27,6 @@ HOLDOUT, ORDER, MIX = range(3)
 DIGESTS = 16_384
 
 
-@dataclass(frozen=True)
-class Split:
-    """Row numbers of each part. ``held`` and ``train`` share no example: ``duplicates`` rows were left out for that."""
-
-    held: list[np.ndarray]
-    train: list[np.ndarray]
-    duplicates: int
-
-
 def apportion(total: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
     """Divide a whole number by weights, as fairly as whole numbers allow.
 
@@ -59,7 +50,9 @@ def apportion(total: int, weights: Sequence[float], most: Sequence[int] | None =
     return shares.tolist()
 
 
-def split_off(parts: Sequence[Records], weights: Sequence[float], holdout: int, seed: int) -> Split:
+def split_off(
+    parts: Sequence[Records], weights: Sequence[float], holdout: int, seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
     """Choose the held-out examples at random, then drop every other example equal to one of them.
 
     Args:
@@ -67,6 +60,9 @@ def split_off(parts: Sequence[Records], weights: Sequence[float], holdout: int, 
         weights: Their weights.
         holdout: How many examples to hold out in all.
         seed: Seed of the choice.
+
+    Returns:
+        The held-out rows of each part, its rows to train on, and how many rows were dropped in all.
 
     Raises:
         DataError: If nothing is left to train on.
@@ -89,7 +85,7 @@ def split_off(parts: Sequence[Records], weights: Sequence[float], holdout: int, 
         if not len(rows):
             which = f"part {number + 1} of the mixture" if len(train) > 1 else "the data"
             raise DataError(f"got no example of {which} to train on that is not held out; lower the holdout.")
-    return Split(held, train, duplicates)
+    return held, train, duplicates
 
 
 def _without(part: Records, rows: np.ndarray, known: set[bytes], sizes: np.ndarray) -> np.ndarray:
@@ -135,29 +131,22 @@ def _draw(size: int, begin: int, length: int, seed: int, part: int) -> np.ndarra
     return np.concatenate(passes)[begin - first * size :][:length]
 
 
-class MapFeed:
-    """Feeds chosen rows of records; starting at any position costs nothing.
+@dataclass
+class Chosen:
+    """Chosen rows of the parts of a mixture, numbered from part to part.
 
-    Args:
-        parts: The parts of a mixture.
-        rows: The rows of each part that are used.
-        weights: Weight of each part.
-        seed: Seed of the order.
+    Attributes:
+        parts: The parts.
+        rows: The numbers of the rows of each part.
     """
 
-    def __init__(
-        self, parts: Sequence[Records], rows: Sequence[np.ndarray], weights: Sequence[float], seed: int
-    ) -> None:
-        self.parts, self.rows, self.weights, self.seed = parts, rows, weights, seed
-        self.counts = [len(chosen) for chosen in rows]
-        self.offsets = np.cumsum([0, *self.counts])
-        self.size = sum(self.counts)
+    parts: Sequence[Records]
+    rows: Sequence[np.ndarray]
 
-    def batches(self, size: int, start: int = 0) -> Iterator[list[int]]:
-        """Yield batches of `size` item numbers endlessly, starting with batch number `start`."""
-        items = endless(self.counts, self.weights, self.seed, start * size)
-        while True:
-            yield list(islice(items, size))
+    @property
+    def counts(self) -> list[int]:
+        """How many rows each part has."""
+        return [len(chosen) for chosen in self.rows]
 
     def digest(self) -> str:
         """Return a digest of the sizes of all examples and the contents of up to `DIGESTS` of each part."""
@@ -168,13 +157,13 @@ class MapFeed:
         return data_digest(parts)
 
     def fetch(self, items: Sequence[int]) -> list[Example]:
-        """Read the examples of these items."""
-        numbers = np.asarray(items)
-        owners = np.searchsorted(self.offsets, numbers, side="right") - 1
+        """Read the examples of these numbers."""
+        numbers, offsets = np.asarray(items), np.cumsum([0, *self.counts])
+        owners = np.searchsorted(offsets, numbers, side="right") - 1
         examples: dict[int, Example] = {}
         for part in np.unique(owners).tolist():
             mine = np.flatnonzero(owners == part).tolist()
-            rows = self.rows[part][numbers[mine] - self.offsets[part]]
+            rows = self.rows[part][numbers[mine] - offsets[part]]
             examples.update(zip(mine, self.parts[part].fetch(rows.tolist()), strict=True))
         return [examples[place] for place in range(len(items))]
 
@@ -200,8 +189,8 @@ class Source:
     duplicates: int
     _config: DataConfig = field(repr=False)
     _encoder: Encoder = field(repr=False)
-    _train: MapFeed = field(repr=False)
-    _held: MapFeed = field(repr=False)
+    _train: Chosen = field(repr=False)
+    _held: Chosen = field(repr=False)
 
     @property
     def options(self) -> dict[str, object]:
@@ -231,7 +220,10 @@ class Source:
         """
         size = self._config.batch_size
         mine = slice(rank * size, (rank + 1) * size)
-        for items in self._train.batches(size * world_size, start):
+        weights = [weight for _, weight in self._config.sources] or [1.0]
+        numbers = endless(self._train.counts, weights, self._config.seed, start * size * world_size)
+        while True:
+            items = list(islice(numbers, size * world_size))
             if self._encoder.needs_all:
                 yield self._encoder(self._train.fetch(items), mine)
             else:

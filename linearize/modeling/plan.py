@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import CheckpointError, ConfigError
-from linearize.core.registry import HYBRID, PLAIN, Hybrid, kernel_info
+from linearize.core.registry import HYBRID, PLAIN, Hybrid, check, kernel_info
 
 SOFTMAX = "softmax"
 """The kernel name of a layer that is not converted."""
@@ -133,12 +132,10 @@ class Plan:
             CheckpointError: if something is missing or of the wrong kind.
         """
         try:
-            architecture, base, seed = (data[key] for key in ("base_architecture", "base_model_type", "seed"))
-            _expect(isinstance(base, str) and base != "", "no original model type", base)
-            _expect(isinstance(architecture, str) and architecture != "", "no original architecture", architecture)
-            _expect(type(seed) is int and -(2**63) <= seed < 2**63, "seed", seed)
-            _expect(isinstance(data["layers"], list | tuple), "layers", data["layers"])
             layers = tuple(_layer_from_dict(layer) for layer in data["layers"])
+            plan = cls(data["base_architecture"], data["base_model_type"], layers, data["seed"])
+            check(plan, "section")
+            _expect(-(2**63) <= plan.seed < 2**63, "seed", plan.seed)
             # Convertible layers are numbered from 0, and no module occurs twice.
             numbers = [layer.index for layer in layers if layer.index is not None]
             _expect(numbers == list(range(len(numbers))), "numbers of the layers", numbers)
@@ -147,7 +144,7 @@ class Plan:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
             raise damaged(f"the 'linearize' section cannot be read ({text[:300]})") from None
-        return cls(architecture, base, layers, seed)
+        return plan
 
 
 CALLED, MASKED = "is_causal argument", "mask"
@@ -190,37 +187,25 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     # Checkpoints without a checksum also lack `host` (see `linearize.modeling.config.check_checksum`).
     _expect((got - (set(HYBRID) - {"window"})) | {"host"} == known, "keys of a layer", sorted(map(str, got)))
     values = {"host": (), **data}
-    heads = values.pop("softmax_heads", [])
-    _expect(isinstance(heads, list | tuple), "softmax_heads of a layer", heads)
-    hybrid = Hybrid(**{name: values.pop(name) for name in HYBRID if name in values}, softmax_heads=tuple(heads))
-    module, kernel, arguments, host = (values[key] for key in ("module", "kernel", "arguments", "host"))
-    named = isinstance(module, str) and isinstance(kernel, str) and module and kernel
-    _expect(named, "module and kernel of a layer are names", [module, kernel])
-    _expect(isinstance(values["reason"], str), "reason of a layer", values["reason"])
-    for name in ("index", "cache_index"):
-        _expect(values[name] is None or _count(values[name]), f"{name} of a layer", values[name])
-    _expect(hybrid.window is None or (_count(hybrid.window) and hybrid.window), "window of a layer", hybrid.window)
-    numbers = [hybrid.sinks, hybrid.exact_keys, *hybrid.softmax_heads]
-    _expect(all(map(_count, numbers)), "sinks, exact_keys and softmax_heads of a layer", numbers)
-    _expect(isinstance(hybrid.scale, str), "scale of a layer", hybrid.scale)
-    length = hybrid.trained_length
-    _expect(length is None or _count(length), "trained_length of a layer", length)
-    _expect(isinstance(arguments, dict), "arguments of a layer", arguments)
-    for value in arguments.values():
-        finite = isinstance(value, float) and math.isfinite(value)
-        _expect(value is None or isinstance(value, str | bool | int) or finite, "arguments of a layer", arguments)
-    _expect(isinstance(host, list | tuple) and ("host" not in got or _one_direction(host)), "host of a layer", host)
-    _expect(isinstance(values["shape"], Mapping), "shape of a layer", values["shape"])
-    if kernel != SOFTMAX:
-        # An unknown kernel is reported later, when it is built.
-        with contextlib.suppress(ConfigError):
-            values["arguments"] = dict(kernel_info(kernel).legacy_defaults) | arguments
-    layer = LayerPlan(**values | {"shape": HeadShape(**values["shape"]), "host": tuple(host), "hybrid": hybrid})
-    if layer.converted:
-        _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
-    else:
-        _expect(not arguments and hybrid == PLAIN, "a layer that is not converted has no arguments", arguments)
-    return layer
+    additions = {name: values.pop(name) for name in HYBRID if name in values}
+    hybrid = Hybrid(**additions | {"softmax_heads": tuple(additions.get("softmax_heads", ()))})
+    shape, host = HeadShape(**values["shape"]), tuple(values["host"])
+    layer = LayerPlan(**values | {"shape": shape, "host": host, "hybrid": hybrid})
+    for part in (layer, hybrid):
+        check(part, "layer")
+    counts = [layer.index, layer.cache_index, hybrid.window, hybrid.sinks, hybrid.exact_keys, hybrid.trained_length]
+    good = all(count is None or _count(count) for count in counts) and all(map(_count, hybrid.softmax_heads))
+    _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *hybrid.softmax_heads])
+    _expect("host" not in got or _one_direction(host), "host of a layer", host)
+    if not layer.converted:
+        _expect(not layer.arguments and hybrid == PLAIN, "arguments of a layer that is not converted", layer.arguments)
+        return layer
+    _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
+    legacy: Mapping[str, object] = {}
+    # An unknown kernel is reported later, when it is built; so is a wrong argument.
+    with contextlib.suppress(ConfigError):
+        legacy = kernel_info(layer.kernel).legacy_defaults
+    return dataclasses.replace(layer, arguments={**legacy, **layer.arguments})
 
 
 def _one_direction(host: Collection[object]) -> bool:

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 from transformers.utils import cached_file
 
-from linearize.core.errors import CheckpointError, first_line
+from linearize.core.errors import CheckpointError, first_line, some
 from linearize.modeling.plan import ABSENT, damaged
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -118,9 +118,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
             kept = shared if problem == "missing_keys" else ()
             bad = [key for key in keys if ".linear_attention." in key or key.removeprefix(prefix) in kept]
         if bad:
-            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise CheckpointError(
-                f"weights that config.json asks for were not loaded ({problem}: {bad[0]}{more}); the checkpoint is "
+                f"weights that config.json asks for were not loaded ({problem}: {some(bad)}); the checkpoint is "
                 "incomplete, or the installed transformers reads their names differently: download it again or convert "
                 "the model again"
             )
@@ -207,13 +206,13 @@ def _compare(header: Header, expected: Header, optional: set[str]) -> None:
     other = sorted(key for key in set(header) & set(expected) if header[key] != expected[key])
     advice = "config.json and the weights do not belong together: download the checkpoint again or convert again"
     if missing:
-        raise CheckpointError(f"the weights file lacks {_some(missing)}, which config.json asks for; {advice}")
+        raise CheckpointError(f"the weights file lacks {some(missing)}, which config.json asks for; {advice}")
     if extra:
-        raise CheckpointError(f"the weights file holds {_some(extra)}, which config.json does not know; {advice}")
+        raise CheckpointError(f"the weights file holds {some(extra)}, which config.json does not know; {advice}")
     if other:
         key = other[0]
         raise CheckpointError(
-            f"the weights file has {_some(other)} in a different size than config.json asks for ({key}: got "
+            f"the weights file has {some(other)} in a different size than config.json asks for ({key}: got "
             f"{list(header[key])}, expected {list(expected[key])}); {advice}"
         )
 
@@ -232,7 +231,7 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> No
     bad = sorted(name for name, tensor in tensors if not _finite(tensor.detach()))
     if bad:
         raise CheckpointError(
-            f"{owner} holds NaN or infinity in {_some(bad)}, expected finite numbers; the training that wrote it "
+            f"{owner} holds NaN or infinity in {some(bad)}, expected finite numbers; the training that wrote it "
             "diverged, or the file is damaged: use an earlier checkpoint or download it again"
         )
 
@@ -245,10 +244,6 @@ def _finite(x: Tensor) -> bool:
         # One pass without another tensor of that size: if there is a NaN, both minimum and maximum are NaN.
         return all(bool(torch.isfinite(limit)) for limit in torch.aminmax(x))
     return True
-
-
-def _some(names: list[str]) -> str:
-    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def read_header(name: str | os.PathLike[str], **hub: Any) -> dict[str, Stored] | None:

@@ -78,10 +78,10 @@ CONFIG_DAMAGE = {
     "no layers": (edit_section(layers=None), CheckpointError, "cannot be read"),
     "empty layers": (edit_section(layers=[]), CheckpointError, "no converted layer"),
     "unknown original": (edit_section(base_model_type="berd"), CheckpointError, "model type 'berd'"),
-    "original is a list": (edit_section(base_model_type=["bert"]), CheckpointError, "no original model type"),
+    "original is a list": (edit_section(base_model_type=["bert"]), CheckpointError, "base_model_type: got"),
     "another original": (edit_section(base_model_type="gpt2"), CheckpointError, "expected|weights|no such module"),
     "unknown kernel": (edit_layer(kernel="hegdehog"), ConfigError, "Did you mean 'hedgehog'"),
-    "kernel is a number": (edit_layer(kernel=3), CheckpointError, "names"),
+    "kernel is a number": (edit_layer(kernel=3), CheckpointError, "kernel: got 3, expected text"),
     "unknown argument": (edit_layer(arguments={"scale": 3}), ConfigError, "argument of kernel hedgehog 'scale'"),
     "argument out of range": (
         edit_layer(kernel="flexformer_s", arguments={"frequencies": 10**9}),

@@ -115,7 +115,7 @@ def test_no_hub_at_all(folder, tmp_path):
     hub.address = "http://127.0.0.1:9"
     done = push(hub, folder, tmp_path)
     assert done.returncode == 1
-    assert "the connection broke 3 times" in done.stderr
+    assert "ConnectError" in done.stderr and "try again with linearize push" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -239,5 +239,5 @@ def test_a_card_that_is_not_utf8_is_one_line(folder, tmp_path, capsys):
     (out / "README.md").write_bytes(b"caf\xe9")
     assert main(["push", str(out), "alice/tiny"]) == 2
     err = capsys.readouterr().err
-    assert "README.md' cannot be given the repository's name (got byte 0xe9 at 3, expected text in UTF-8)" in err
+    assert "README.md' cannot be given the repository's name ('utf-8' codec can't decode byte 0xe9" in err
     assert len(err.splitlines()) == 1

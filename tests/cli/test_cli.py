@@ -167,7 +167,7 @@ def test_models_that_cannot_be_had(folders, tmp_path, capsys):
         assert len(err.strip().splitlines()) == 1
     (tmp_path / "config.json").write_text('{"model_type": "bert", ')
     code, _, err = run(capsys, "convert", tmp_path)
-    assert (code, "cannot be read as JSON" in err) == (2, True)
+    assert (code, "cannot be loaded, its config.json: Expecting" in err) == (2, True)
 
 
 def test_output_that_holds_something_is_refused_unless_overwritten(folders, tmp_path, capsys):

@@ -38,7 +38,7 @@ TASK = "--task text-classification --columns text"
 REFUSED = {
     "damaged original": ("convert damaged --distill-steps 0 --output o", "its weights are damaged"),
     "damaged model": ("compare damaged linear", "'damaged' is not a converted checkpoint"),
-    "bad line": ("convert bert --dataset bad.jsonl --output o", "'bad.jsonl', line 5: got no JSON object"),
+    "bad line": ("convert bert --dataset bad.jsonl --output o", "'bad.jsonl' as json: ArrowInvalid: JSON parse error"),
     "no label": (f"finetune bert {TASK} --dataset texts.jsonl --label-column no", "another with --label-column"),
     "short": ("convert bert --max-length 8 --output o", "max_length: got 8, but 'bert' already takes 64 tokens"),
     "tracker": ("convert bert --dataset rows.jsonl --report-to nobody --output o --dry-run", "unknown report_to"),

@@ -42,15 +42,15 @@ REFUSED = {
     "cut.jsonl.gz": (MANY[: len(MANY) // 2], "Compressed file ended before the end-of-stream marker"),
     "cut-by-four.jsonl.gz": (MANY[:-4], "Compressed file ended before the end-of-stream marker"),
     "wrong-sum.jsonl.gz": (MANY[:-8] + bytes(8), "CRC check failed"),
-    "junk.jsonl": (JUNK, "'junk.jsonl', line 1: got no JSON object"),
+    "junk.jsonl": (JUNK, "cannot read 'junk.jsonl' as json: ArrowInvalid: JSON parse error: Invalid value. in row 0"),
     "junk.csv": (JUNK, "expected a header and rows with the same number of fields in UTF-8"),
     "junk.parquet": (JUNK, "expected a complete parquet file"),
     "junk.txt": (JUNK, "expected lines of text in UTF-8"),
     "junk.jsonl.gz": (JUNK, "Not a gzipped file"),
-    "zeros.jsonl": (bytes(4_000), "expected objects with the same fields, one per line"),
-    "broken-line.jsonl": (lines(ROWS[:20], '{"text": "the cat', json.dumps(ROWS[20])), "line 21: got no JSON object"),
+    "zeros.jsonl": (bytes(4_000), "is empty: got no rows"),
+    "broken-line.jsonl": (lines(ROWS[:20], '{"text": "the cat', json.dumps(ROWS[20])), "in string. in row 20"),
     "no-object.jsonl": (lines(ROWS[:20], "[1, 2]", json.dumps(ROWS[20])), "expected objects with the same fields"),
-    "deep.jsonl": (lines(ROWS, '{"text": ' + "[" * 2_000 + "]" * 2_000 + "}"), "nested too deeply"),
+    "deep.jsonl": (lines(ROWS, '{"text": ' + "[" * 2_000 + "]" * 2_000 + "}"), "decoding depth limit"),
     "ragged.csv": (TABLE + b"the cat,1,2,3\n", "Expected 2 fields in line 42, saw 4"),
     "empty.jsonl": (b"", "is empty: got no rows"),
     "empty.csv": (b"", "is empty: got no rows"),
@@ -296,8 +296,15 @@ def test_what_may_not_be_read(refused, tmp_path, monkeypatch):
     forbid("iterdir")
     refused(tmp_path / "folder", "cannot read folder 'folder': PermissionError")
     refused(tmp_path / "folder", "cannot read folder 'folder': PermissionError", VERBS[3:], task="cola")
-    forbid("open")
-    refused(file, "cannot read 'rows.jsonl': PermissionError")
+    real = open
+
+    def refuse(name, *more, **options):
+        if str(name) == str(file):
+            raise PermissionError(13, "Permission denied", str(name))
+        return real(name, *more, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    refused(file, "cannot read 'rows.jsonl' as json: PermissionError")
     forbid("is_file")
     refused(file, "(PermissionError: Permission denied); check the name")
 

@@ -136,7 +136,7 @@ def test_wrong_budgets(budget, words):
     [
         (["hedgehug", "elu"], "unknown kernel 'hedgehug'"),
         (["hedgehog:tied", "elu"], "in 'hedgehog:tied': got 'tied', expected NAME=VALUE"),
-        (["hedgehog:tied=maybe", "elu"], "argument tied: got 'maybe'"),
+        (["hedgehog:tied=maybe", "elu"], "hedgehog, tied: got 'maybe'"),
         (["hedgehog:a=1:a=2", "elu"], "a is given twice"),
         (["elu", "elu"], "'elu' is named twice"),
         (["transnormer_t1", "elu"], "is a plan for all layers"),

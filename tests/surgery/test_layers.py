@@ -79,8 +79,6 @@ def test_shares_that_are_none(text):
         ({1: "elu"}, [1], "elu", "layer 1 is in layers and in keep_softmax; name it in one of them"),
         ({0: "elu"}, [2], None, "layer 1 has no kernel: name it in layers or keep_softmax, or give a kernel"),
         ({0: 7}, [], "elu", r"layer 0: got 7, expected a kernel or \(kernel, arguments\)"),
-        ({0: "transnormer_t2"}, [], "elu", "'transnormer_t2' is a plan for all layers of a model"),
-        ({0: "helgehog"}, [], "elu", "unknown kernel 'helgehog'. Did you mean 'hedgehog'?"),
     ],
 )
 def test_plans_that_miss_repeat_or_exceed(layers, kept, kernel, message):
@@ -139,6 +137,8 @@ def test_a_window_among_the_arguments_is_the_same():
         ({"window": 0}, "window: got 0, expected a number of tokens, 1 or more; leave it out for none"),
         ({"window": -2}, "window: got -2"),
         ({"window": "wide"}, "window: got 'wide'"),
+        ({"layers": {0: "transnormer_t2"}}, "'transnormer_t2' is a plan for all layers of a model, not for one layer"),
+        ({"layers": {0: "helgehog"}}, "unknown kernel 'helgehog'. Did you mean 'hedgehog'?"),
         ({"window": 4, "kernel": "norm_elu"}, "kernel 'norm_elu' takes no window"),
         ({"window": 4, "kernel": "transnormer_t1"}, "takes no window"),
         ({"kernel_args": {"activaton": "exp"}}, "Did you mean 'activation'?"),
