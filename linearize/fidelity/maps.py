@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.layer import LinearAttention
+from linearize.attention.masks import softmax_weights
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher import Rows, score_rows, show
-from linearize.ops.state import group_queries
+from linearize.fidelity.teacher import show
 
 MAX_TOKENS = 1024
 """Largest number of tokens of the input, because there are T x T numbers per layer and head."""
@@ -76,8 +76,7 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
                 f"attention maps: got {q.shape[0]} inputs of {tokens} tokens, expected one input of at most "
                 f"{MAX_TOKENS} tokens; shorten it"
             )
-        rows = Rows(slice(0, tokens), torch.arange(tokens, device=q.device), tokens, layer.shape.causal)
-        softmax = score_rows(group_queries(q, k.shape[1]), k, rows, scaling).softmax(dim=-1).flatten(1, 2)
+        softmax = softmax_weights(q.float(), k.float(), None, scaling=scaling, causal=layer.shape.causal)
         linear = layer.mixer.weights(q, k, scaling=scaling, key_padding_mask=mask)
         if not layer.mixer.info.normalized:
             # Without a denominator the sum of the weights may be negative; the sum of magnitudes is not.

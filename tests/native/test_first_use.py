@@ -7,6 +7,7 @@ from support.checkpoints import make_original, texts
 
 from linearize.attention import native
 from linearize.attention.native import build as building
+from linearize.attention.native import locate
 from linearize.cli.main import main
 
 BENCH = ["bench", "--lengths", "16", "--repeats", "1", "--heads", "1", "--head-dim", "8", "--no-memory"]
@@ -20,7 +21,8 @@ def fresh(native_cache, tmp_path, monkeypatch):
     built = []
 
     def copied():
-        path = building._writable_record()
+        path = locate.record_file()
+        building.make_folder(path.parent)
         for file in (native_cache / "linearize").iterdir():
             # A new file, as a build makes it: what is loaded stays as it is.
             (path.parent / file.name).unlink(missing_ok=True)

@@ -147,10 +147,10 @@ def test_a_build_under_an_open_umask_is_closed(tmp_path, monkeypatch, native_cac
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
     before = os.umask(0o000)
     try:
-        path = building._writable_record()
+        building.make_folder(folder := locate.record_file().parent)
     finally:
         os.umask(before)
-    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (path.parent, path.parent.parent))
+    assert all(made.stat().st_mode & 0o777 == 0o700 for made in (folder, folder.parent))
 
 
 def test_verb_says_what_is_wrong(home, capsys):

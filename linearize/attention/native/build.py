@@ -51,14 +51,11 @@ def build() -> Path:
     Raises:
         ConfigError: if there is no C compiler, it fails, or other users can write the folder for the library.
     """
-    program = compiler()
-    if program is None:
-        raise ConfigError(
-            f"native op: got no C compiler (looked for {', '.join(COMPILERS)}), expected one; install gcc or clang, "
-            "or set CC; everything works without the native op"
-        )
-    path = _writable_record()
+    path, program = record_file(), compiler()
+    if path is None or program is None or hindrance():
+        raise ConfigError(f"native op: {hindrance()}; everything works without it")
     try:
+        make_folder(path.parent)
         # Older than any build that may still run.
         _sweep(path.parent, older=4 * SECONDS)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILD_PREFIX) as folder:
@@ -77,25 +74,12 @@ def build() -> Path:
     return library
 
 
-def _writable_record() -> Path:
-    """Create the cache folder; return the path of the record.
-
-    Raises:
-        ConfigError: if it cannot be created, or if other users can write to it, so that its libraries are not loaded.
-    """
-    path = record_file()
-    if path is None:
-        raise ConfigError("native op: the user has no home folder to keep it in; set XDG_CACHE_HOME to a folder")
-    try:
-        for folder in (*reversed(path.parent.parents), path.parent):
-            # The XDG convention requires this mode; with parents=True it would depend on the umask.
-            if not folder.exists():
-                folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"native op: {path.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from None
-    if why := objection(path.parent):
-        raise ConfigError(f"native op: {why}, so nothing in it would be loaded; fix that, or set XDG_CACHE_HOME")
-    return path
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents."""
+    for folder in (*reversed(path.parents), path):
+        # The XDG convention requires this mode; with parents=True it would depend on the umask.
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _sweep(folder: Path, older: float) -> None:
@@ -145,13 +129,8 @@ def worth_building() -> bool:
     return not os.environ.get(SWITCH) and engine() is None and not obstacle()
 
 
-def obstacle() -> str:
-    """Return why the op is not compiled automatically although it is not built; empty if there is no obstacle.
-
-    Also empty if the environment variable LINEARIZE_NATIVE is set: 0 means no native op, 1 the existing one.
-    """
-    if os.environ.get(SWITCH) or engine() is not None:
-        return ""
+def hindrance() -> str:
+    """Return why the op cannot be compiled here, or would not be loaded afterwards; empty if it can be."""
     path = record_file()
     if path is None:
         return "the user has no home folder; set XDG_CACHE_HOME to a folder for it"
@@ -161,13 +140,22 @@ def obstacle() -> str:
         folder = next(part for part in path.parents if part.exists())
         why = objection(folder) or ("" if os.access(folder, os.W_OK) else f"{folder} cannot be written")
     except OSError as error:
-        return f"{path.parent} cannot be read ({error.strerror})"
-    if why:
-        return f"{why}; fix that, or set XDG_CACHE_HOME to another folder"
+        why = f"{path.parent} cannot be read ({error.strerror})"
+    return f"{why}; fix that, or set XDG_CACHE_HOME to another folder" if why else ""
+
+
+def obstacle() -> str:
+    """Return why the op is not compiled automatically although it is not built; empty if there is no obstacle.
+
+    Also empty if the environment variable LINEARIZE_NATIVE is set: 0 means no native op, 1 the existing one.
+    """
+    if os.environ.get(SWITCH) or engine() is not None:
+        return ""
     with contextlib.suppress(OSError):
-        if FAILED in locate.read_record(path):
+        path = record_file()
+        if path is not None and FAILED in locate.read_record(path):
             return "it failed before; linearize native --build tries again and says why"
-    return ""
+    return hindrance()
 
 
 def note_failure(error: Exception) -> None:
