@@ -8,7 +8,7 @@ from support.kernel_cases import KERNELS, make_inputs, make_mixer
 
 from linearize.attention.backends import choose as choosing
 from linearize.attention.backends.causal import CAUSAL_OPS, causal_op
-from linearize.attention.backends.choose import BACKENDS, choose
+from linearize.attention.backends.choose import BACKENDS, choose, explain
 from linearize.attention.call import AttentionCall
 from linearize.core.registry import kernel_info
 
@@ -105,3 +105,23 @@ def test_the_last_ones_take_every_call(info, monkeypatch):
     got, _ = mixer(inputs)
     torch.testing.assert_close(got, want)
     assert BACKENDS[-1].why_not(mixer, inputs) == ""
+
+
+@pytest.mark.parametrize("info", KERNELS, ids=lambda info: info.name)
+def test_an_explanation_names_the_backend_that_runs(info):
+    mixer = make_mixer(info, causal=info.causal)
+    found = explain(mixer, 20)
+    if info.feature_dim is None:
+        assert [one.declined for one in found] == [()]
+        return
+    backends, ops = (
+        [one.name for one in which] for which in (BACKENDS, CAUSAL_OPS if info.causal else CAUSAL_OPS[-1:])
+    )
+    for one in found:
+        backend, _, op = one.backend.partition(", ")
+        before = backends[: backends.index(backend)] + (ops[: ops.index(op)] if op else [])
+        assert [name for name, _ in one.declined] == before
+        assert all(why for _, why in one.declined)
+    if not info.positional:
+        assert [one.backend for one in found[:2]] == [chosen(mixer, grad=grad) for grad in (False, True)]
+    assert len(found) == 2 + (info.causal and info.streamable)

@@ -18,7 +18,7 @@ class CausalOp:
     """A causal op on given features; this class is `linearize.ops.causal_attention`, which accepts every call.
 
     Attributes:
-        name: its name in tests.
+        name: its name in `--explain-backend` and tests.
         attend: a function with the contract of `linearize.ops.causal_attention`.
     """
 

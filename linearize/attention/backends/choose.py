@@ -1,19 +1,24 @@
-"""Chooses the backend for a call, in this one place.
+"""Chooses the backend for a call, in this one place, and explains the choice for `--explain-backend`.
 
 To add a backend, write a file with a class that implements `Backend` and add an instance to `BACKENDS`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from linearize.attention.backends.causal import CAUSAL_OPS, CausalOp
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused import Fused
 from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.kernels.base import FeatureMap
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
@@ -23,7 +28,7 @@ class Backend(Protocol):
     """One way to compute the call of a feature-map kernel.
 
     Attributes:
-        name: its name in tests.
+        name: its name in `--explain-backend` and tests.
         uses_op: whether its causal calls go through one of `causal.CAUSAL_OPS`.
     """
 
@@ -43,6 +48,8 @@ class Backend(Protocol):
         """
 
 
+T = TypeVar("T", Backend, CausalOp)
+
 BACKENDS: tuple[Backend, ...] = (Native(), Fused(), OneStep(), Windowed(), Streamed(), Eager())
 """All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
@@ -50,3 +57,62 @@ BACKENDS: tuple[Backend, ...] = (Native(), Fused(), OneStep(), Windowed(), Strea
 def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
     """Return the backend that computes a call."""
     return next(backend for backend in BACKENDS if not backend.why_not(mixer, call))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How one kind of call is computed.
+
+    Attributes:
+        call: the kind of call, in words.
+        backend: name of the backend and of its op.
+        declined: name and reason of each backend or op that declined the call.
+    """
+
+    call: str
+    backend: str
+    declined: tuple[tuple[str, str], ...] = ()
+
+
+def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Explanation]:
+    """Explain a forward pass of `tokens` tokens, with and without gradients, and a decoding step of causal layers.
+
+    Args:
+        mixer: an initialised `linearize.attention.mixer.Mixer` on `device`.
+        tokens: length of the input.
+        device: device of the inputs.
+        dtype: their dtype.
+    """
+    if not isinstance(getattr(mixer, "keys", None), FeatureMap):
+        return [Explanation("all calls", "the kernel itself: it has no feature map, so there is no choice")]
+    shape = mixer.shape
+    sizes = (shape.heads, shape.head_dim), (shape.key_heads, shape.head_dim), (shape.key_heads, shape.value_dim)
+    # Expand one token instead of allocating the whole input.
+    token = [torch.zeros(1, heads, 1, size, device=device, dtype=dtype) for heads, size in sizes]
+    q, k, v = (x.expand(-1, -1, tokens, -1) for x in token)
+    result = []
+    for words, gradient in ((f"{tokens:,} tokens", False), (f"{tokens:,} tokens, with gradients", True)):
+        with torch.set_grad_enabled(gradient):
+            result.append(_explain_call(mixer, words, AttentionCall(q, k, v, 1.0)))
+    if shape.causal and mixer.info.streamable:
+        with torch.no_grad():
+            step = AttentionCall(token[0], token[1], token[2], 1.0, needs_state=True)
+            result.append(_explain_call(mixer, "one token of decoding", replace(step, state=mixer(step)[1])))
+    return result
+
+
+def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Explanation:
+    backend, declined = _first(BACKENDS, lambda backend: backend.why_not(mixer, call))
+    if not backend.uses_op:
+        return Explanation(words, backend.name, tuple(declined))
+    # Bidirectional attention uses no causal op, so it is computed in PyTorch.
+    ops = CAUSAL_OPS if mixer.shape.causal else CAUSAL_OPS[-1:]
+    op, more = _first(ops, lambda op: op.why_not(call.k, call.v, normalize=mixer.divides))
+    return Explanation(words, f"{backend.name}, {op.name}", (*declined, *more))
+
+
+def _first(candidates: Sequence[T], ask: Callable[[T], str]) -> tuple[T, list[tuple[str, str]]]:
+    """Return the first candidate without a reason to decline, and the names and reasons of those before it."""
+    reasons = [(candidate, ask(candidate)) for candidate in candidates]
+    first = next(number for number, (_, why) in enumerate(reasons) if not why)
+    return candidates[first], [(candidate.name, why) for candidate, why in reasons[:first]]
