@@ -198,6 +198,7 @@ class Parser(argparse.ArgumentParser):
 FLAGS = {
     "--dry-run": "check everything, time a few steps, estimate the cost (time, memory, disk space), and write nothing",
     "--no-native": "neither compile nor use the native op for the CPU, as LINEARIZE_NATIVE=0 (see `linearize native`)",
+    "--explain-backend": "print which backend computes each layer's attention, and why those tried before it declined",
     "--json": "print the result as JSON on stdout",
 }
 """Options without a value that verbs share."""

@@ -6,11 +6,15 @@ import argparse
 
 from rich.console import Group
 
+from linearize.attention.interface import linear_attentions
 from linearize.cli._output import Screen, as_lines, console, table
-from linearize.cli.native import prepare_native
+from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.parsing import check_file
-from linearize.evaluation.bench.job import BenchResult, run_bench
+from linearize.evaluation.bench.job import BenchResult, checked, make_suites, run_bench
+from linearize.evaluation.bench.meter import DTYPES
+from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.rows import Row, faster_from, write_plot
+from linearize.evaluation.bench.suites import AttentionSuite
 from linearize.evaluation.options import BenchOptions
 
 
@@ -20,12 +24,35 @@ def bench(job: BenchOptions, args: argparse.Namespace) -> object:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
     out = console(to_stderr=args.json)
     prepare_native(args, job.device, out)
+    if args.explain_backend:
+        explain_suites(out, job)
     result = run_bench(job, as_lines(out))
     show(out, result)
     if args.plot:
         write_plot(result.rows, args.plot)
         out.print(f"Picture: {args.plot}")
     return result.to_dict()
+
+
+def explain_suites(out: Screen, options: BenchOptions) -> None:
+    """Print the backends of all measured attention layers, for inputs of the longest length.
+
+    Raises:
+        LinearizeError: a subclass of it, for everything the user can correct.
+    """
+    options = checked(options)
+    longest = options.sorted_lengths()[-1]
+    for suite in make_suites(options, longest):
+        suite.check()
+        tokens, layers = longest, {}
+        if isinstance(suite, OfModel):
+            model = suite.model
+            tokens = longest if model.image_size is None else model.tokens
+            names = linear_attentions(model.linear)
+            layers = {str(number): layer.mixer for number, layer in enumerate(names.values())}
+        elif isinstance(suite, AttentionSuite):
+            layers = {"the attention": suite.sizes.mixer(causal=suite.causal)}
+        explain_layers(out, layers, tokens, options.device, DTYPES[options.dtype])
 
 
 def show(out: Screen, result: BenchResult) -> None:

@@ -1,18 +1,26 @@
-"""Run `native`; also the preparation of the native op for other verbs."""
+"""Run `native`; also the preparation of the native op, and the listing of backends, for other verbs."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from linearize.attention.backends.choose import Explanation, explain
+from linearize.attention.factory import build_mixer
+from linearize.attention.mixer import Mixer
 from linearize.attention.native import SWITCH, engine
 from linearize.attention.native import build as building
 from linearize.attention.native.locate import cache_folder, compiled, shipped
 from linearize.checkpoint.loading import check_device
 from linearize.cli._output import Screen, console, print_json, table
 from linearize.core.errors import ConfigError
+from linearize.modeling.plan import Plan
 
 
 def prepare_native(args: argparse.Namespace, device: str, out: Screen | None) -> None:
@@ -96,3 +104,53 @@ def native(args: argparse.Namespace) -> None:
         cells = [[row.kernel, row.direction, f"{row.error:.1e}"] for row in rows]
         out.print(table("largest relative difference from the ops in PyTorch", ["kernel", "", ""], cells, right=(2,)))
     building.check_agreement(rows)
+
+
+def explain_plan(out: Screen, plan: Plan, tokens: int, device: str) -> None:
+    """Print the backends of a plan's layers, with equal layers grouped."""
+    device = check_device(device)
+    layers: dict[str, Mixer] = {}
+    built: dict[str, Mixer] = {}
+    for number, layer in enumerate(plan.layers):
+        if not layer.converted:
+            continue
+        key = repr(layer.mixer)
+        if key not in built:
+            built[key] = build_mixer(*layer.mixer)
+            built[key].reset_parameters(torch.Generator().manual_seed(0))
+            built[key].to(device)
+        layers[str(number if layer.index is None else layer.index)] = built[key]
+    explain_layers(out, layers, tokens, device)
+
+
+def explain_layers(
+    out: Screen, layers: Mapping[str, Mixer], tokens: int, device: str, dtype: torch.dtype | None = None
+) -> None:
+    """Print the backends of layers by name, with equal layers grouped."""
+    known: dict[int, list[Explanation]] = {}
+    folded: dict[tuple[Any, ...], list[str]] = {}
+    for name, mixer in layers.items():
+        if id(mixer) not in known:
+            known[id(mixer)] = explain(mixer, tokens, device=device, dtype=dtype or torch.float32)
+        folded.setdefault((mixer.info.name, *known[id(mixer)]), []).append(name)
+    for (kernel, *explanations), names in folded.items():
+        out.print(f"Backends of {_ranges(names)}, {kernel}:")
+        for explanation in explanations:
+            out.print(f"  {explanation.call}: {explanation.backend}")
+            reasons: dict[str, list[str]] = {}
+            for backend, why in explanation.declined:
+                reasons.setdefault(why, []).append(backend)
+            for why, backends in reasons.items():
+                out.print(f"    declined, {why}: {'; '.join(backends)}", soft_wrap=True)
+
+
+def _ranges(names: list[str]) -> str:
+    """Return layer numbers as ranges, such as layers 0-3, 5; other names are unchanged."""
+    if not all(name.isdecimal() for name in names):
+        return ", ".join(names)
+    runs = [
+        [number for _, number in run]
+        for _, run in itertools.groupby(enumerate(map(int, names)), key=lambda pair: pair[1] - pair[0])
+    ]
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'s' if len(names) > 1 else ''} {text}"

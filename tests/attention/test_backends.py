@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 from support.kernel_cases import KERNELS, make_inputs, make_mixer
 
 from linearize.attention.backends import choose as choosing
 from linearize.attention.backends.causal import CAUSAL_OPS, causal_op
 from linearize.attention.backends.choose import BACKENDS, choose, explain
 from linearize.attention.call import AttentionCall
+from linearize.cli.native import explain_layers
 from linearize.core.registry import kernel_info
 
 FEATURES = [info for info in KERNELS if info.feature_dim is not None]
@@ -125,3 +129,16 @@ def test_an_explanation_names_the_backend_that_runs(info):
     if not info.positional:
         assert [one.backend for one in found[:2]] == [chosen(mixer, grad=grad) for grad in (False, True)]
     assert len(found) == 2 + (info.causal and info.streamable)
+
+
+def test_equal_layers_are_explained_together():
+    mixers = [mixer_of("hedgehog", causal=True), mixer_of("hedgehog", causal=True, window=4)]
+    out = io.StringIO()
+    explain_layers(Console(file=out), {str(n): mixers[n == 3] for n in (0, 1, 2, 3, 5)}, 20, "cpu")
+    lines = out.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("Backends")] == [
+        "Backends of layers 0-2, 5, hedgehog:",
+        "Backends of layer 3, hedgehog:",
+    ]
+    assert "  20 tokens: streamed, pytorch" in lines and "  20 tokens: window, pytorch" in lines
+    assert any(line.startswith("    declined, the call is not a decoding step: one step") for line in lines)
