@@ -10,6 +10,8 @@ from linearize.cli._options import Groups, Parser, Verb, add_config_file, add_fl
 from linearize.evaluation.options import HOW, BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import DemoJob, ExportJob, InitJob
 
+SHELLS = ("bash", "zsh", "fish")
+
 
 class Init(Verb):
     """Make an untrained model with linear attention from a config of any architecture.
@@ -292,6 +294,26 @@ class Native(Verb):
         what = parser.add_mutually_exclusive_group()
         what.add_argument("--build", action="store_true", help="compile it, and compare it with the ops in PyTorch")
         what.add_argument("--remove", action="store_true", help="delete the compiled library")
+
+
+class Completion(Verb):
+    """Print a script for shell completion of verbs, options, kernels, tasks and recipes.
+
+    examples:
+      linearize completion bash      # in ~/.bashrc: source <(linearize completion bash)
+      linearize completion zsh       # into ~/.zfunc/_linearize, with fpath+=~/.zfunc before compinit
+      linearize completion fish      # into ~/.config/fish/completions/linearize.fish
+
+    The script is generated from the verbs' options by shtab; completion does not start Python.
+    """
+
+    summary = "print a script for shell completion of verbs, options and names"
+    module = "completion"
+
+    @staticmethod
+    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
+        """Declare the shell."""
+        parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
 class Demo(Verb):

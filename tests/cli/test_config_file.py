@@ -14,7 +14,7 @@ from linearize.cli.main import VERBS, build_parser
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.task_config import TuneJob
 
-WITHOUT = {"inspect", "recipes"}
+WITHOUT = {"inspect", "recipes", "completion"}
 """Verbs that have nothing but names and --json."""
 
 

@@ -72,7 +72,7 @@ QUICK = {
     "align": "--device cpu --steps 2 --length 16 --batch-size 4 --holdout 8",
     "longdoc": "--device cpu --max-length 80 --distill-steps 1 --align-steps 1 --steps 1 --batch-size 8 --no-memory",
     "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
-    "recipes": "", "results": "", "kernels": "", "inspect": "", "push": "",
+    "recipes": "", "completion": "", "results": "", "kernels": "", "inspect": "", "push": "",
     "report": LOOK, "compare": LOOK, "export": "",
     "demo": "--steps 2 --tokens 600", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
