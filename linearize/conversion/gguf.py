@@ -7,6 +7,8 @@ import functools
 import importlib
 import io
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SUFFIX = ".gguf"
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
+"""Ending of the names that llama.cpp gives the files of a split model."""
 OTHER_WEIGHTS = (".safetensors", ".bin")
 
 
@@ -23,11 +27,13 @@ class Header(NamedTuple):
     """Header of a GGUF file.
 
     Attributes:
-        architecture: llama.cpp's name of the architecture.
-        parameters: number of parameters.
+        architecture: llama.cpp's name of the architecture; empty in all shards but the first.
+        shards: number of files of the model.
+        parameters: number of parameters in this file.
     """
 
     architecture: str
+    shards: int
     parameters: int
 
 
@@ -38,10 +44,10 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
         name: Hub name, file or folder.
 
     Returns:
-        The file; None if the name does not refer to a GGUF file.
+        The file (the first existing one of a model in shards); None if the name does not refer to a GGUF file.
 
     Raises:
-        CheckpointError: if the file does not exist, or a folder holds several GGUF files.
+        CheckpointError: if the file does not exist, or a folder holds several GGUF models.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -56,11 +62,11 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
     files = sorted(file for file in path.iterdir() if file.is_file())
     if any(file.suffix.lower() in OTHER_WEIGHTS for file in files):
         return None
-    models = [file for file in files if file.suffix.lower() == SUFFIX]
+    models = {SHARD.sub("", file.name): file for file in reversed(files) if file.suffix.lower() == SUFFIX}
     if len(models) > 1:
-        names = ", ".join(file.name for file in models)
-        raise CheckpointError(f"{str(name)!r} holds {len(models)} GGUF files ({names}); give the path of one of them")
-    return models[0] if models else None
+        names = ", ".join(sorted(file.name for file in models.values()))
+        raise CheckpointError(f"{str(name)!r} holds {len(models)} GGUF models ({names}); give the path of one of them")
+    return next(iter(models.values()), None)
 
 
 def located(name: str) -> tuple[str, dict[str, str]]:
@@ -69,7 +75,7 @@ def located(name: str) -> tuple[str, dict[str, str]]:
     transformers prefers tokenizer files in the same folder to the tokenizer inside a GGUF file.
 
     Raises:
-        CheckpointError: if a GGUF file is damaged, or is only a part of a model.
+        CheckpointError: if a GGUF file is damaged, or one of its shards is missing.
         MissingPackageError: if the package `gguf` is needed and not installed.
     """
     file = _whole(name)
@@ -80,7 +86,7 @@ def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]
     """Return the values of a checkpoint's config, with the original's class for a GGUF file.
 
     Raises:
-        CheckpointError: if a GGUF file is damaged, or is only a part of a model.
+        CheckpointError: if a GGUF file is damaged, or one of its shards is missing.
         UnsupportedModelError: if transformers cannot read a GGUF file of that architecture.
     """
     from transformers import PreTrainedConfig
@@ -95,7 +101,7 @@ def count_parameters(name: str | os.PathLike[str]) -> int | None:
     """Return the number of parameters in a GGUF file; None if the name does not refer to one.
 
     Raises:
-        CheckpointError: if the file is damaged, or is only a part of a model.
+        CheckpointError: if the file is damaged, or one of its shards is missing.
     """
     file = _whole(name)
     return None if file is None else _header(*_stamp(file)).parameters
@@ -149,36 +155,38 @@ def _stamp(path: Path) -> tuple[Path, int, int]:
 
 
 def _whole(name: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file that a name refers to, after checking that it holds a whole model.
+    """Return a GGUF file with all tensors: the file itself, or a temporary one if the model is in shards.
 
     Raises:
-        CheckpointError: if it does not.
+        CheckpointError: if a file is damaged or missing.
     """
     file = find_gguf(name)
-    if file is not None:
-        _header(*_stamp(file))
-    return file
+    if file is None:
+        return None
+    count = _header(*_stamp(file)).shards
+    part = SHARD.search(file.name)
+    if count == 1 and part is None:
+        return file
+    problem = f"{str(file)!r} is one of {count} files of a model"
+    if part is None or int(part[2]) != max(count, 1):
+        expected = f"expected a name like model-00001-of-{count:05}.gguf"
+        raise CheckpointError(f"{problem}; {expected}: restore the original names of all files")
+    names = [f"{file.name[: part.start()]}-{number:05}-of-{part[2]}{SUFFIX}" for number in range(1, count + 1)]
+    if missing := [name for name in names if not (file.parent / name).is_file()]:
+        raise CheckpointError(f"{problem}; missing: {', '.join(missing)}; download them into the same folder")
+    return _joined(tuple(_stamp(file.parent / name) for name in names))[1]
 
 
 @functools.lru_cache(maxsize=8)
 def _header(path: Path, size: int, changed: int) -> Header:
-    """Return a file's header, after checking that all tensors of the model are in it."""
-    gguf = _need("gguf")
-    try:
-        reader = gguf.GGUFReader(path)
-    except Exception as error:  # Its type depends on where the file ends.
-        raise CheckpointError(
-            f"{str(path)!r} is not a complete GGUF file: it is cut off or damaged ({first_line(error)}); download it "
-            "again"
-        ) from error
+    """Return a file's header, after checking that all its tensors are in it."""
+    reader = _open(path)
     architecture, shards = (reader.get_field(key) for key in ("general.architecture", "split.count"))
-    if shards is not None and (count := int(shards.contents())) > 1:
-        raise CheckpointError(
-            f"{str(path)!r} is one of {count} files of a model, expected one file; join them with llama.cpp's "
-            "llama-gguf-split --merge"
-        )
-    parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    return Header("" if architecture is None else str(architecture.contents()), parameters)
+    return Header(
+        "" if architecture is None else str(architecture.contents()),
+        1 if shards is None else int(shards.contents()),
+        sum(int(tensor.n_elements) for tensor in reader.tensors),
+    )
 
 
 def _need(package: str) -> Any:
@@ -191,6 +199,52 @@ def _need(package: str) -> Any:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise missing_package(error) or error from error
+
+
+def _open(path: Path) -> Any:
+    gguf = _need("gguf")
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # Its type depends on where the file ends.
+        raise CheckpointError(
+            f"{str(path)!r} is not a complete GGUF file: it is cut off or damaged ({first_line(error)}); download it "
+            "again"
+        ) from error
+
+
+@functools.lru_cache(maxsize=2)
+def _joined(files: tuple[tuple[Path, int, int], ...]) -> tuple[object, Path]:
+    """Join the shards of a model, as transformers reads one file, in a temporary folder that is removed at exit.
+
+    Returns:
+        The folder, which lives as long as this value, and the file in it.
+    """
+    from gguf import GGUFValueType, GGUFWriter
+
+    readers = [_open(path) for path, *_ in files]
+    architecture = _header(*files[0]).architecture
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="linearize-gguf-")
+        path = Path(folder.name) / files[0][0].name
+        writer = GGUFWriter(path, architecture)
+        for field in readers[0].fields.values():
+            # The writer adds these.
+            if field.name == "general.architecture" or field.name.startswith(("GGUF.", "split.")):
+                continue
+            kind, inner = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+        for tensor in (tensor for reader in readers for tensor in reader.tensors):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    except OSError as error:
+        raise CheckpointError(
+            f"the {len(files)} shards of {files[0][0].name!r} cannot be joined in {tempfile.gettempdir()!r} "
+            f"({first_line(error)}); make room there, or set TMPDIR to another folder"
+        ) from error
+    return folder, path
 
 
 @functools.lru_cache(maxsize=8)

@@ -200,6 +200,22 @@ def test_inspect_and_plan(place, file, model, capsys):
     assert code == 0 and "hedgehog" in text, error
 
 
+def test_shards_are_joined(shards, model):
+    for name in (shards[0], shards[2], shards[0].parent):
+        loaded = load_model(str(name)).model
+        assert all(torch.equal(loaded.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
+    assert len(shards) == len(list(shards[0].parent.iterdir())) == 3
+
+
+@pytest.mark.parametrize("packed", ["Q8_0", "F16", "BF16"])
+def test_packed_shards_are_joined(packed, model, tmp_path):
+    whole = load_model(str(write(tmp_path / "whole.gguf", model, packed=packed))).model.state_dict()
+    write(tmp_path / "tiny.gguf", model, packed=packed, split_max_tensors=8)
+    joined = load_model(str(tmp_path / "tiny-00002-of-00003.gguf")).model.state_dict()
+    assert all(torch.equal(joined[key], whole[key]) for key in whole)
+    assert not torch.equal(joined["lm_head.weight"], model.lm_head.weight)
+
+
 def test_tokenizer_files_of_the_folder_are_preferred(file, tmp_path):
     shutil.copy(file, tmp_path)
     tokenizer(length=37).save_pretrained(tmp_path)
@@ -248,20 +264,22 @@ def test_an_architecture_that_transformers_cannot_read(model, tmp_path, capsys):
         assert "'new.gguf' holds the architecture 'plm', which transformers" in error and "safetensors" in error
 
 
-def test_a_file_of_a_split_model(shards, capsys):
+def test_a_missing_shard(shards, capsys):
+    shards[1].rename(shards[1].parent.parent / "elsewhere.gguf")
     folder = shards[0].parent
-    for name in (shards[0], shards[2]):
+    for name in (folder, shards[0], shards[2]):
         error = refused(capsys, folder, "convert", name, "--output", folder / "out")
-        assert f"'{name}' is one of 3 files of a model, expected one file; join them with llama.cpp's" in error
-    error = refused(capsys, folder, "convert", folder, "--output", folder / "out")
-    assert "holds 3 GGUF files" in error
+        assert f"is one of 3 files of a model; missing: {shards[1].name}; download" in error
+    shards[1].parent.parent.joinpath("elsewhere.gguf").rename(folder / "renamed.gguf")
+    error = refused(capsys, folder, "convert", folder / "renamed.gguf", "--output", folder / "out")
+    assert "expected a name like model-00001-of-00003.gguf" in error
 
 
 def test_several_files_or_none(file, tmp_path, capsys):
     for name in ("a-q4.gguf", "b-q8.gguf"):
         shutil.copy(file, tmp_path / name)
     error = refused(capsys, tmp_path, "convert", tmp_path, "--output", tmp_path / "out")
-    assert "holds 2 GGUF files (a-q4.gguf, b-q8.gguf); give the path of one of them" in error
+    assert "holds 2 GGUF models (a-q4.gguf, b-q8.gguf); give the path of one of them" in error
     error = refused(capsys, tmp_path, "convert", tmp_path / "c.gguf", "--output", tmp_path / "out")
     assert "c.gguf': no such GGUF file" in error
     (tmp_path / "empty").mkdir()
