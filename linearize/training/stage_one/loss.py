@@ -88,11 +88,6 @@ class Targets(NamedTuple):
         return float(batch * heads * queries) if valid is None else float(valid.sum()) * heads
 
 
-def block_numbers(device: torch.device) -> int:
-    """Return how many numbers a block should have on a device."""
-    return CPU_NUMBERS if device.type == "cpu" else GPU_NUMBERS
-
-
 def cross_entropy(
     queries: Features,
     keys: Features,
@@ -169,7 +164,7 @@ class _Walk:
         self.causal, self.scaling = targets.causal, targets.scaling
         self.penalty, self.window, self.gradient = penalty, window, gradient
         self.total = like.new_zeros(())
-        self.limit = block_numbers(like.device)
+        self.limit = CPU_NUMBERS if like.device.type == "cpu" else GPU_NUMBERS
 
     def piece(self, q: Tensor, k: Tensor, features: list[Tensor | None], places: Tensor) -> list[Tensor | None]:
         """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; return the gradients of `features`."""

@@ -21,7 +21,6 @@ from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.registry import SCALES, StageOne
 from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
-from linearize.kernels.base import Features
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, cross_entropy, output_loss
 from linearize.training.stage_one.processes import Interrupts, autocast
@@ -85,14 +84,14 @@ class LayerLoss:
         with torch.set_grad_enabled(train):
             queries, keys = mixer.mapped(q if whole else chosen.q, k, scaling=scaling, key_padding_mask=mask)
             if whole and sample is not None:
-                queries = Features(*(None if x is None else x[:, :, sample] for x in queries))
+                queries = queries._make(None if x is None else x[:, :, sample] for x in queries)
         with torch.no_grad():
             window = mixer.form(scaling)
             loss, gradients = cross_entropy(queries, keys, chosen, self.penalty, window, gradient=train)
         pairs = zip((*queries, *keys), gradients, strict=True)
         reached = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
         if reached:
-            torch.autograd.backward(*zip(*reached, strict=True))
+            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
         return loss
 
     def _output(self, targets: Targets, v: Tensor, train: bool, sample: Tensor | None) -> Tensor:

@@ -42,7 +42,8 @@ def cosines(model: nn.Module, owners: Tensor | None, **fields: Tensor) -> Tensor
     """
     embed = partial(embedded, model)
     embeddings = embed(**fields) if owners is None else mean_over_chunks(embed, owners, fields)
-    return functional.cosine_similarity(*embeddings.chunk(2))
+    first, second = embeddings.chunk(2)
+    return functional.cosine_similarity(first, second)
 
 
 def with_parts(model: nn.Module, owners: Tensor | None, **fields: Tensor) -> Tensor:
