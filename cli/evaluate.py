@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from linearize.checkpoint.output import claim
 from linearize.cli._output import Screen, as_lines, at_work, console, fidelity_table, number, table
 from linearize.evaluation.options import CompareOptions, ReportOptions
-from linearize.evaluation.report.compare import PICTURE, compare_checkpoints, write_comparison
+from linearize.evaluation.report.compare import NUMBERS, compare_checkpoints, write_comparison
 from linearize.evaluation.report.gather import answer
 from linearize.evaluation.report.page import PAGE, write_report
 from linearize.jobs import events
@@ -131,7 +131,7 @@ def report(options: ReportOptions, args: argparse.Namespace) -> object:
 
 
 def compare(options: CompareOptions, args: argparse.Namespace) -> object:
-    """Compare the checkpoints, print the table, and write the picture."""
+    """Compare the checkpoints, print the table, and write the numbers."""
     out = console(to_stderr=args.json)
     sources = [*options.checkpoints, options.original, options.inputs.dataset]
     with claim(args.output, overwrite=args.overwrite, sources=sources):
@@ -149,5 +149,5 @@ def compare(options: CompareOptions, args: argparse.Namespace) -> object:
     out.print(table(f"On {compared.inputs}{at}", columns, rows, right=tuple(range(2, 10))))
     for line in (*compared.verdicts, *compared.notes):
         out.print(line)
-    out.print(f"Picture: {args.output.rstrip('/')}/{PICTURE}")
+    out.print(f"Numbers: {args.output.rstrip('/')}/{NUMBERS}")
     return asdict(compared) | {"output": args.output}

@@ -212,16 +212,16 @@ class Report(Verb):
 
 
 class Compare(Verb):
-    """Compare several conversions on the same inputs: kernels, closeness and speed, as one table and one picture.
+    """Compare several conversions on the same inputs: kernels, closeness and speed, as one table.
 
     examples:
       linearize compare ./roberta-base-hedgehog ./roberta-base-luna
       linearize compare ./a ./b ./c --dataset reviews.jsonl --original roberta-base --lengths 4096
       linearize compare ./a ./b --json --lengths none
 
-    The output folder gets comparison.png and comparison.json. Each model is timed at the longest of --lengths that it
-    takes. The lines below the table name the best model by each figure, and the models within noise of it: for figures
-    of the inputs by paired 95 % intervals (in comparison.json), for times by the quartiles over the turns.
+    The output folder gets comparison.json. Each model is timed at the longest of --lengths that it takes. The lines
+    below the table name the best model by each figure, and the models within noise of it: for figures of the inputs by
+    paired 95 % intervals (in comparison.json), for times by the quartiles over the turns.
     """
 
     summary = "compare several conversions"

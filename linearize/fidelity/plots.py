@@ -4,8 +4,7 @@
     from linearize.fidelity.plots import fidelity_heatmaps
     fidelity_heatmaps(measure(original, converted, batches)).savefig("heads.png")
 
-Maps of the attention itself are in `plots_maps`, comparisons of conversions in `plots_compare`. matplotlib is imported
-when the first figure is made.
+Maps of the attention itself are in `plots_maps`. matplotlib is imported when the first figure is made.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def causal_sums(
     sums, levels = [], []
     tokens = [x.split(CHUNK, dim=2) for x in (phi_q, phi_k, values)]
     scales = [None] * len(tokens[0]) if scale is None else scale.split(CHUNK, dim=2)
-    for part in zip(*tokens, scales, strict=True):
-        mixed, level, state = parallel_sums(*part, state)
+    for q, k, v, log_scale in zip(*tokens, scales, strict=True):
+        mixed, level, state = parallel_sums(q, k, v, log_scale, state)
         sums.append(mixed)
         levels.append(level)
     return torch.cat(sums, dim=2), torch.cat(levels, dim=2), state

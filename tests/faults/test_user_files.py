@@ -87,8 +87,7 @@ def states_of_another_app(folder):
 
 
 def comparison(folder):
-    for name in ("comparison.png", "comparison.json"):
-        (folder / name).write_text("{}")
+    (folder / "comparison.json").write_text("{}")
 
 
 @pytest.mark.parametrize("make", [web_page, old_marker, converted_by_hand, states_of_another_app, comparison])

@@ -8,7 +8,7 @@ import torch
 from matplotlib.text import Text
 from support.tiny import converted, inputs_of
 
-from linearize.fidelity import measure, plots, plots_compare, plots_maps
+from linearize.fidelity import measure, plots, plots_maps
 from linearize.fidelity.maps import attention_maps
 from linearize.fidelity.plots_style import layer_names, to_png
 
@@ -81,15 +81,12 @@ def test_texts_over_a_picture(style):
         check(plots_maps.picture_maps(maps, pixels[0]))
 
 
-def test_texts_of_curves_and_comparisons():
+def test_texts_of_curves():
     log = [{"step": i, "losses": {"a": 2.0 / i, "b": 1 / i}, "held_out": 1.5 / i} for i in range(1, 2000, 7)]
     tuned = [{"step": i, "loss": 1.0 / i} for i in range(1, 2000, 9)]
     tuned += [{"step": i * 500, "eval_loss": 0.9 / i, "eval_score": 0.5 + i / 20} for i in range(1, 4)]
     check(plots.stage_one_curves(log))
     check(plots.stage_two_curves(tuned, chance=0.5))
-    row = {"kl": 0.4, "total_variation": 0.3, "output_error": 0.2, "speedup": 2.0}
-    labels = {"kl": "KL", "total_variation": "total variation", "output_error": "error", "speedup": "faster " * 8}
-    check(plots_compare.compare_conversions(["a-conversion-with-a-long-name-" * 6, "b"], [row, row], labels))
 
 
 def test_chance_is_drawn():

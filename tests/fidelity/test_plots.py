@@ -9,7 +9,7 @@ from support import forks
 from support.tiny import converted, inputs_of
 
 from linearize.core.errors import DataError
-from linearize.fidelity import measure, plots, plots_compare, plots_maps
+from linearize.fidelity import measure, plots, plots_maps
 from linearize.fidelity.maps import attention_maps
 from linearize.fidelity.plots_style import DISTANCE_SCALE, WEIGHT_SCALE, layer_names, safe_label, shade, to_png
 
@@ -96,36 +96,6 @@ def test_curves():
             empty([])
 
 
-def test_conversions_are_compared_by_figure():
-    rows = [{"kl": 0.4, "output_error": 0.2, "speedup": 2.0}, {"kl": None, "output_error": 0.1, "speedup": None}]
-    labels = {"kl": "KL", "output_error": "error", "speedup": "times faster"}
-    figure = plots_compare.compare_conversions(["a", "b"], rows, labels)
-    kl, error, faster = figure.axes
-    assert [axes.get_title(loc="left") for axes in (kl, error, faster)] == ["KL", "error", "times faster"]
-    assert [bar.get_width() for bar in kl.patches] == [0.4, 0.0] and kl.texts[1].get_text() == "-"
-    # A conversion has one colour everywhere.
-    assert kl.patches[1].get_facecolor() == error.patches[1].get_facecolor()
-    assert figure.legends[0].get_patches()[1].get_facecolor() == error.patches[1].get_facecolor()
-    with pytest.raises(DataError, match="no conversion"):
-        plots_compare.compare_conversions([], [], labels)
-
-
-def test_names_of_conversions_of_any_length_leave_room():
-    """Names next to the bars took a third of the picture, and pressed all panels to slivers."""
-    names = ["a-conversion-with-a-long-name-" * 6, "$x$ \x1b[31m"]
-    rows = [{"kl": 0.4, "error": 0.2, "speed": 2.0}] * 2
-    figure = plots_compare.compare_conversions(names, rows, {"kl": "KL", "error": "error", "speed": "x" * 60})
-    to_png(figure, dpi=50)
-    (legend,) = figure.legends
-    shown = [text.get_text() for text in legend.get_texts()]
-    assert shown[0].replace("\n", "") == f"1: {names[0]}" and shown[1] == "2: \\$x\\$ \ufffd[31m"
-    width, height = figure.get_size_inches() * figure.dpi
-    for text in (*legend.get_texts(), *(axes.title for axes in figure.axes)):
-        box = text.get_window_extent()
-        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height
-    assert all(axes.get_position().width > 0.22 for axes in figure.axes)
-
-
 def test_all_maps_of_a_kind_have_one_scale():
     """Pale in one map and dark in another were the same weight, as each had its own scale."""
     weights = torch.tensor([[1.0, 0.1, 0.01], [1e-3, 1e-9, 0.0], [-1e-4, -0.5, 3.0]])
@@ -159,7 +129,7 @@ def test_names_and_labels():
 
 
 def test_matplotlib_is_loaded_with_the_first_figure():
-    names = ["plots", "plots_maps", "plots_compare"]
+    names = ["plots", "plots_maps"]
     modules = [
         *(f"linearize.fidelity.{name}" for name in names),
         "linearize.evaluation.report.page",

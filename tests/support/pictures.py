@@ -6,10 +6,8 @@ import pytest
 
 
 def cheap_pictures(patch: pytest.MonkeyPatch) -> None:
-    """Save one small picture in place of every figure of a report or comparison, and draw two heads; tests/report and
-    tests/fidelity draw them."""
+    """Save one small picture in place of every figure of a report; tests/report and tests/fidelity draw them."""
     from linearize.fidelity.plots_style import new_figure, to_png
 
     small = to_png(new_figure(1, 1), dpi=30)
-    for page in ("page", "compare"):
-        patch.setattr(f"linearize.evaluation.report.{page}.to_png", lambda figure: small)
+    patch.setattr("linearize.evaluation.report.page.to_png", lambda figure: small)

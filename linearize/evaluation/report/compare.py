@@ -1,4 +1,4 @@
-"""Compare several conversions on the same inputs: kernels, closeness and speed; as data, a table and a picture."""
+"""Compare several conversions on the same inputs: kernels, closeness and speed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,15 @@ from linearize.evaluation.options import CompareOptions, lengths_within
 from linearize.evaluation.report.inputs import FIGURES as PER_INPUT
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
-from linearize.fidelity.plots_compare import compare_conversions
-from linearize.fidelity.plots_style import to_png
 from linearize.modeling.model import kernel_parameters
 
 FIGURES = {
     "kl": "KL, nats per query",
     "total_variation": "total variation",
     "output_error": "output error per head",
-    "negative_share": "share of negative weights",
     "cosine": "cosine to the original's outputs",
-    "speedup": "times faster than softmax",
 }
-PICTURE, NUMBERS = "comparison.png", "comparison.json"
+NUMBERS = "comparison.json"
 
 
 @dataclass(frozen=True)
@@ -205,16 +201,10 @@ def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[s
 
 
 def write_comparison(compared: Compared, target: str, *, overwrite: bool = False) -> None:
-    """Write the picture and the numbers to a folder; on an error nothing is written.
+    """Write the numbers to a folder; on an error nothing is written.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.
     """
-    rows = [asdict(conversion) for conversion in compared.conversions]
-    labels = {key: label for key, label in FIGURES.items() if any(row[key] is not None for row in rows)}
-    if "speedup" in labels:
-        labels["speedup"] += f", {compared.timed_at}"
-    png, _, _ = to_png(compare_conversions([row["name"] for row in rows], rows, labels))
     with atomic_folder(target, overwrite=overwrite) as folder:
-        (folder / PICTURE).write_bytes(png)
         (folder / NUMBERS).write_text(json.dumps(finite(asdict(compared)), indent=2) + "\n", encoding="utf-8")
