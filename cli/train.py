@@ -8,16 +8,16 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
-from linearize.cli._output import Work, at_work, console, print_json, show_findings, table
+from linearize.cli._output import Screen, at_work, console, print_json, show_findings, table
 from linearize.cli.checkpoints import upload
-from linearize.cli.native import prepare_native
+from linearize.cli.native import explain_plan, prepare_native
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
 from linearize.jobs.convert import ConvertResult, align_checkpoint, convert_checkpoint, distill_checkpoint
 from linearize.jobs.demo import run_demo
 from linearize.jobs.dry_run import AnyJob, dry_run
-from linearize.jobs.events import Event
+from linearize.jobs.events import Callback, Event
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.search import search_checkpoint
 from linearize.jobs.task_config import TuneJob
@@ -26,6 +26,8 @@ from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.tasks import above_chance
 
+EXPLAINED_TOKENS = 512
+"""Input length for --explain-backend without --max-length."""
 LEARNS = "Stage one learns from"
 Job = TypeVar("Job", ConvertJob, DistillJob, AlignJob)
 
@@ -36,17 +38,13 @@ def convert(job: ConvertJob, args: argparse.Namespace) -> object:
         # A wrong name is refused before the first slow step.
         check_repo(args.push_to_hub)
 
-    def run(job: ConvertJob, work: Work) -> ConvertResult:
-        def on_event(event: Event) -> None:
-            work(event)
-            if isinstance(event, events.Planned):
-                prepare_native(args, job.device, work.out)
+    def also(out: Screen, event: Event) -> None:
+        if isinstance(event, events.Planned):
+            prepare_native(args, job.device, None if args.dry_run else out)
+            if args.explain_backend:
+                explain_plan(out, event.plan, job.max_length or EXPLAINED_TOKENS, job.device)
 
-        return convert_checkpoint(job, on_event)
-
-    if args.dry_run:
-        prepare_native(args, job.device, None)
-    result = _train(job, args, run)
+    result = _train(job, args, convert_checkpoint, also)
     if args.push_to_hub and not args.dry_run and is_main():
         upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
     return result
@@ -62,16 +60,30 @@ def align(job: AlignJob, args: argparse.Namespace) -> object:
     return _train(job, args, align_checkpoint, learns="The alignment learns from")
 
 
+def nothing_more(out: Screen, event: Event) -> None:
+    """Do nothing."""
+
+
 def _train(
-    job: Job, args: argparse.Namespace, run: Callable[[Job, Work], ConvertResult], learns: str = LEARNS
+    job: Job,
+    args: argparse.Namespace,
+    run: Callable[[Job, Callback], ConvertResult],
+    also: Callable[[Screen, Event], None] = nothing_more,
+    *,
+    learns: str = LEARNS,
 ) -> object:
-    """Run a job and show its progress, or its estimated cost."""
+    """Run a job and show its progress, or its estimated cost; `also` gets the console and each event after that."""
     if args.dry_run:
-        return show_bill(job, as_json=args.json)
+        return show_bill(job, also, as_json=args.json)
     # With --json stdout is for programs, and people read stderr.
     out = console(to_stderr=args.json)
     with at_work(out, "loading the model", lambda: kept_states(job.target()), learns) as work:
-        result = run(job, work)
+
+        def on_event(event: Event) -> None:
+            work(event)
+            also(out, event)
+
+        result = run(job, on_event)
     out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
     if result.findings is not None:
         show_findings(out, result.findings)
@@ -150,7 +162,7 @@ def kept_states(target: str, *endings: str) -> str:
     return "nothing was written; --save-every N keeps a state every N steps"
 
 
-def show_bill(job: AnyJob, *, as_json: bool) -> int:
+def show_bill(job: AnyJob, also: Callable[[Screen, Event], None] = nothing_more, *, as_json: bool) -> int:
     """Check a job and print its plan and its estimated cost; return 0 if it fits, else 2."""
     out = console(to_stderr=as_json)
     plans = []
@@ -160,6 +172,7 @@ def show_bill(job: AnyJob, *, as_json: bool) -> int:
             plans.append(event.plan)
         if not isinstance(event, events.DataOpened):
             work(event)
+            also(out, event)
 
     with at_work(out, "checking") as work:
         work.says = out.is_terminal

@@ -265,7 +265,7 @@ class Bench(Verb):
         add = groups[HOW].add_argument
         add("--plot", metavar="FILE.png", help="plot time and memory against length")
         add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-        add_flags(groups[HOW], "--no-native", "--json")
+        add_flags(groups[HOW], "--no-native", "--explain-backend", "--json")
 
 
 class Native(Verb):

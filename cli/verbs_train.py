@@ -35,7 +35,7 @@ class Convert(Verb):
     summary = "convert a checkpoint: plan, distil, save"
     module = "train"
     job = ConvertJob
-    flags = ("--dry-run", "--no-native", "--json")
+    flags = ("--dry-run", "--no-native", "--explain-backend", "--json")
 
     @staticmethod
     def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
