@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Group
 
-from linearize.cli._output import Screen, as_lines, console, table
+from linearize.cli._output import Screen, as_lines, table
 from linearize.cli.native import prepare_native
 from linearize.core.parsing import check_file
 from linearize.evaluation.bench.job import BenchResult, run_bench
@@ -14,11 +14,10 @@ from linearize.evaluation.bench.rows import Row, faster_from, write_plot
 from linearize.evaluation.options import BenchOptions
 
 
-def bench(job: BenchOptions, args: argparse.Namespace) -> object:
+def bench(job: BenchOptions, args: argparse.Namespace, out: Screen) -> object:
     """Measure and print the results."""
     if args.plot:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
-    out = console(to_stderr=args.json)
     prepare_native(args, job.device, out)
     result = run_bench(job, as_lines(out))
     show(out, result)
