@@ -216,8 +216,9 @@ class Verb:
 
     Attributes:
         summary: its line in the overview.
-        module: the module of `linearize.cli` with a function of the verb's name, which takes the job (if there is one)
-            and the parsed arguments, runs the verb, and returns an exit code or the data that --json prints.
+        module: the module of `linearize.cli` with a function of the verb's name, which takes the job (if there is one),
+            the parsed arguments and the console for people, runs the verb, and returns an exit code or the data that
+            --json prints.
         job: the config whose fields are its options.
         flags: the members of `FLAGS` that it has.
         output: default of `--output`, for verbs whose config does not have this option.

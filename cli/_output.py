@@ -300,7 +300,6 @@ class Work:
 
     Attributes:
         out: the console.
-        learns: introduction of the line about the data.
         says: whether it prints a line at the start of slow work.
         beat: prints to a log what is still running.
         progress: the progress bar.
@@ -308,8 +307,8 @@ class Work:
         saved: whether its result was written.
     """
 
-    def __init__(self, out: Screen, what: str, learns: str) -> None:
-        self.out, self.learns, self.says = out, learns, False
+    def __init__(self, out: Screen, what: str) -> None:
+        self.out, self.says = out, False
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
         self.findings: Findings | None = None
         self.saved = False
@@ -323,7 +322,7 @@ class Work:
             case events.Planned(plan):
                 out.print(plan_table(plan))
             case events.DataOpened(description):
-                out.print(f"{self.learns}: {description}")
+                out.print(f"Data: {description}")
                 beat.what = "measuring the start"
             case events.StepDone(report):
                 self._last = report
@@ -359,11 +358,9 @@ class Work:
 
 
 @contextlib.contextmanager
-def at_work(
-    out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written", learns: str = "Data"
-) -> Iterator[Work]:
+def at_work(out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written") -> Iterator[Work]:
     """Show long work: its events, what is running (initially `what`), and the results kept on Ctrl-C."""
-    work = Work(out, what, learns)
+    work = Work(out, what)
     try:
         with work.beat, on_interrupt(kept):
             yield work

@@ -7,7 +7,7 @@ import argparse
 from rich.console import Group
 
 from linearize.attention.interface import linear_attentions
-from linearize.cli._output import Screen, as_lines, console, table
+from linearize.cli._output import Screen, as_lines, table
 from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.parsing import check_file
 from linearize.evaluation.bench.job import BenchResult, checked, make_suites, run_bench
@@ -18,11 +18,10 @@ from linearize.evaluation.bench.suites import AttentionSuite
 from linearize.evaluation.options import BenchOptions
 
 
-def bench(job: BenchOptions, args: argparse.Namespace) -> object:
+def bench(job: BenchOptions, args: argparse.Namespace, out: Screen) -> object:
     """Measure and print the results."""
     if args.plot:
         check_file(args.plot, "--plot", (".png",), overwrite=args.overwrite)
-    out = console(to_stderr=args.json)
     prepare_native(args, job.device, out)
     if args.explain_backend:
         explain_suites(out, job)

@@ -9,26 +9,25 @@ from dataclasses import asdict, replace
 
 from linearize.checkpoint import push as hub
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.cli._output import at_work, console, on_interrupt, plan_table
+from linearize.cli._output import Screen, at_work, on_interrupt, plan_table
 from linearize.core.errors import UnsupportedModelError
 from linearize.jobs.config import ExportJob, InitJob
 
 
-def init(job: InitJob, args: argparse.Namespace) -> object:
+def init(job: InitJob, args: argparse.Namespace, out: Screen) -> object:
     """Make the model and print its plan."""
     from linearize.jobs.init import init_checkpoint
 
     if job.kernel is None and job.layers is None:
         job = replace(job, kernel="hedgehog")
     plan = init_checkpoint(job)
-    out = console(to_stderr=args.json)
     assert plan is not None
     out.print(plan_table(plan))
     out.print(f"Saved {job.output}, untrained.")
     return {"output": job.output, "plan": plan.to_dict()}
 
 
-def inspect(args: argparse.Namespace) -> object:
+def inspect(args: argparse.Namespace, out: Screen) -> object:
     """Print the facts."""
     info = inspect_checkpoint(args.model)
     plan = info.plan
@@ -42,7 +41,6 @@ def inspect(args: argparse.Namespace) -> object:
     if args.json:
         named = {"plan": None if plan is None else plan.to_dict(), "provenance": dict(info.provenance.values)}
         return asdict(info) | named
-    out = console()
     for label, value in info.rows():
         out.print(f"{label:<20}{value}")
     if plan is not None:
@@ -50,11 +48,10 @@ def inspect(args: argparse.Namespace) -> object:
     return None
 
 
-def export(job: ExportJob, args: argparse.Namespace) -> object:
+def export(job: ExportJob, args: argparse.Namespace, out: Screen) -> object:
     """Export and print the difference from PyTorch."""
     from linearize.jobs.export import export_checkpoint
 
-    out = console(to_stderr=args.json)
     with at_work(out, "exporting") as work:
         work.says = True
         result = export_checkpoint(job, work)
@@ -62,33 +59,30 @@ def export(job: ExportJob, args: argparse.Namespace) -> object:
     return asdict(result)
 
 
-def push(args: argparse.Namespace) -> object:
+def push(args: argparse.Namespace, out: Screen) -> object:
     """Upload, or list the files that would be sent."""
     if not args.dry_run:
-        url = upload(args.folder, args.repo, private=args.private, include=args.include, to_stderr=args.json)
-        return {"url": url}
+        return {"url": upload(args.folder, args.repo, out, private=args.private, include=args.include)}
     hub.check_repo(args.repo)
-    if args.json:
-        sent, left = hub.files_to_push(args.folder, args.include)
-        return {"url": None, "files": sent, "left_out": left}
-    _print_files(args.folder, args.repo, args.include, to_stderr=False)
-    return None
+    sent, left = show_files(args.folder, args.repo, out, args.include)
+    return {"url": None, "files": sent, "left_out": left}
 
 
-def upload(folder: str, repo: str, *, private: bool, include: Sequence[str] = (), to_stderr: bool) -> str:
+def upload(folder: str, repo: str, out: Screen, *, private: bool, include: Sequence[str] = ()) -> str:
     """Print the files, upload them, and print and return the address."""
     again = f"the checkpoint is in {folder}; the upload is incomplete; continue with: linearize push {folder} {repo}"
     with on_interrupt(lambda: again):
-        _print_files(folder, repo, include, to_stderr=to_stderr)
+        show_files(folder, repo, out, include)
         url = hub.push(folder, repo, private, include=include)
-    console(to_stderr=to_stderr).print(f"Uploaded {folder} to {url}")
+    out.print(f"Uploaded {folder} to {url}")
     return url
 
 
-def _print_files(folder: str, repo: str, include: Sequence[str], *, to_stderr: bool) -> None:
+def show_files(folder: str, repo: str, out: Screen, include: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Print and return the files to send and those left out."""
     sent, left = hub.files_to_push(folder, include)
-    out = console(to_stderr=to_stderr)
     out.print(f"Files for {repo}: {', '.join(sent)}")
     if left:
         more = f" and {len(left) - 10} more" if len(left) > 10 else ""
         out.print(f"Not sent (--include PATTERN sends them): {', '.join(left[:10])}{more}")
+    return sent, left

@@ -6,6 +6,7 @@ import argparse
 
 import shtab
 
+from linearize.cli._output import Screen
 from linearize.cli.verbs import VERBS, build_parser
 from linearize.core.registry import kernel_infos
 from linearize.jobs.config import AUTO, PRESETS
@@ -13,8 +14,8 @@ from linearize.jobs.recipes.recipe import recipe_names
 from linearize.training.stage_two.tasks import TASKS
 
 
-def completion(args: argparse.Namespace) -> object:
-    """Print the script."""
+def completion(args: argparse.Namespace, out: Screen) -> object:
+    """Print the script, as it is."""
     script = shtab.complete(whole_parser(), shell=args.shell)
     if not args.json:
         print(script)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import RenderableType
 
 from linearize.checkpoint.output import claim
-from linearize.cli._output import Screen, as_lines, at_work, console, fidelity_table, number, table
+from linearize.cli._output import Screen, as_lines, at_work, fidelity_table, number, table
 from linearize.evaluation.options import CompareOptions, ReportOptions
 from linearize.evaluation.report.compare import NUMBERS, compare_checkpoints, write_comparison
 from linearize.evaluation.report.gather import answer
@@ -21,13 +21,10 @@ from linearize.jobs.task_config import EvaluateJob, LongdocJob
 from linearize.training.stage_two.tasks import Task
 
 
-def evaluate(job: EvaluateJob, args: argparse.Namespace) -> object:
+def evaluate(job: EvaluateJob, args: argparse.Namespace, out: Screen) -> object:
     """Measure and print the results."""
-    out = console(to_stderr=args.json)
     with at_work(out, "reading the data") as work:
         result = evaluate_checkpoint(job, work)
-    if args.json:
-        return asdict(result)
     out.print(f"Data: {result.data}")
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.facts.items())
     title = f"{job.model} on {job.task.name}{f' ({facts})' if facts else ''}"
@@ -39,14 +36,14 @@ def evaluate(job: EvaluateJob, args: argparse.Namespace) -> object:
     if result.recovered is not None:
         above = "" if result.chance is None else " above chance"
         out.print(f"{result.recovered:.1f} % of the original's score{above} is recovered.")
-    return None
+    return asdict(result)
 
 
-def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
+def longdoc(job: LongdocJob, args: argparse.Namespace, out: Screen) -> object:
     """Run all steps and print the comparison."""
     from linearize.jobs.longdoc import run_longdoc, work_folder
 
-    out, folder = console(to_stderr=args.json), work_folder(job.target())
+    folder = work_folder(job.target())
 
     def kept() -> str:
         if not folder.exists():
@@ -62,8 +59,6 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
 
     with at_work(out, "inspecting model and data", kept) as work:
         result = run_longdoc(job, on_event)
-    if args.json:
-        return asdict(result)
     title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
     out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
     for line in [*(one.sentence for one in result.differences), *result.notes, result.times.text]:
@@ -71,7 +66,7 @@ def longdoc(job: LongdocJob, args: argparse.Namespace) -> object:
     out.print(result.verdict, style="bold")
     files = "original/, linear/, results.json and times.json"
     out.print(f"Saved {result.output} ({result.seconds:.0f} s): {files}.")
-    return None
+    return asdict(result)
 
 
 def print_positions(out: Screen, result: Evaluation) -> None:
@@ -118,9 +113,8 @@ def sides_table(
     return table(title, columns, rows, right=tuple(range(1, len(columns))))
 
 
-def report(options: ReportOptions, args: argparse.Namespace) -> object:
+def report(options: ReportOptions, args: argparse.Namespace, out: Screen) -> object:
     """Write the report and print its fidelity table."""
-    out = console(to_stderr=args.json)
     found = write_report(options, args.output, overwrite=args.overwrite, on_event=as_lines(out))
     out.print(answer(found))
     out.print(fidelity_table(f"Kernel against softmax ({found.inputs})", found.fidelity))
@@ -130,9 +124,8 @@ def report(options: ReportOptions, args: argparse.Namespace) -> object:
     return found.to_dict() | {"output": args.output}
 
 
-def compare(options: CompareOptions, args: argparse.Namespace) -> object:
+def compare(options: CompareOptions, args: argparse.Namespace, out: Screen) -> object:
     """Compare the checkpoints, print the table, and write the numbers."""
-    out = console(to_stderr=args.json)
     sources = [*options.checkpoints, options.original, options.inputs.dataset]
     with claim(args.output, overwrite=args.overwrite, sources=sources):
         compared = compare_checkpoints(options, as_lines(out))

@@ -10,7 +10,7 @@ from typing import Any
 
 from linearize.attention.factory import build_mixer, count_parameters, state_bytes
 from linearize.attention.shape import HeadShape
-from linearize.cli._output import ROOMY, console, print_json, table
+from linearize.cli._output import ROOMY, Screen, table
 from linearize.core.errors import ConfigError
 from linearize.core.registry import KernelInfo, kernel_info, kernel_infos
 from linearize.evaluation.bench.measured import (
@@ -60,20 +60,20 @@ def describe(info: KernelInfo) -> dict[str, Any]:
     }
 
 
-def kernels(args: argparse.Namespace) -> None:
+def kernels(args: argparse.Namespace, out: Screen) -> object:
     """Print the table, one kernel, or the table for a model."""
     if args.model:
         if args.name:
             raise ConfigError(f"kernels: got the kernel {args.name!r} and --for, expected one of them; drop one")
-        _list_for(args.model, as_json=args.json)
-        return
+        return _list_for(args.model, out, as_json=args.json)
     if args.json:
-        print_json(describe(kernel_info(args.name)) if args.name else [describe(info) for info in kernel_infos()])
-    elif args.name:
-        _explain(describe(kernel_info(args.name)))
+        return describe(kernel_info(args.name)) if args.name else [describe(info) for info in kernel_infos()]
+    if args.name:
+        _explain(describe(kernel_info(args.name)), out)
     else:
         rows = [_row(info, {}, BERT_BASE, FORWARD) for info in kernel_infos()]
-        _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows)
+        _print(f"{len(rows)} kernels (sizes for BERT-base: 12 layers, 12 heads, head size 64)", rows, out)
+    return None
 
 
 COLUMNS = ["kernel", "features", "parameters", "state, MiB", "KL", "faster", "choose it"]
@@ -81,9 +81,8 @@ NARROW = (0, 4, 5, 6)
 """Columns for a narrow terminal; `kernels NAME` shows the others."""
 
 
-def _print(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _print(title: str, rows: Sequence[Mapping[str, Any]], out: Screen) -> None:
     """Print kernels from `_row`, and the sources of their figures."""
-    out = console()
     kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
     cells = [
         [
@@ -126,7 +125,7 @@ def _mebibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:,.2f}"
 
 
-def _list_for(model: str, *, as_json: bool) -> None:
+def _list_for(model: str, out: Screen, *, as_json: bool) -> dict[str, object] | None:
     """Print the kernels that fit a model, with their sizes in it, the closest to softmax first."""
     from linearize.checkpoint.inspect import inspect_checkpoint
     from linearize.checkpoint.loading import load_model
@@ -152,17 +151,17 @@ def _list_for(model: str, *, as_json: bool) -> None:
     sizes = sorted({shape.head_dim for shape in shapes})
     if as_json:
         facts = {"model": model, "attentions": len(layers), "causal": causal, "head_dims": sizes, "longest": longest}
-        print_json(facts | {"kernels": rows, "refused": refused})
-        return
+        return facts | {"kernels": rows, "refused": refused}
     takes = "any number of" if longest is None else f"{longest:,}"
     heads = f"heads of size {', '.join(map(str, sizes))}"
     direction = "causal" if causal else "bidirectional"
-    _print(f"{model}: {len(layers)} attentions, {direction}, {heads}, takes {takes} tokens", rows)
+    _print(f"{model}: {len(layers)} attentions, {direction}, {heads}, takes {takes} tokens", rows, out)
     for name, why in refused.items():
-        console().print(f"{name} does not fit: {why}")
+        out.print(f"{name} does not fit: {why}")
+    return None
 
 
-def _explain(facts: dict[str, Any]) -> None:
+def _explain(facts: dict[str, Any], out: Screen) -> None:
     """Print everything about one kernel."""
     size = (
         f"{facts['feature_size'] or 'no'} features, {facts['parameters_per_head']} parameters per head and layer "
@@ -180,7 +179,6 @@ def _explain(facts: dict[str, Any]) -> None:
     for one in facts["speed"]:
         noisy = ", on a noisy machine" if one["noisy"] else ""
         lines.append(("speed", f"{one['what']} at {one['tokens']:,} tokens: {one['times']:g} times faster{noisy}"))
-    out = console()
     out.print(f"{facts['name']}: {facts['summary']}")
     for label, text in lines:
         out.print(f"  {label:<11}{text}")

@@ -156,11 +156,13 @@ def _dispatch(arguments: list[str]) -> int:
     # Options are checked before the verb's module and its dependencies are imported.
     verb = VERBS[name]
     given = (parsed,) if verb.job is None else (take_options(parsed, verb.job), parsed)
-    # A verb returns its exit code, or the data that --json prints.
-    result = getattr(importlib.import_module(f"linearize.cli.{verb.module}"), name)(*given)
-    if result is not None and not isinstance(result, int) and parsed.json:
-        from linearize.cli._output import print_json
+    from linearize.cli._output import console, print_json
 
+    # With --json stdout is for programs, and people read stderr.
+    out = console(to_stderr=parsed.json)
+    # A verb returns its exit code, or the data that --json prints.
+    result = getattr(importlib.import_module(f"linearize.cli.{verb.module}"), name)(*given, out)
+    if result is not None and not isinstance(result, int) and parsed.json:
         print_json(result)
     return result if isinstance(result, int) else 0
 

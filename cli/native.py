@@ -18,7 +18,7 @@ from linearize.attention.native import SWITCH, engine
 from linearize.attention.native import build as building
 from linearize.attention.native.locate import cache_folder, compiled, shipped
 from linearize.checkpoint.loading import check_device
-from linearize.cli._output import Screen, console, print_json, table
+from linearize.cli._output import Screen, print_json, table
 from linearize.core.errors import ConfigError
 from linearize.modeling.plan import Plan
 
@@ -54,9 +54,8 @@ def prepare_native(args: argparse.Namespace, device: str, out: Screen | None) ->
         out.print(f"Native op: not compiled, continuing without it ({why}).", soft_wrap=True)
 
 
-def native(args: argparse.Namespace) -> None:
+def native(args: argparse.Namespace, out: Screen) -> None:
     """Build or remove the library, and print its state."""
-    out = console(to_stderr=args.json)
     removed = building.remove() if args.remove else []
     if args.build:
         with out.status("compiling"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from rich.console import Group
 
-from linearize.cli._output import at_work, console, print_json, table
+from linearize.cli._output import Screen, at_work, print_json, table
 from linearize.core.errors import printable
 from linearize.core.events import Event
 from linearize.jobs.recipes.recipe import cells, load_recipe, plain, recipe_names, recipe_text
@@ -17,7 +17,7 @@ from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of
 from linearize.jobs.recipes.schema import Recipe
 
 
-def recipes(args: argparse.Namespace) -> object:
+def recipes(args: argparse.Namespace, out: Screen) -> object:
     """Print the list or one recipe."""
     if args.name:
         recipe = load_recipe(args.name)
@@ -34,11 +34,11 @@ def recipes(args: argparse.Namespace) -> object:
         return facts
     columns = ["recipe", "what", "paper", "cells", "needs"]
     rows = [list(fact.values()) for fact in facts]
-    console().print(table(f"{len(rows)} recipes (linearize run NAME)", columns, rows, right=(3,)))
+    out.print(table(f"{len(rows)} recipes (linearize run NAME)", columns, rows, right=(3,)))
     return None
 
 
-def run(args: argparse.Namespace) -> object:
+def run(args: argparse.Namespace, out: Screen) -> object:
     """Run the recipe, or show its cells."""
     from linearize.jobs.recipes.run import CellDone, CellStarted, check_data, run_recipe
 
@@ -47,9 +47,8 @@ def run(args: argparse.Namespace) -> object:
     if args.dry_run:
         check_data(recipe)
         if not args.json:
-            _show(recipe, name)
+            _show(recipe, name, out)
         return plain(recipe)
-    out = console(to_stderr=args.json)
     folder = args.output or f"runs/{name}"
 
     def on_event(event: Event) -> None:
@@ -72,11 +71,10 @@ def run(args: argparse.Namespace) -> object:
     return rows
 
 
-def _show(recipe: Recipe, name: str) -> None:
+def _show(recipe: Recipe, name: str, out: Screen) -> None:
     """Print a checked recipe and the cells of its table."""
     table = cells(recipe)
     print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
-    out = console()
     out.print(f"\n{name}: {len(table)} cells, flow {recipe.flow}. {recipe.needs}")
     for cell in table:
         data = cell.job.data or cell.job.column.make or cell.job.task.dataset or "no data set; name one"
@@ -85,7 +83,7 @@ def _show(recipe: Recipe, name: str) -> None:
         out.print(f"Differs from the paper: {line}")
 
 
-def results(args: argparse.Namespace) -> None:
+def results(args: argparse.Namespace, out: Screen) -> None:
     """Print the tables."""
     made = tables(args.folder)
     kind = "json" if args.json else args.format
@@ -95,7 +93,6 @@ def results(args: argparse.Namespace) -> None:
     if kind == "md":
         print(to_markdown(made), end="")
         return
-    out = console()
     for each in made:
         out.print(results_table(each))
         for line in notes_of(each):

@@ -8,16 +8,16 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
-from linearize.cli._output import Screen, at_work, console, print_json, show_findings, table
+from linearize.cli._output import Screen, at_work, print_json, show_findings, table
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
+from linearize.core.events import Callback, Event, ignore
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
 from linearize.jobs.convert import ConvertResult, align_checkpoint, convert_checkpoint, distill_checkpoint
 from linearize.jobs.demo import run_demo
 from linearize.jobs.dry_run import AnyJob, dry_run
-from linearize.jobs.events import Callback, Event
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.search import search_checkpoint
 from linearize.jobs.task_config import TuneJob
@@ -28,60 +28,52 @@ from linearize.training.stage_two.tasks import above_chance
 
 EXPLAINED_TOKENS = 512
 """Input length for --explain-backend without --max-length."""
-LEARNS = "Stage one learns from"
 Job = TypeVar("Job", ConvertJob, DistillJob, AlignJob)
 
 
-def convert(job: ConvertJob, args: argparse.Namespace) -> object:
+def convert(job: ConvertJob, args: argparse.Namespace, out: Screen) -> object:
     """Convert, or show the plan and the estimated cost; then upload the result, if requested."""
     if args.push_to_hub:
         # A wrong name is refused before the first slow step.
         check_repo(args.push_to_hub)
 
-    def also(out: Screen, event: Event) -> None:
+    def also(event: Event) -> None:
         if isinstance(event, events.Planned):
             prepare_native(args, job.device, None if args.dry_run else out)
             if args.explain_backend:
                 explain_plan(out, event.plan, job.max_length or EXPLAINED_TOKENS, job.device)
 
-    result = _train(job, args, convert_checkpoint, also)
+    result = _train(job, args, out, convert_checkpoint, also)
     if args.push_to_hub and not args.dry_run and is_main():
-        upload(job.target(), args.push_to_hub, private=args.private, to_stderr=args.json)
+        upload(job.target(), args.push_to_hub, out, private=args.private)
     return result
 
 
-def distill(job: DistillJob, args: argparse.Namespace) -> object:
+def distill(job: DistillJob, args: argparse.Namespace, out: Screen) -> object:
     """Continue stage one."""
-    return _train(job, args, distill_checkpoint)
+    return _train(job, args, out, distill_checkpoint)
 
 
-def align(job: AlignJob, args: argparse.Namespace) -> object:
+def align(job: AlignJob, args: argparse.Namespace, out: Screen) -> object:
     """Align with the original."""
-    return _train(job, args, align_checkpoint, learns="The alignment learns from")
-
-
-def nothing_more(out: Screen, event: Event) -> None:
-    """Do nothing."""
+    return _train(job, args, out, align_checkpoint)
 
 
 def _train(
     job: Job,
     args: argparse.Namespace,
+    out: Screen,
     run: Callable[[Job, Callback], ConvertResult],
-    also: Callable[[Screen, Event], None] = nothing_more,
-    *,
-    learns: str = LEARNS,
+    also: Callback = ignore,
 ) -> object:
-    """Run a job and show its progress, or its estimated cost; `also` gets the console and each event after that."""
+    """Run a job and show its progress, or its estimated cost; after that, `also` gets each event."""
     if args.dry_run:
-        return show_bill(job, also, as_json=args.json)
-    # With --json stdout is for programs, and people read stderr.
-    out = console(to_stderr=args.json)
-    with at_work(out, "loading the model", lambda: kept_states(job.target()), learns) as work:
+        return show_bill(job, args, out, also)
+    with at_work(out, "loading the model", lambda: kept_states(job.target())) as work:
 
         def on_event(event: Event) -> None:
             work(event)
-            also(out, event)
+            also(event)
 
         result = run(job, on_event)
     out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
@@ -90,11 +82,10 @@ def _train(
     return result.to_dict()
 
 
-def finetune(job: TuneJob, args: argparse.Namespace) -> object:
+def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     """Tune a checkpoint, and print the progress and the metrics."""
     if args.dry_run:
-        return show_bill(job, as_json=args.json)
-    out = console(to_stderr=args.json)
+        return show_bill(job, args, out)
     with at_work(out, "loading the model and its data", lambda: kept_checkpoint(job)) as work:
         target, result = finetune_checkpoint(job, work)
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
@@ -121,12 +112,10 @@ def kept_checkpoint(job: TuneJob) -> str:
     return f"{kept}; resume with the same line and --resume"
 
 
-def search(job: SearchJob, args: argparse.Namespace) -> object:
+def search(job: SearchJob, args: argparse.Namespace, out: Screen) -> object:
     """Choose kernels."""
-    out = console(to_stderr=args.json)
     prepare_native(args, job.device, out)
-    learns = "The search learns from"
-    with at_work(out, "loading the model", lambda: kept_states(job.target(), "search"), learns) as work:
+    with at_work(out, "loading the model", lambda: kept_states(job.target(), "search")) as work:
         result = search_checkpoint(job, work)
     if job.plan_out:
         out.print(f"Plan: {job.plan_out}; carry it out with: linearize convert {job.model} --plan {job.plan_out}")
@@ -135,15 +124,14 @@ def search(job: SearchJob, args: argparse.Namespace) -> object:
     return {"plan": result.plan.to_dict(), **result.to_dict()}
 
 
-def demo(job: DemoJob, args: argparse.Namespace) -> object:
+def demo(job: DemoJob, args: argparse.Namespace, out: Screen) -> object:
     """Convert a small model, and show the speed-up."""
-    out = console(to_stderr=args.json)
     prepare_native(args, "cpu", out)
 
     def kept() -> str:
         return f"the converted model is in {job.output}" if work.saved else "nothing was written"
 
-    with at_work(out, "loading the model", kept, LEARNS) as work:
+    with at_work(out, "loading the model", kept) as work:
         conversion, size, row = run_demo(job, work)
     names = {"softmax": "softmax (SDPA)", "linear": f"linear ({job.kernel})"}
     rows = [[name, f"{row.seconds(side):.2f}", mebibytes(row.memory(side))] for side, name in names.items()]
@@ -162,9 +150,8 @@ def kept_states(target: str, *endings: str) -> str:
     return "nothing was written; --save-every N keeps a state every N steps"
 
 
-def show_bill(job: AnyJob, also: Callable[[Screen, Event], None] = nothing_more, *, as_json: bool) -> int:
+def show_bill(job: AnyJob, args: argparse.Namespace, out: Screen, also: Callback = ignore) -> int:
     """Check a job and print its plan and its estimated cost; return 0 if it fits, else 2."""
-    out = console(to_stderr=as_json)
     plans = []
 
     def on_event(event: Event) -> None:
@@ -172,13 +159,13 @@ def show_bill(job: AnyJob, also: Callable[[Screen, Event], None] = nothing_more,
             plans.append(event.plan)
         if not isinstance(event, events.DataOpened):
             work(event)
-            also(out, event)
+            also(event)
 
     with at_work(out, "checking") as work:
         work.says = out.is_terminal
         bill = dry_run(job, on_event)
     for text in bill.lines():
         out.print(text, soft_wrap=True)
-    if as_json:
+    if args.json:
         print_json((plans[0].to_dict() if plans else {}) | {"bill": bill.to_dict()})
     return 2 if bill.problems else 0
