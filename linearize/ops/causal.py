@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal_parallel import CHUNK, parallel_sums
-from linearize.ops.state import LinearOptions, Options, State, is_tracing, without_padding
+from linearize.ops.state import LinearOptions, Options, State, group_queries, is_tracing, without_padding
 
 
 def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> tuple[Tensor, State]:
@@ -40,6 +40,8 @@ def causal_sums(
     phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
 ) -> tuple[Tensor, Tensor, State]:
     """Sum up the weighted values that each query sees; arguments and results as in `causal_parallel.parallel_sums`."""
+    if values.shape[2] == 1:
+        return _one_token(phi_q, phi_k, values, scale, state)
     if values.device.type != "cpu" or is_tracing():
         return parallel_sums(phi_q, phi_k, values, scale, state)
     # On the CPU one chunk after the other, so that its intermediate results stay in the cache.
@@ -53,6 +55,20 @@ def causal_sums(
     return torch.cat(sums, dim=2), torch.cat(levels, dim=2), state
 
 
+def _one_token(
+    phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
+) -> tuple[Tensor, Tensor, State]:
+    """Do the same for a single token, with fewer operations."""
+    kv, level = state
+    if scale is not None:
+        level = torch.maximum(level, scale[..., 0].detach())
+        kv = kv * torch.exp(state.log_scale - level)[..., None, None]
+        values = values * torch.exp(scale - level[..., None])[..., None]
+    kv = kv + phi_k.transpose(-1, -2) * values
+    mixed = group_queries(phi_q.float(), kv.shape[1])[..., 0, :] @ kv
+    return mixed.flatten(1, 2)[:, :, None], level[..., None], State(kv, level)
+
+
 def recurrent_attention(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, State]:
@@ -64,7 +80,7 @@ def recurrent_attention(
     keys, values, scale, state = given.keys(phi_k), given.values(v), given.scale(phi_k), given.start(phi_k, v)
     for i in range(v.shape[2]):
         q, k, value = (x[:, :, i : i + 1] for x in (phi_q, keys, values))
-        mixed, _, state = parallel_sums(q, k, value, None if scale is None else scale[:, :, i : i + 1], state)
+        mixed, _, state = _one_token(q, k, value, None if scale is None else scale[:, :, i : i + 1], state)
         outputs.append(mixed)
     return given.divided(torch.cat(outputs, dim=2)).to(v.dtype), state
 
