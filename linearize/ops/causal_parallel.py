@@ -40,8 +40,6 @@ def parallel_sums(
         The sums [B, H, T, V], their log-scales [B, K, T], and the state after the last token.
     """
     tokens = values.shape[2]
-    if not isinstance(tokens, torch.SymInt) and tokens == 1:
-        return _one_sum(phi_q, phi_k, values, scale, state)
     # At least three chunks in a traced graph: a slice of size one would make the length a constant.
     size, count = CHUNK, (tokens + CHUNK - 1) // CHUNK + 2
     if not isinstance(tokens, torch.SymInt):
@@ -80,20 +78,6 @@ def parallel_sums(
         after, rows = State(before[:, :, -1] * fade + sums[:, :, -1], levels.after[..., -1]), levels.rows
     mixed = mixed.unflatten(3, (groups, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
     return mixed, rows.flatten(2)[:, :, :tokens], after
-
-
-def _one_sum(
-    phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
-) -> tuple[Tensor, Tensor, State]:
-    """Compute `parallel_sums` of one token in a few operations, for decoding."""
-    kv, level = state
-    if scale is not None:
-        level = torch.maximum(level, scale[..., 0].detach())
-        kv = kv * torch.exp(state.log_scale - level)[..., None, None]
-        values = values * torch.exp(scale - level[..., None])[..., None]
-    kv = kv + phi_k.transpose(-1, -2) * values
-    mixed = group_queries(phi_q.float(), phi_k.shape[1])[:, :, :, 0] @ kv
-    return mixed.flatten(1, 2)[:, :, None], level[..., None], State(kv, level)
 
 
 class _Levels(NamedTuple):
