@@ -359,6 +359,8 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     pack_tokens(c, c->q, c->q_stride, b, h, t, count, w->scaling, m->q, wide_q);
     pack_tokens(c, c->k, c->k_stride, b, key_head, from, near, 1.0f, m->k, wide);
     key_features(c, b, key_head, from, near, s);
+    /* Inside the window a key with a NaN log-scale counts like any other. */
+    for (long j = 0; j < near; j++) s->weight[j] = !is_padding(c, b, from + j);
     weighted_values(c, b, key_head, from, near, s);
     for (long j = 0; j < wide; j++) {
         if (from + j < w->sinks) s->weight[j] = 0.0f;
