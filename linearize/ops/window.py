@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, without_padding
+from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
 from linearize.ops.window_parts import (
     Columns,
@@ -62,8 +62,7 @@ def window_attention(
     Returns:
         Output [B, H, T, V] in `v`'s dtype, and the state after the last token; None if not causal.
     """
-    mask = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
-    mask = mask if key_padding_mask is None else key_padding_mask.bool()
+    mask = real_tokens(v, key_padding_mask)
     q, k, v, phi_k = (without_padding(x, key_padding_mask) for x in (queries.x, keys.x, v, keys.phi.float()))
     side, run = queries._replace(x=q), Keys(k, v, phi_k, keys.scale(), mask)
     order = real_first(mask) if key_padding_mask is not None and v.shape[2] > 1 else None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal import causal_sums
-from linearize.ops.state import FLOOR, State, empty_state, group_queries, take, with_ones, without_padding
+from linearize.ops.state import FLOOR, Options, State, empty_state, group_queries, take, with_ones, without_padding
 from linearize.ops.window_parts import (
     Columns,
     Keys,
@@ -194,8 +194,8 @@ def kernel_part(
 
     Shapes: `phi_q` [B, H, T, F], `phi_k` [B, K, T, F], `v` [B, K, T, V], `scale` [B, K, T], `mask` [B, T].
     """
-    phi_k, values = (without_padding(x, mask) for x in (phi_k, with_ones(v, True)))
-    mixed, level, after = causal_sums(phi_q, phi_k, values, scale.float().masked_fill(~mask[:, None], FLOOR), past)
+    given = Options(mask, scale)
+    mixed, level, after = causal_sums(phi_q, given.keys(phi_k), given.values(v), given.scale(phi_k), past)
     return (mixed, level.repeat_interleave(phi_q.shape[1] // level.shape[1], dim=1)), after
 
 
