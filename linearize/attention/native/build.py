@@ -51,9 +51,9 @@ def build() -> Path:
     Raises:
         ConfigError: if there is no C compiler, it fails, or other users can write the folder for the library.
     """
-    path, program = record_file(), compiler()
-    if path is None or program is None or hindrance():
-        raise ConfigError(f"native op: {hindrance()}; everything works without it")
+    path, program, why = record_file(), compiler(), hindrance()
+    if path is None or program is None or why:
+        raise ConfigError(f"native op: {why}; everything works without it")
     try:
         make_folder(path.parent)
         # Older than any build that may still run.
