@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch.utils.data import ConcatDataset
 
@@ -64,6 +65,22 @@ def softmax_folder(recipe: Recipe, cell: Cell) -> str:
     return f"teachers/{name}" if recipe.flow == "finetuned" else f"cells/{SOFTMAX}-{name}"
 
 
+P = ParamSpec("P")
+
+
+def once(method: Callable[Concatenate[Runner, Path, P], None]) -> Callable[Concatenate[Runner, Path, P], Path]:
+    """Turn a method that writes a result to a folder into one that keeps an existing result and returns the folder."""
+
+    @functools.wraps(method)
+    def run(runner: Runner, target: Path, *args: P.args, **options: P.kwargs) -> Path:
+        if not (target / RECORD).is_file():
+            with claim(target):
+                method(runner, target, *args, **options)
+        return target
+
+    return run
+
+
 class Runner:
     """Runs the stages of a recipe's cells, each once.
 
@@ -101,7 +118,7 @@ class Runner:
             if softmax is None or row.rows:
                 return self._measure(target, cell.read, seed, softmax), None
             return softmax, None
-        converted = self._convert(cell, softmax if tuned_first else None)
+        converted = self._convert(self.folder / cell.converted_folder, cell, softmax if tuned_first else None)
         if recipe.flow == "untuned":
             return self._measure(target, cell.read, seed, converted), converted
         guide = softmax if teacher else None
@@ -115,6 +132,7 @@ class Runner:
             self.on_event(DataOpened(self._opened[key].description))
         return self._opened[key]
 
+    @once
     def _tune(
         self,
         target: Path,
@@ -125,8 +143,8 @@ class Runner:
         base: Path | None = None,
         row: Row | None = None,
         teacher: Path | None = None,
-    ) -> Path:
-        """Tune a model and return its folder, which may already hold the result.
+    ) -> None:
+        """Tune a model.
 
         Args:
             target: the folder.
@@ -137,33 +155,29 @@ class Runner:
             row: the row of the table whose kernels a model from scratch gets.
             teacher: folder of the teacher, or None.
         """
-        if (target / RECORD).is_file():
-            return target
-        with claim(target):
-            data = self._data(job, seed)
-            config = dataclasses.replace(tune, seed=seed)
-            model = move(self._load(job, seed, data, base, row, new_head=True), self.device)
-            check_length(model, job.task, job.rows.max_length)
-            guide = None if teacher is None else load_teacher(str(teacher), data, model)
-            name = target.relative_to(self.folder)
-            work = self.folder / ".work" / name
-            result = finetune(
-                model,
-                data,
-                config,
-                folder=work,
-                resume=True,
-                on_log=lambda entry: self.on_event(Logged(entry)),
-                on_step=lambda report: self.on_event(StepDone(report)),
-                tensorboard=self.folder / "tensorboard" / name,
-                teacher=guide,
-            )
-            record = tuning_record(data, config, result, None if guide is None else SOFTMAX)
-            files = tuning_files(record, result, [] if base is None else read_log(base)) | _record_file(record)
-            save_model(model, target, data.type.processor, stage={"finetuning": record}, extra_files=files)
-            with contextlib.suppress(CheckpointError, OSError):
-                remove_work(work)
-        return target
+        data = self._data(job, seed)
+        config = dataclasses.replace(tune, seed=seed)
+        model = move(self._load(job, seed, data, base, row, new_head=True), self.device)
+        check_length(model, job.task, job.rows.max_length)
+        guide = None if teacher is None else load_teacher(str(teacher), data, model)
+        name = target.relative_to(self.folder)
+        work = self.folder / ".work" / name
+        result = finetune(
+            model,
+            data,
+            config,
+            folder=work,
+            resume=True,
+            on_log=lambda entry: self.on_event(Logged(entry)),
+            on_step=lambda report: self.on_event(StepDone(report)),
+            tensorboard=self.folder / "tensorboard" / name,
+            teacher=guide,
+        )
+        record = tuning_record(data, config, result, None if guide is None else SOFTMAX)
+        files = tuning_files(record, result, [] if base is None else read_log(base)) | _record_file(record)
+        save_model(model, target, data.type.processor, stage={"finetuning": record}, extra_files=files)
+        with contextlib.suppress(CheckpointError, OSError):
+            remove_work(work)
 
     def _load(
         self, job: Job, seed: int, data: TaskData, base: Path | None, row: Row | None, *, new_head: bool
@@ -180,64 +194,58 @@ class Runner:
         fit_tokenizer(fresh, processor)
         return fresh if row is None or row.name == SOFTMAX else convert(fresh, row, seed)
 
-    def _convert(self, cell: Cell, base: Path | None) -> Path:
-        """Convert a model, train and align its kernels, and return its folder, which may already hold the result."""
-        job, row, seed, target = cell.source or cell.job, cell.kernel, cell.seed, self.folder / cell.converted_folder
-        if (target / RECORD).is_file():
-            return target
+    @once
+    def _convert(self, target: Path, cell: Cell, base: Path | None) -> None:
+        """Convert a model, and train and align its kernels."""
+        job, row, seed = cell.source or cell.job, cell.kernel, cell.seed
 
         def reading(length: int | None) -> Job:
             return job if length is None else job.reading(max_length=min(length, cell.read.rows.max_length))
 
-        with claim(target):
-            stage_one = reading(job.distil.max_length)
-            data = self._data(stage_one, seed)
-            model = self._load(job, seed, data, base, None, new_head=False)
-            lengthen(model, data.type.processor, row)
-            check_length(model, job.task, stage_one.rows.max_length)
-            model = move(convert(model, row, seed), self.device)
-            batches = batches_of(data, job.distil, seed)
-            config = dataclasses.replace(job.distil, seed=seed)
-            if not row.distil:
-                config = dataclasses.replace(config, steps=0)
-            elif config.epochs is not None:
-                passes = config.epochs * batches.steps_per_epoch
-                config = dataclasses.replace(config, steps=max(1, math.ceil(passes / config.gradient_accumulation)))
-            result = distill(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
-            record = distillation_record(result)
-            lines = log_lines(STAGE_ONE, result.history)
-            provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
-            if job.align.steps and row.align:
-                batches = batches_of(self._data(reading(job.align.max_length), seed), job.align, seed)
-                options = dataclasses.replace(job.align, seed=seed)
-                aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
-                provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
-                lines = log_lines(ALIGNMENT, aligned.history, lines)
-            files = _record_file(record) | log_file(STAGE_TWO, [], lines)
-            save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
-        return target
+        stage_one = reading(job.distil.max_length)
+        data = self._data(stage_one, seed)
+        model = self._load(job, seed, data, base, None, new_head=False)
+        lengthen(model, data.type.processor, row)
+        check_length(model, job.task, stage_one.rows.max_length)
+        model = move(convert(model, row, seed), self.device)
+        batches = batches_of(data, job.distil, seed)
+        config = dataclasses.replace(job.distil, seed=seed)
+        if not row.distil:
+            config = dataclasses.replace(config, steps=0)
+        elif config.epochs is not None:
+            passes = config.epochs * batches.steps_per_epoch
+            config = dataclasses.replace(config, steps=max(1, math.ceil(passes / config.gradient_accumulation)))
+        result = distill(model, batches, config, on_step=lambda report: self.on_event(StepDone(report)))
+        record = distillation_record(result)
+        lines = log_lines(STAGE_ONE, result.history)
+        provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
+        if job.align.steps and row.align:
+            batches = batches_of(self._data(reading(job.align.max_length), seed), job.align, seed)
+            options = dataclasses.replace(job.align, seed=seed)
+            aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
+            provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
+            lines = log_lines(ALIGNMENT, aligned.history, lines)
+        files = _record_file(record) | log_file(STAGE_TWO, [], lines)
+        save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
 
-    def _measure(self, target: Path, job: Job, seed: int, base: Path | None) -> Path:
-        """Measure a model and return the folder of the result, which may already be there."""
-        if (target / RECORD).is_file():
-            return target
-        with claim(target):
-            data = self._data(job, seed)
-            model = load_for_task(self.recipe.model.checkpoint if base is None else str(base), data)
-            model = move(model, self.device).eval()
-            beyond_training(model, data.task, job.rows.max_length)
-            start = time.perf_counter()
-            measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
-            record = {
-                **{name: getattr(measured, name) for name in ("metrics", "score", "interval", "chance")},
-                "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
-                "facts": data.facts,
-                "seconds": time.perf_counter() - start,
-            }
-            with atomic_folder(target, overwrite=True) as fresh:
-                for name, text in _record_file(record).items():
-                    (fresh / name).write_text(text, encoding="utf-8")
-        return target
+    @once
+    def _measure(self, target: Path, job: Job, seed: int, base: Path | None) -> None:
+        """Measure a model."""
+        data = self._data(job, seed)
+        model = load_for_task(self.recipe.model.checkpoint if base is None else str(base), data)
+        model = move(model, self.device).eval()
+        beyond_training(model, data.task, job.rows.max_length)
+        start = time.perf_counter()
+        measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
+        record = {
+            **{name: getattr(measured, name) for name in ("metrics", "score", "interval", "chance")},
+            "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
+            "facts": data.facts,
+            "seconds": time.perf_counter() - start,
+        }
+        with atomic_folder(target, overwrite=True) as fresh:
+            for name, text in _record_file(record).items():
+                (fresh / name).write_text(text, encoding="utf-8")
 
 
 def _record_file(record: dict[str, Any]) -> dict[str, str]:
