@@ -356,14 +356,12 @@ class Measured(Score):
     Attributes:
         metrics: all metrics.
         rows: how many rows were measured.
-        scored: what the metrics were computed on, one entry per unit (`TaskType.units`).
         by_position: for causal language models, the loss by the number of preceding tokens.
         balanced: macro-F1, if the task has it and the classes are uneven: accuracy alone rewards the largest class.
     """
 
     metrics: dict[str, float]
     rows: int
-    scored: tuple[np.ndarray, ...] = ()
     by_position: tuple[PositionLoss, ...] = ()
     balanced: Score | None = None
 

@@ -215,7 +215,6 @@ def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size:
         **vars(score_of(data, metrics, predictions, labels)),
         metrics=metrics,
         rows=len(data.validation),
-        scored=data.type.units(predictions, labels),
         by_position=data.type.by_position(predictions),
         balanced=balanced_score(data, metrics, predictions, labels),
     )
