@@ -9,6 +9,7 @@ from support.tiny import converted
 import linearize
 from linearize.checkpoint.card import base_facts
 from linearize.cli import main
+from linearize.core import parsing
 from linearize.core.parsing import parse_json, parse_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -31,8 +32,12 @@ BAD_YAML = {
 }
 
 
+@pytest.mark.parametrize("loader", ["SafeLoader", "CSafeLoader"])
 @pytest.mark.parametrize("name", BAD_YAML)
-def test_bad_yaml_is_one_line(name, tmp_path, capsys):
+def test_bad_yaml_is_one_line(name, loader, tmp_path, capsys, monkeypatch):
+    if not hasattr(yaml, loader):
+        pytest.skip("PyYAML was built without libyaml")
+    monkeypatch.setattr(parsing, "_LOADER", getattr(yaml, loader))
     with pytest.raises(ValueError) as caught:
         parse_yaml(BAD_YAML[name])
     assert "\n" not in str(caught.value)

@@ -22,15 +22,15 @@ TESTS = Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("way", ["bidirectional", "causal"])
-def test_outputs_states_and_gradients_equal_the_eager_backend(way):
+@pytest.mark.parametrize("cases", ["few", pytest.param("more", marks=pytest.mark.slow)])
+def test_outputs_states_and_gradients_equal_the_eager_backend(cases):
     environment = os.environ | {"TRITON_INTERPRET": "1", "LINEARIZE_NATIVE": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, sys.path)])
-    line = [sys.executable, "-m", "support.children.fused", way]
+    line = [sys.executable, "-m", "support.children.fused", cases]
     done = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) > 6
+    assert len(found) >= 8
     for name, errors in found.items():
         # One rounding of the output to bf16, and of the gradients.
         limit = 2e-2 if "bfloat16" in name else 1e-5
@@ -70,11 +70,6 @@ def test_it_declines_what_it_cannot_compute(monkeypatch):
     assert why_not() == "Triton is not installed"
     monkeypatch.setenv(fused.SWITCH, "0")
     assert why_not() == "LINEARIZE_TRITON is 0"
-
-
-def test_linearize_does_not_import_the_kernels():
-    code = "import sys, linearize.attention.feature_map; sys.exit(any('fused_kernels' in name for name in sys.modules))"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_blocks_divide_the_segments_whatever_their_length():

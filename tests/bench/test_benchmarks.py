@@ -229,7 +229,7 @@ def test_goals_are_those_of_the_table():
     assert sum(goal.figure is None for goal in table) == 3
 
 
-def test_goals_are_judged(monkeypatch, capsys):
+def test_goals_are_judged(no_process, monkeypatch, capsys):
     tasks = ((AttentionSuite(SIZES), 8),)
     table = [
         Goal("easy", 0.0, figure=lambda rows: rows[0].speedup, tasks=tasks),

@@ -100,7 +100,8 @@ def test_models_that_have_no_length(folders):
         run_bench(BenchOptions(str(folders / "none"), lengths=(8,)))
 
 
-def test_memory_is_that_of_the_tensors():
+def test_memory_is_that_of_the_tensors(monkeypatch):
+    monkeypatch.setattr(memory.subprocess, "run", in_place_of_interpreter)
     suite = AttentionSuite(AttentionSizes("elu", heads=4, head_dim=64))
     taken = memory.memory_of(suite, "linear", 4096).bytes
     # The output alone is 4 heads of 4,096 tokens of 64 numbers.

@@ -21,13 +21,13 @@ from support.tiny import converted, inputs_of, outputs, stir
 
 import linearize
 from linearize.core.errors import CheckpointError
-from linearize.core.registry import kernel_infos
+from linearize.core.registry import kernel_info, kernel_infos
 from linearize.modeling.portable import code_files, flat_name, flat_text, source_of
 
 CHILD = Path(__file__).with_name("standalone_child.py")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def python(tmp_path_factory):
     """A virtual environment without linearize."""
     root = tmp_path_factory.mktemp("bare")
@@ -66,7 +66,16 @@ def write_job(root, name, model, head, processor=None):
     save_file(stored, root / name / "expected.safetensors")
 
 
-def test_bert_gpt2_vit_timm_in_a_bare_environment(python, tmp_path):
+def every_kernel():
+    """A model with a different kernel in each layer; presets are made of these kernels."""
+    layers = {}
+    for number, info in enumerate(info for info in kernel_infos() if info.preset is None):
+        arguments = {"max_positions": 64} if info.maximum_positions else {}
+        layers[number] = info.name, arguments | ({"window": 4} if info.needs_window else {})
+    return converted("bert", "AutoModel", None, layers=layers, config={"num_hidden_layers": len(layers)})
+
+
+def test_models_run_in_a_bare_environment(python, tmp_path):
     timm = pytest.importorskip("timm")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog"]
     tokenizer = transformers.BertTokenizer(vocab={word: index for index, word in enumerate(words)})
@@ -74,11 +83,13 @@ def test_bert_gpt2_vit_timm_in_a_bare_environment(python, tmp_path):
     torch.manual_seed(0)
     vision = timm.create_model("test_vit", pretrained=False, num_classes=5, img_size=32).eval()
     jobs = {
-        "bert": ("AutoModelForMaskedLM", "fill-mask"),
-        "gpt2": ("AutoModelForCausalLM", ""),
-        "llama": ("AutoModelForCausalLM", ""),
-        "vit": ("AutoModelForImageClassification", "image-classification"),
-        "timm": ("AutoModelForImageClassification", "image-classification"),
+        "bert": ("AutoModelForMaskedLM", "fill-mask", True),
+        "gpt2": ("AutoModelForCausalLM", "", True),
+        "llama": ("AutoModelForCausalLM", "", True),
+        "vit": ("AutoModelForImageClassification", "image-classification", True),
+        "timm": ("AutoModelForImageClassification", "image-classification", True),
+        "every-kernel": ("AutoModel", "", False),
+        "window": ("AutoModelForCausalLM", "", False),
     }
     write_job(tmp_path, "bert", converted("bert", "AutoModelForMaskedLM"), "AutoModelForMaskedLM", tokenizer)
     write_job(tmp_path, "gpt2", converted("gpt2", "AutoModelForCausalLM", "flexformer_s"), "AutoModelForCausalLM")
@@ -87,26 +98,22 @@ def test_bert_gpt2_vit_timm_in_a_bare_environment(python, tmp_path):
     vit = converted("vit", "AutoModelForImageClassification", layers={0: "hedgehog", 1: "flexformer_n"})
     write_job(tmp_path, "vit", vit, "AutoModelForImageClassification", images)
     write_job(tmp_path, "timm", stir(linearize.convert(vision)), "AutoModelForImageClassification")
-    (tmp_path / "jobs.json").write_text(json.dumps({name: (*job, True) for name, job in jobs.items()}))
-    done = run_child(python, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == list(jobs)
-
-
-def test_every_kernel_travels(python, tmp_path):
-    jobs = {}
-    for info in kernel_infos():
-        name, head = ("bert", "AutoModel") if info.bidirectional else ("gpt2", "AutoModel")
-        arguments = {"max_positions": 64} if info.maximum_positions else {}
-        near = {"window": 4} if info.needs_window else {}
-        write_job(tmp_path, info.name, converted(name, head, info.name, kernel_args=arguments, **near), head)
-        jobs[info.name] = (head, "", False)
+    write_job(tmp_path, "every-kernel", every_kernel(), "AutoModel")
     write_job(tmp_path, "window", converted("llama", "AutoModelForCausalLM", window=4), "AutoModelForCausalLM")
-    jobs["window"] = ("AutoModelForCausalLM", "", False)
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     done = run_child(python, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == list(jobs)
+
+
+@pytest.mark.parametrize("kernel", [info.name for info in kernel_infos()])
+def test_the_files_of_a_kernel_import_no_other(kernel):
+    info = kernel_info(kernel)
+    arguments = {"max_positions": 64} if info.maximum_positions else {}
+    near = {"window": 4} if info.needs_window else {}
+    files = code_files(linearize.plan(_bert(), kernel, kernel_args=arguments, **near))
+    imported = {f"{name}.py" for text in files.values() for name in re.findall(r"^\s*from \.(\w+) import", text, re.M)}
+    assert len(imported) > 10 and imported <= files.keys()
 
 
 def test_shipped_code_is_the_package_but_for_import_lines():
@@ -138,7 +145,7 @@ def test_only_the_kernels_in_use_travel():
 def test_a_kernel_from_elsewhere_is_saved_without_code(tmp_path):
     import dataclasses
 
-    from linearize.core.registry import _KERNELS, kernel_info, register_kernel
+    from linearize.core.registry import _KERNELS, register_kernel
     from linearize.kernels.hedgehog import Hedgehog
 
     class Foreign(Hedgehog):
