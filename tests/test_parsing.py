@@ -37,7 +37,7 @@ BAD_YAML = {
 def test_bad_yaml_is_one_line(name, loader, tmp_path, capsys, monkeypatch):
     if not hasattr(yaml, loader):
         pytest.skip("PyYAML was built without libyaml")
-    monkeypatch.setattr(parsing, "_LOADER", getattr(yaml, loader))
+    monkeypatch.setattr(parsing, "_FAST", getattr(yaml, loader))
     with pytest.raises(ValueError) as caught:
         parse_yaml(BAD_YAML[name])
     assert "\n" not in str(caught.value)

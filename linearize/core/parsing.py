@@ -6,6 +6,7 @@ Every problem with a text raises `ValueError`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -28,8 +29,8 @@ _TOO_DEEP = f"nested too deeply, expected at most {MOST_DEPTH} levels"
 MOST_ALIASES = 100
 MOST_VALUES = 200_000
 """Most values that a YAML text may have after its aliases are expanded."""
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The safe loader; the one in C, if PyYAML was built with it, is ten times as fast."""
+_FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The safe loader in C, which is ten times as fast, if PyYAML was built with it."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -97,8 +98,10 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MOST_YAML_BYTES:
         raise ValueError(f"got {len(text):,} characters, expected at most {MOST_YAML_BYTES:,}")
     try:
-        _check_events(text)
-        return yaml.load(text, Loader=_LOADER)
+        with contextlib.suppress(yaml.YAMLError):
+            return _checked(text, _FAST)
+        # Its messages say more.
+        return _checked(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         # PyYAML's own message mentions "<unicode string>" and quotes the line, which may be long.
         mark, problem = error.problem_mark, str(error.problem).replace("'<stream end>'", "the end")
@@ -108,14 +111,14 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _check_events(text: str) -> None:
-    """Scan the text without building anything: count levels, aliases, and the values that they expand to."""
+def _checked(text: str, loader: Any) -> Any:
+    """Load YAML after a scan that builds nothing: it counts levels, aliases, and the values that they expand to."""
     sizes: dict[str, int] = {}
     # The number of values so far in each open collection, and its anchor; the first entry is the text itself.
     counts: list[int] = [0]
     anchors: list[str | None] = [None]
     aliases = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.CollectionStartEvent):
             counts.append(1)
             anchors.append(event.anchor)
@@ -139,6 +142,7 @@ def _check_events(text: str) -> None:
             raise ValueError(
                 f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values after they are expanded"
             )
+    return yaml.load(text, Loader=loader)
 
 
 def finite(data: object) -> object:
