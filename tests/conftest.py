@@ -15,15 +15,23 @@ os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
 
 import pytest
-import torch
 
-torch.set_num_threads(int(os.environ.get("LINEARIZE_TEST_THREADS", "1")))
 # No file of a test outlives the machine: a sync checks the descriptor and waits for no disk.
 os.fsync = os.fstat
 # Until all is collected, garbage is not searched for.
 gc.disable()
 
-pytest_plugins = ["support.native_op", "support.sampling", "pytester"]
+pytest_plugins = ["support.sampling", "pytester"]
+
+
+def pytest_configure(config):
+    """Import torch where tests run; what only distributes them to workers starts these the sooner without it."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("LINEARIZE_TEST_THREADS", "1")))
+    config.pluginmanager.import_plugin("support.native_op")
 
 
 def pytest_collection_finish():

@@ -75,7 +75,9 @@ def test_a_name_that_no_output_can_have_is_refused_first(verb, name, models, tmp
     os.mkfifo(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
     # Whatever is slow comes later.
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("slow work before the refusal"))
+    monkeypatch.setattr(
+        PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("slow work before the refusal")
+    )
     out = BAD_NAMES[name] if name == "root" else tmp_path / BAD_NAMES[name]
     from linearize.cli import main
 
