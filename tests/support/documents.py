@@ -334,6 +334,10 @@ def quick(words):
     return OF_MODEL if "--image-size" in words else f"{OF_MODEL} --lengths 16,32"
 
 
+PARSED = ("closeness_by_length", "proof_smollm2", "search_check", "silence_kernel", "tune_triton")
+"""Scripts that take minutes, a real model or a GPU: only their lines are checked."""
+
+
 def run_example(line, file, words, parse_only=False):
     if file == "-m":
         # They measure models of real size; tests/bench runs them.
@@ -344,8 +348,7 @@ def run_example(line, file, words, parse_only=False):
     if file == "scripts/silence_kernel.py" and not parse_only:
         script(name).main(words)
         return
-    if file in (f"scripts/{name}.py" for name in ("search_check", "proof_smollm2", "silence_kernel", "tune_triton")):
-        # They take minutes, proof_smollm2 a real language model and tune_triton a GPU: only the line is checked here.
+    if file in (f"scripts/{name}.py" for name in PARSED):
         script(name).parse(words)
         return
     assert file == f"examples/{name}.py" and name in EXAMPLES, f"{line!r} is not covered; add the example to EXAMPLES"
