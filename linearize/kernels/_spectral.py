@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 from dataclasses import dataclass
 
@@ -65,14 +64,6 @@ class SpectralMap(FeatureMap):
         self.n = config.count(head_dim)
         self.tau = self.add_parameter() if norm else None
         self.m = self.add_parameter(head_dim) if config.has_magnitude else None
-
-    @abc.abstractmethod
-    def frequencies(self, scaling: float) -> dict[str, Tensor]:
-        """Return the frequencies of the waves by name [H, n, D], for inputs whose dot product is the softmax score.
-
-        Args:
-            scaling: the factor of the scores in the original attention.
-        """
 
     def reset_tau(self) -> None:
         """Start at softmax's own width: exp(x . y) = exp(|x|^2 / 2) exp(-|x - y|^2 / 2) exp(|y|^2 / 2)."""

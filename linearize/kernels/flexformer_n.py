@@ -111,12 +111,6 @@ class FlexformerN(SpectralMap):
         envelope = self.times_magnitude(envelope.softmax(dim=-1), x)
         return Features(halves(angle, envelope) if self.config.positive else waves(angle, envelope))
 
-    def frequencies(self, scaling: float) -> dict[str, Tensor]:
-        if self.config.positive:
-            return {"2 a": 2.0 * self.a * scaling**-0.5}
-        found: dict[str, Tensor] = {"a": self.a}
-        return found | {"b": self.b} if self.config.form == "paper" else found
-
     def map_spec(self) -> MapSpec:
         if self.config.positive:
             return MapSpec("positive_waves", self.a, self.b, magnitude=self.m)

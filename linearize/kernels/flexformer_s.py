@@ -110,16 +110,6 @@ class FlexformerS(SpectralMap):
         phi = torch.cat([y.cos(), y.sin()], dim=-1) * self.n**-0.5
         return Features(phi if self.config.form == "paper" else _products(phi), self.log_norm(x))
 
-    def frequencies(self, scaling: float) -> dict[str, Tensor]:
-        if self.stretch is None:
-            return {"w": self.weight}
-        return {"2 c w": 2.0 * scaling**-0.5 * self._angles()}
-
-    def _angles(self) -> Tensor:
-        """Return the projections [H, n, D] of the positive form's waves."""
-        assert self.stretch is not None
-        return self.weight.roll(-1, dims=1) * self.stretch[..., None]
-
     def map_spec(self) -> MapSpec | None:
         if self.config.form != "paper":
             return None
