@@ -114,8 +114,9 @@ def _beyond(queries: Mapped, keys: Keys, half: int) -> list[Part]:
 
     phi, v, scale, mask = gone(keys.phi), gone(keys.v), gone(keys.scale), gone(keys.mask, 1)
     (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, empty_state(phi, v, scaled=True))
-    before, after = zip(mixed.chunk(2), (both(queries.scale()) + level).chunk(2), strict=True)
-    return [before, (after[0].flip(2), after[1].flip(2))]
+    # ONNX has no translation for `chunk` along an axis of unknown size.
+    mixed, level = (x.unflatten(0, (2, -1)) for x in (mixed, both(queries.scale()) + level))
+    return [(mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
 
 
 AT_ONCE = 256
