@@ -52,7 +52,6 @@ def closeness(states: Tensor, softmax: Tensor) -> Tensor:
     return torch.stack([error, tokens, cosine_similarity(states.mean(1), softmax.mean(1)).mean()])
 
 
-@torch.no_grad()
 def main(words: list[str] | None = None) -> None:
     """Measure all lengths and write the file."""
     args = parse(words)

@@ -152,7 +152,6 @@ class KernelMerit:
         )
 
 
-@torch.no_grad()
 def kernel_merit(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> KernelMerit | None:
     """Measure how much the kernels add to their windows, compared with the model's own softmax.
 

@@ -148,7 +148,6 @@ def check_original(original: PreTrainedModel, converted: PreTrainedModel, name: 
         )
 
 
-@torch.no_grad()
 def output_difference(
     original: PreTrainedModel, converted: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]
 ) -> OutputDifference | None:

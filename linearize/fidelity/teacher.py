@@ -61,6 +61,7 @@ def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor |
     return states if mask is None or states.ndim != 3 else states * mask[:, : states.shape[1], None].to(states)
 
 
+@torch.no_grad()
 def exact_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
     """Return `last_states` in evaluation mode, moved to the model's device, as fp64 [B, T, D] on the CPU."""
     device = next(model.parameters()).device

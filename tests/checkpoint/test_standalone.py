@@ -66,12 +66,17 @@ def write_job(root, name, model, head, processor=None):
     save_file(stored, root / name / "expected.safetensors")
 
 
+def needs(info):
+    """Return the arguments that a kernel needs, and the additions."""
+    return {"max_positions": 64} if info.maximum_positions else {}, {"window": 4} if info.needs_window else {}
+
+
 def every_kernel():
     """A model with a different kernel in each layer; presets are made of these kernels."""
     layers = {}
     for number, info in enumerate(info for info in kernel_infos() if info.preset is None):
-        arguments = {"max_positions": 64} if info.maximum_positions else {}
-        layers[number] = info.name, arguments | ({"window": 4} if info.needs_window else {})
+        arguments, near = needs(info)
+        layers[number] = info.name, arguments | near
     return converted("bert", "AutoModel", None, layers=layers, config={"num_hidden_layers": len(layers)})
 
 
@@ -108,9 +113,7 @@ def test_models_run_in_a_bare_environment(python, tmp_path):
 
 @pytest.mark.parametrize("kernel", [info.name for info in kernel_infos()])
 def test_the_files_of_a_kernel_import_no_other(kernel):
-    info = kernel_info(kernel)
-    arguments = {"max_positions": 64} if info.maximum_positions else {}
-    near = {"window": 4} if info.needs_window else {}
+    arguments, near = needs(kernel_info(kernel))
     files = code_files(linearize.plan(_bert(), kernel, kernel_args=arguments, **near))
     imported = {f"{name}.py" for text in files.values() for name in re.findall(r"^\s*from \.(\w+) import", text, re.M)}
     assert len(imported) > 10 and imported <= files.keys()
