@@ -34,6 +34,16 @@ def pytest_configure(config):
     config.pluginmanager.import_plugin("support.native_op")
 
 
+def pytest_collection_modifyitems(items):
+    """Put tests that fork first, so that one worker runs them: each starts a process to fork, which takes seconds."""
+    from support import forks
+
+    def forking(module):
+        return any(x is forks or getattr(x, "__module__", "") == forks.__name__ for x in vars(module).values())
+
+    items.sort(key=lambda item: not forking(item.module))
+
+
 def pytest_collection_finish():
     """Leave what was imported and collected out of later searches for garbage: each trainer starts a full one."""
     gc.enable()

@@ -103,7 +103,8 @@ def test_larger_images_are_asked_for_in_pixels(folders, tmp_path, capsys):
 
 def test_dry_run_prints_the_plan_and_writes_nothing(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, text, _ = run(capsys, "convert", folders / "llama", "--dry-run", "--keep-softmax", "0")
+    data = ["--dataset", folders / "data.jsonl", "--text-column", "sentence"]
+    code, text, _ = run(capsys, "convert", folders / "llama", "--dry-run", "--keep-softmax", "0", *data)
     assert code == 0
     assert "1 of 2 attentions become linear" in text
     assert "kept on request" in text

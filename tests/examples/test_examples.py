@@ -9,12 +9,14 @@ from support.scripts import script
 
 from linearize.checkpoint.log import read_log
 
+# docs/command-line.md runs all of them in `make test`.
+pytestmark = pytest.mark.slow
+
 
 def example(name):
     return script(name, CHECKOUT / "examples")
 
 
-@pytest.mark.slow  # The story runs in docs/command-line.md too.
 def test_an_engineer_with_long_documents(tmp_path, capsys):
     model = make_original(tmp_path / "bert")
     rows = [{"body": " ".join(WORDS * 4 + WORDS[i % 9 :]), "outcome": ("bad", "good")[i % 2]} for i in range(48)]

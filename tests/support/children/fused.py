@@ -44,9 +44,9 @@ DIM, WIDTH = 20, 6
 FEW = [
     Case("hedgehog", 2, heads=(1, 1)),
     Case("hedgehog", 130, {"tied": False}, heads=(2, 1), padded=True),
-    Case("hedgehog", 20, {"bias": False, "features": 70}, padded=True, dtype=torch.bfloat16),
+    Case("hedgehog", 20, {"bias": False, "features": 70}, heads=(1, 1), padded=True, dtype=torch.bfloat16),
     Case("t2r", 50, {"features": 19}, heads=(2, 1), padded=True),
-    Case("flexformer_n", 33, heads=(2, 1), padded=True),
+    Case("flexformer_n", 33, heads=(1, 1), padded=True),
 ]
 SCALED = Case("hedgehog", 70, heads=(2, 1), padded=True, scale="linear")
 """Only bidirectional: causal calls with scales are declined."""
@@ -54,6 +54,7 @@ MORE = [
     Case("hedgehog", 63, heads=(4, 2), padded=True),
     Case("hedgehog", 140, {"tied": False}, heads=(2, 1)),
     Case("hedgehog", 70, {"bias": False, "features": 70}, padded=True, dtype=torch.bfloat16),
+    Case("flexformer_n", 33, heads=(2, 1), padded=True),
     Case("flexformer_n", 130, heads=(2, 1), padded=True),
     Case("flexformer_n", 33, {"magnitude": False, "tied": False}, heads=(2, 1)),
 ]
