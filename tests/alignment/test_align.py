@@ -38,7 +38,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.sampled("values")
+@pytest.mark.sampled("values", "head")
 @pytest.mark.parametrize("name, head", HEADS)
 def test_the_student_comes_closer(name, head):
     model = sharp(name, head)
