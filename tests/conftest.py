@@ -63,6 +63,16 @@ def few_resamples():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def little_prose():
+    """The built-in text from a tenth of its modules, because to parse all takes longer than most tests; returns all."""
+    from linearize.data import builtin
+
+    modules = builtin.MODULES
+    builtin.MODULES = " ".join(modules.split()[::10])
+    return modules
+
+
+@pytest.fixture(autouse=True, scope="session")
 def small_probes():
     """The product whose time says how quiet the machine is: a thousandth of its usual work, as it is timed often."""
     from linearize.evaluation.bench import meter

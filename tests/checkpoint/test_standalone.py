@@ -89,9 +89,9 @@ def test_models_run_in_a_bare_environment(python, tmp_path):
     vision = timm.create_model("test_vit", pretrained=False, num_classes=5, img_size=32).eval()
     jobs = {
         "bert": ("AutoModelForMaskedLM", "fill-mask", True),
-        "gpt2": ("AutoModelForCausalLM", "", True),
-        "llama": ("AutoModelForCausalLM", "", True),
-        "vit": ("AutoModelForImageClassification", "image-classification", True),
+        "gpt2": ("AutoModelForCausalLM", "", False),
+        "llama": ("AutoModelForCausalLM", "", False),
+        "vit": ("AutoModelForImageClassification", "image-classification", False),
         "timm": ("AutoModelForImageClassification", "image-classification", True),
         "every-kernel": ("AutoModel", "", False),
         "window": ("AutoModelForCausalLM", "", False),

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from linearize.core.errors import DataError
-from linearize.data import DataConfig, load_source
+from linearize.data import DataConfig, builtin, load_source
 from linearize.data import hub as hub_room
 from linearize.data import load as load_room
 from linearize.data.builtin import Crops, paragraphs, prose
 
 
-def test_prose_is_much_and_english() -> None:
-    built_in_prose = prose()
+def test_prose_is_much_and_english(little_prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "MODULES", little_prose)
+    built_in_prose = prose.__wrapped__()
     assert len(built_in_prose) > 2_000 and len(set(built_in_prose)) == len(built_in_prose)
     assert sum(len(text) for text in built_in_prose) > 500_000
     assert any(text.startswith("Assert statements are a convenient way to insert") for text in built_in_prose)
@@ -39,7 +40,7 @@ def test_paragraphs_keep_prose_only() -> None:
 
 def test_text_without_a_dataset_offline(gpt_tokenizer: Any) -> None:
     source = load_source(DataConfig(batch_size=4, holdout=8), gpt_tokenizer, "text")
-    assert source.fallback and source.num_train is not None and source.num_train > 2_000
+    assert source.fallback and source.num_train == len(prose()) - 8
     assert source.description.startswith("built-in English prose (manual topics and docstrings of Python 3.")
     assert "as no data set is given and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set" in source.description
     assert next(source.train_batches())["input_ids"].shape[0] == 4
