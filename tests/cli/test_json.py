@@ -112,3 +112,13 @@ def test_of_several_processes_the_first_speaks(rank, speaks, monkeypatch, capsys
     for words in (["kernels"], ["kernels", "--json"]):
         assert main(words) == 0
         assert bool(capsys.readouterr().out) == speaks
+
+
+def test_an_evaluation_without_a_part_is_a_side_of_its_own(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    make_text("masked", head="AutoModelForMaskedLM")
+    words = TASK.replace("text-classification", "masked-lm").split()
+    assert main(["evaluate", "masked", *words, "--ablate", "attention", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ours, without = found["sides"]
+    assert ours["score"] == found["score"] != without["score"] and "without its attention" in without["name"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -91,10 +93,13 @@ def test_constant_predictions_have_no_correlation():
         ("pearson", [2.0], [3.0], 0.0),
         ("pearson", [0.1] * 3, [1.0, 2.0, 3.0], 0.0),
         ("pearson", [1.0, 2.0], [5.0, 3.0], -1.0),
+        ("roc_auc", [0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1], 0.75),
+        ("roc_auc", [0.5, 0.5, 0.2], [0, 1, 1], 0.25),
+        ("roc_auc", [0.1, 0.9], [1, 1], math.nan),
     ],
 )
 def test_one_class_one_row_and_constants(name, guess, true, expected, recwarn):
-    assert value(name, guess, true) == expected
+    assert value(name, guess, true) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
     assert [str(one.message) for one in recwarn if "sklearn" in one.filename or "scipy" in one.filename] == []
 
 
