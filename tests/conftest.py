@@ -39,7 +39,8 @@ def pytest_collection_modifyitems(items):
     from support import forks
 
     def forking(module):
-        return any(x is forks or getattr(x, "__module__", "") == forks.__name__ for x in vars(module).values())
+        used = vars(module).values()
+        return any(x is forks or x is forks.context or getattr(x, "__module__", "") == forks.__name__ for x in used)
 
     items.sort(key=lambda item: not forking(item.module))
 

@@ -20,8 +20,9 @@ TEXTS = {name: (CHECKOUT / name).read_text(encoding="utf-8") for name in DOCUMEN
 ALL = "\n".join(TEXTS.values())
 FIGURES = [name for name in DOCUMENTS if name.startswith("docs/benchmarks/") or name == "docs/lab-notes.md"]
 """Pages of figures: `make slow` runs their lines, which take long and do much alike."""
-OTHERS = ("embeddings", "long-documents", "text-generation", "tuning", "distributed")
-GUIDES = [f"docs/guides/{name}.md" for name in OTHERS]
+GUIDES = [
+    f"docs/guides/{name}.md" for name in ("embeddings", "long-documents", "text-generation", "tuning", "distributed")
+]
 """Guides whose verbs README.md and the other guides run as well: `make slow` runs their lines, which are read here."""
 
 
