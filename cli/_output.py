@@ -1,46 +1,36 @@
-"""The output of the verbs: tables, JSON, and the progress of long work.
+"""The output of the verbs: tables and JSON.
 
-People read stderr and stdout; with --json, programs read stdout. Long work shows a progress bar on a terminal, and
-lines and a heartbeat in a log.
+People read stderr and stdout; with --json, programs read stdout.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from linearize.core.errors import printable
 from linearize.core.parsing import finite
-from linearize.jobs import events
-from linearize.jobs.events import Callback, Event
 from linearize.modeling.plan import UNKNOWN, LayerPlan, Plan
 from linearize.training.stage_one.processes import is_main
 
 if TYPE_CHECKING:
     from linearize.fidelity.measure import Fidelity
     from linearize.jobs.advice import Findings
-    from linearize.kernel_search.result import SearchResult, SearchStep
-    from linearize.training.alignment.loop import AlignResult, AlignStep
-    from linearize.training.stage_one.loop import DistillResult, StepReport
-    from linearize.training.stage_two.tuner import TuneStep
-
-    Report = StepReport | AlignStep | TuneStep | SearchStep
+    from linearize.kernel_search.result import SearchResult
+    from linearize.training.alignment.loop import AlignResult
 
 ROOMY = 90
 """Width of a terminal, in characters, with room for a bar, the layers' losses, and tables of many columns."""
@@ -178,231 +168,14 @@ def number(value: float | None, digits: int = 3) -> str:
         return "-"
     if math.isfinite(value) and float(value).is_integer() and abs(value) > 1:
         return f"{value:.0f}"
-    return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:.{digits}f}"
-
-
-EVERY, SHARE, SELDOM = 8.0, 0.1, 300.0
-"""Seconds without output in a log before a heartbeat line: 8, later a tenth of the time so far, at most 300."""
-
-
-class Heartbeat:
-    """Context manager that prints what is still running to a log that has been silent for some time.
-
-    The lines become less frequent over time. A terminal has progress bars instead.
-    """
-
-    def __init__(self, out: Screen, what: str) -> None:
-        self.out, self.what, self.every = out, what, EVERY
-        self.start = time.monotonic()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        """Start."""
-        if not self.out.is_terminal:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Stop."""
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _silence(self) -> float:
-        return max(self.every, min(SELDOM, SHARE * (time.monotonic() - self.start)))
-
-    def _run(self) -> None:
-        while not self._over.wait(max(0.0, self.out.spoke + self._silence() - time.monotonic())):
-            if time.monotonic() - self.out.spoke >= self._silence():
-                self.out.print(f"... {self.what} ({time.monotonic() - self.start:.0f} s so far)", soft_wrap=True)
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with a message about the results that were kept."""
-
-
-@contextlib.contextmanager
-def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Give a Ctrl-C inside the block a message about the results kept and how to continue; `main` prints it.
-
-    A message from the work itself takes precedence. Among nested blocks the outer one decides: it knows the whole work.
-    """
-    try:
-        yield
-    except Interrupted:
-        raise Interrupted(kept()) from None
-    except KeyboardInterrupt as interrupt:
-        raise Interrupted(str(interrupt) or kept()) from None
-
-
-class StepProgress:
-    """A bar with the loss on a terminal (without the bar on a narrow one), plain lines elsewhere."""
-
-    def __init__(self, out: Console) -> None:
-        self.out = out
-        self.bar: Progress | None = None
-
-    def __call__(self, report: Report) -> None:
-        """Show a step."""
-        if not self.out.is_terminal:
-            if report.step == 1 or report.held_out is not None:
-                self.out.print(self._line(report))
-            return
-        roomy = self.out.width >= ROOMY
-        if self.bar is None:
-            count, loss = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.fields[loss]}")
-            columns = [TextColumn("{task.description}"), count, TimeRemainingColumn(), loss]
-            if roomy:
-                columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
-            self.bar = Progress(*columns, console=self.out)
-            self.bar.add_task(self.stage(report), total=report.steps, loss="")
-            self.bar.start()
-        losses = list(report.losses.values())
-        layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
-        text = f"loss {report.loss:.3f}{layers}"
-        stage = self.stage(report)
-        self.bar.update(self.bar.task_ids[0], description=stage, total=report.steps, completed=report.step, loss=text)
-        if report.held_out is not None:
-            self.bar.console.print(self._line(report))
-
-    @staticmethod
-    def stage(report: Report) -> str:
-        """Return the stage of a step."""
-        return f"{report.stage}, {report.phase}" if report.phase else report.stage
-
-    @classmethod
-    def where(cls, report: Report) -> str:
-        """Return a step's number, elapsed time and remaining time."""
-        stage = f"{cls.stage(report)}, " if report.phase else ""
-        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
-
-    @classmethod
-    def short(cls, report: Report) -> str:
-        """Return a step's number, times and loss."""
-        return f"{cls.where(report)}: loss {report.loss:.4f}"
-
-    @classmethod
-    def _line(cls, report: Report) -> str:
-        layers = f"; per layer {' '.join(f'{loss:.2f}' for loss in report.losses.values())}" if report.losses else ""
-        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
-        return f"{cls.short(report)}{held_out}{layers}"
-
-    def stop(self) -> None:
-        """Remove the bar from the screen."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-
-
-class Work:
-    """Shows the events of long work, as the callback of a job.
-
-    Attributes:
-        out: the console.
-        says: whether it prints a line at the start of slow work.
-        beat: prints to a log what is still running.
-        progress: the progress bar.
-        findings: the job's findings, available at its end.
-        saved: whether its result was written.
-    """
-
-    def __init__(self, out: Screen, what: str) -> None:
-        self.out, self.says = out, False
-        self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
-        self.findings: Findings | None = None
-        self.saved = False
-        self._last: Report | None = None
-
-    def __call__(self, event: Event) -> None:
-        """Show an event."""
-        out, beat = self.out, self.beat
-        self.saved = self.saved or isinstance(event, events.Saved)
-        match event:
-            case events.Planned(plan):
-                out.print(plan_table(plan))
-            case events.DataOpened(description):
-                out.print(f"Data: {description}")
-                beat.what = "measuring the start"
-            case events.StepDone(report):
-                self._last = report
-                self.progress(report)
-                done = report.step == report.steps
-                beat.what = "measuring the result" if done else f"training, {self.progress.short(report)}"
-            case events.Logged(entry):
-                # A line of a log also gives the remaining time, as the bar does on a terminal.
-                timed = self._last is not None and self._last.step == entry["step"]
-                out.print(log_line(entry, self.progress.where(self._last) if self._last and timed else None))
-            case events.Noted(text):
-                out.print(text)
-            case events.Started(what):
-                beat.what = what
-                if self.says:
-                    out.print(f"... {what}")
-            case events.Searched(searched):
-                self.progress.stop()
-                beat.what = "continuing after the search"
-                show_search(out, searched)
-            case events.Distilled(distilled):
-                self.progress.stop()
-                beat.what = "continuing after stage one"
-                out.print(summary_of(distilled))
-                title = "Kernel against softmax, before > after stage one"
-                title = f"{title} ({distilled.before.queries} held-out queries)"
-                out.print(fidelity_table(title, distilled.after, distilled.before))
-            case events.Aligned(aligned):
-                self.progress.stop()
-                out.print(closeness_table(aligned))
-            case events.Concluded(findings):
-                self.findings = findings
-
-
-@contextlib.contextmanager
-def at_work(out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written") -> Iterator[Work]:
-    """Show long work: its events, what is running (initially `what`), and the results kept on Ctrl-C."""
-    work = Work(out, what)
-    try:
-        with work.beat, on_interrupt(kept):
-            yield work
-    finally:
-        work.progress.stop()
-
-
-def as_lines(out: Console) -> Callback:
-    """Return a callback that prints a line at the start of slow work."""
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, events.Started):
-            out.print(f"... {event.what}", markup=False)
-
-    return on_event
+    # A divergence of -1e-9 is rounding, not -0.000.
+    return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:z.{digits}f}"
 
 
 def show_findings(out: Console, findings: Findings) -> None:
     """Print a job's findings and the suggested next command; lines are not wrapped, so that they can be copied."""
     for line in findings.lines():
         out.print(line, soft_wrap=True)
-
-
-HIDDEN = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time")
-
-
-def log_line(entry: dict[str, float], where: str | None = None) -> str:
-    """Return one entry of the trainer's log as a line; `where` replaces its step."""
-    shown = {name: value for name, value in entry.items() if isinstance(value, float) and "per_second" not in name}
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in HIDDEN)
-    where = where or f"step {entry['step']}/{entry['steps']}"
-    return f"{where}: {figures}"
-
-
-def summary_of(result: DistillResult) -> str:
-    """Return one line about the result of stage one."""
-    if result.stopped == "nothing to learn":
-        return "Stage one skipped: no kernel of this plan has anything to learn."
-    return (
-        f"Stage one: {result.steps} steps in {result.seconds:.0f} s, ended by {result.stopped}; "
-        f"kept step {result.best_step}."
-    )
 
 
 def fidelity_table(title: str, after: Fidelity, before: Fidelity | None = None) -> Group:

@@ -7,7 +7,8 @@ import argparse
 from rich.console import Group
 
 from linearize.attention.interface import linear_attentions
-from linearize.cli._output import Screen, as_lines, table
+from linearize.cli._output import Screen, table
+from linearize.cli._progress import as_lines
 from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.parsing import check_file
 from linearize.evaluation.bench.job import BenchResult, checked, make_suites, run_bench

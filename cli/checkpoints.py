@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 
 from linearize.checkpoint import push as hub
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.cli._output import Screen, at_work, on_interrupt, plan_table
+from linearize.cli._output import Screen, plan_table
+from linearize.cli._progress import at_work, on_interrupt
 from linearize.core.errors import UnsupportedModelError
 from linearize.jobs.config import ExportJob, InitJob
 

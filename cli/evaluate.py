@@ -9,7 +9,8 @@ from dataclasses import asdict
 from rich.console import RenderableType
 
 from linearize.checkpoint.output import claim
-from linearize.cli._output import Screen, as_lines, at_work, fidelity_table, number, table
+from linearize.cli._output import Screen, fidelity_table, number, table
+from linearize.cli._progress import as_lines, at_work
 from linearize.evaluation.options import CompareOptions, ReportOptions
 from linearize.evaluation.report.compare import NUMBERS, compare_checkpoints, write_comparison
 from linearize.evaluation.report.gather import answer
@@ -53,7 +54,6 @@ def longdoc(job: LongdocJob, args: argparse.Namespace, out: Screen) -> object:
     def on_event(event: Event) -> None:
         work(event)
         if isinstance(event, events.Started):
-            work.progress.stop()
             what = event.what[0].upper() + event.what[1:]
             out.print(what, style="bold" if event.what.startswith("step") else None)
 

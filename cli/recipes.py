@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 from rich.console import Group
 
-from linearize.cli._output import Screen, at_work, print_json, table
+from linearize.cli._output import Screen, print_json, table
+from linearize.cli._progress import at_work
 from linearize.core.errors import printable
 from linearize.core.events import Event
 from linearize.jobs.recipes.recipe import cells, load_recipe, plain, recipe_names, recipe_text

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
-from linearize.cli._output import Screen, at_work, print_json, show_findings, table
+from linearize.cli._output import Screen, print_json, show_findings, table
+from linearize.cli._progress import at_work
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.core.events import Callback, Event, ignore
@@ -162,7 +163,6 @@ def show_bill(job: AnyJob, args: argparse.Namespace, out: Screen, also: Callback
             also(event)
 
     with at_work(out, "checking") as work:
-        work.says = out.is_terminal
         bill = dry_run(job, on_event)
     for text in bill.lines():
         out.print(text, soft_wrap=True)

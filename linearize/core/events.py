@@ -21,6 +21,14 @@ class Started(Event):
 
 
 @dataclass(frozen=True)
+class Advanced(Event):
+    """A part of the slow work that has begun is done: `done` of `total` equal parts."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Noted(Event):
     """A line that the reader should see."""
 

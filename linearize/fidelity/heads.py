@@ -8,7 +8,7 @@ this path divide the error among the heads: the shares add up to the error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
+from linearize.core.events import Advanced, Callback, ignore
 from linearize.fidelity.ablate import without_kernel
 from linearize.fidelity.teacher import last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
@@ -47,12 +48,15 @@ def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"input_ids": twice} | ({} if mask is None else {"attention_mask": torch.ones_like(twice)})
 
 
-def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def head_shares(
+    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback = ignore
+) -> dict[str, Tensor]:
     """Return the share of each head in the error of a conversion whose kernels are untrained.
 
     Args:
         model: a converted model; it is unchanged afterwards. Layers with a window are judged by the window alone.
         batches: model inputs; they are moved to the model's device.
+        on_event: called with `Advanced` after every step.
 
     Returns:
         [H] per converted layer, by host module. The shares add up to the squared relative error of the last hidden
@@ -69,7 +73,7 @@ def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]])
     power = 0.0
     try:
         with evaluating(model), torch.enable_grad():
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 batch = {name: value.to(device) for name, value in batch.items()}
                 with torch.no_grad(), observed(model, lambda *_: None):
                     wanted = _states(model, batch)
@@ -92,13 +96,20 @@ def head_shares(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]])
                     grads = torch.autograd.grad(error, list(gates.values()))
                     for share, grad in zip(shares.values(), grads, strict=True):
                         share += grad.double().cpu() / POINTS
+                    on_event(Advanced(number * POINTS + point + 1, len(batches) * POINTS))
     finally:
         for restore in restores:
             restore()
     return {name: share / max(power, 1e-30) for name, share in shares.items()}
 
 
-def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable[Mapping[str, Tensor]]) -> Plan:
+def keep_heads(
+    model: PreTrainedModel,
+    plan: Plan,
+    count: int,
+    batches: Sequence[Mapping[str, Tensor]],
+    on_event: Callback = ignore,
+) -> Plan:
     """Make the heads with the largest shares in the error keep softmax, in place, and return the changed plan.
 
     Args:
@@ -106,6 +117,7 @@ def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable
         plan: its plan.
         count: number of heads.
         batches: model inputs, cut by `shortened`; for causal models, rows with repeated halves are added.
+        on_event: called with `Advanced` after every step.
 
     Raises:
         ConfigError: if there are fewer heads in layers that can keep heads, or the model returns no hidden states.
@@ -116,7 +128,9 @@ def keep_heads(model: PreTrainedModel, plan: Plan, count: int, batches: Iterable
         batches += [repeated(batch) for batch in batches]
     layers = linear_attentions(model)
     shares = {
-        name: x for name, x in head_shares(model, batches).items() if hasattr(layers[name].mixer, "softmax_heads")
+        name: x
+        for name, x in head_shares(model, batches, on_event).items()
+        if hasattr(layers[name].mixer, "softmax_heads")
     }
     ranked = sorted(
         ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True

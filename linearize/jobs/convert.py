@@ -185,7 +185,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
         on_event(Started("finding the heads that need softmax"))
         rows = context.source.holdout_batches()[:HEAD_BATCHES]
         count = job.softmax_heads(sum(layer.shape.heads for layer in context.plan.converted))
-        context.plan = keep_heads(loaded.model, context.plan, count, rows)
+        context.plan = keep_heads(loaded.model, context.plan, count, rows, on_event)
         on_event(Planned(context.plan))
     return context
 

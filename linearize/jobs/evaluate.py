@@ -18,7 +18,7 @@ from linearize.evaluation.bench.memory import peak_of_reading
 from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
 from linearize.evaluation.report.paired import SideDifference, score_difference
 from linearize.fidelity.ablate import ablated
-from linearize.jobs.events import Callback, Started, ignore
+from linearize.jobs.events import Advanced, Callback, Started, ignore
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_one.processes import check_alone, under_fsdp
 from linearize.training.stage_two.config import DataOptions
@@ -138,7 +138,7 @@ class Sides:
         task: the task.
         dataset: the data, passed to `linearize.training.stage_two.prepare.prepare`.
         device: device that the models run on.
-        on_event: called with `Started` before each side.
+        on_event: called with `Started` before each side, and with `Advanced` after each batch.
         batch_size: rows per batch; None: as many as fit into `TOKENS` tokens, at most `MOST_ROWS`.
         memory: whether to measure the peak memory of the longest row, in a separate process.
         read: the measured sides.
@@ -175,7 +175,12 @@ class Sides:
         length = facts.get("max_length", facts["context"])
         note = beyond_training(model, task, length)
         with ablated(model, without) if without is not None else nullcontext():
-            measured = measure_with_interval(model, data, batch_size=self.batch_size or rows_per_batch(data.facts))
+            measured = measure_with_interval(
+                model,
+                data,
+                batch_size=self.batch_size or rows_per_batch(data.facts),
+                on_batch=lambda done, total: self.on_event(Advanced(done, total)),
+            )
         balanced = measured.balanced
         scores = [measured] if balanced is None else [measured, balanced]
         result = SideResult(

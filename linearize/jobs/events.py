@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linearize.core.events import Advanced as Advanced
 from linearize.core.events import Callback as Callback
 from linearize.core.events import Event as Event
 from linearize.core.events import Noted as Noted

@@ -148,7 +148,10 @@ def test_kernels_fit_into_eighty_columns(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(2567940.3461, "2.57e6"), (12034.0, "12034"), (0.5, "0.500"), (1.0, "1.000"), (None, "-"), (float("inf"), "inf")],
+    [
+        *((2567940.3461, "2.57e6"), (12034.0, "12034"), (0.5, "0.500"), (1.0, "1.000"), (-1e-9, "0.000")),
+        *((None, "-"), (float("inf"), "inf")),
+    ],
 )
 def test_numbers_are_written_as_people_do(value, text):
     assert number(value) == text

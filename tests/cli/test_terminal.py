@@ -16,11 +16,12 @@ from support import forks
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
-from linearize.cli import _output, main
-from linearize.cli._output import Heartbeat, Screen, StepProgress, console, print_json, table
+from linearize.cli import _output, _progress, main
+from linearize.cli._output import Screen, console, print_json, table
+from linearize.cli._progress import Heartbeat, StepProgress, at_work
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError
-from linearize.jobs.events import Saved
+from linearize.jobs.events import Advanced, Saved, Started, StepDone
 from linearize.training.stage_one import observer
 from linearize.training.stage_one.loop import StepReport
 from linearize.training.stage_two.save import last_checkpoint
@@ -173,7 +174,7 @@ def show(*reports):
 
 
 def heard(work, monkeypatch, stream):
-    monkeypatch.setattr(_output, "EVERY", 0.1)
+    monkeypatch.setattr(_progress, "EVERY", 0.1)
     with redirect_stdout(stream):
         out = console()
         with Heartbeat(out, "reading") as beat:
@@ -200,17 +201,18 @@ def test_a_log_hears_of_longer_work_less_often():
     beat = Heartbeat(console(), "reading")
     lines, now = 0, 0.0
     while now < 4200:
-        now += max(_output.EVERY, min(_output.SELDOM, _output.SHARE * now))
+        now += max(_progress.EVERY, min(_progress.SELDOM, _progress.SHARE * now))
         lines += 1
     beat.start = time.monotonic() - 1000
     assert lines < 60 and beat._silence() == pytest.approx(100, abs=1)
     beat.start = time.monotonic()
-    assert beat._silence() == _output.EVERY
+    assert beat._silence() == _progress.EVERY
 
 
 def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
     now, spoken = [0.0], [5.0, 12.0, 15.0, 30.0]
-    monkeypatch.setattr(_output, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (_output, _progress):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def wait(seconds):
         """Let the time pass, with what is said in it; the work is over after 37 seconds."""
@@ -233,8 +235,8 @@ def test_a_heartbeat_is_for_silence_and_for_logs(monkeypatch, terminal):
 
 def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
     """Their work takes minutes on a busy machine: never ten seconds of a log without a line."""
-    assert _output.EVERY < 10
-    monkeypatch.setattr(_output, "EVERY", 0.1)
+    assert _progress.EVERY < 10
+    monkeypatch.setattr(_progress, "EVERY", 0.1)
     beats, say = threading.Semaphore(0), Screen.print
 
     def spy(self, *objects, **options):
@@ -284,6 +286,43 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(terminal, monkeypat
     first, last = file.getvalue().splitlines()
     assert first.startswith("step 1/9, 2 s, 16 s left: loss 2.0000")
     assert "step 3/9" in last and "held out 2.5000" in last
+
+
+def waiting():
+    out = console()
+    with at_work(out, "loading [the] model") as work:
+        work(Started("measuring"))
+        work(Advanced(2, 4))
+        work.progress.bar and work.progress.bar.refresh()
+        work(StepDone(report(1)))
+        out.print(work.beat.what)
+        work(StepDone(report(9)))
+        out.print(work.beat.what)
+
+
+def test_a_terminal_shows_what_is_running_between_the_stages(terminal, monkeypatch):
+    """Before that, a terminal stayed empty while heads were chosen or a model was measured, which takes minutes."""
+    monkeypatch.setenv("COLUMNS", "120")
+    with redirect_stdout(terminal):
+        waiting()
+    written = plain(terminal.getvalue())
+    shown = [
+        r"\.\.\. loading \[the\] model 0:00:00",
+        r"\.\.\. measuring, 2/4 0:00:00",
+        r"stage one ━.* 9/9 ",
+        r"measuring the result\r?\n",
+        r"\.\.\. measuring the result 0:00:00",
+    ]
+    assert re.search(".*".join(shown), written, re.DOTALL)
+    # A bar stays on the screen; what was running is erased at the end.
+    assert terminal.getvalue().rstrip("\r\n").endswith("\x1b[1A\x1b[2K")
+    with redirect_stdout(io.StringIO()) as log:
+        waiting()
+    assert log.getvalue().splitlines() == [
+        "step 1/9, 2 s, 16 s left: loss 2.0000; per layer 1.00 3.00",
+        "training, step 1/9, 2 s, 16 s left: loss 2.0000",
+        "measuring the result",
+    ]
 
 
 def test_json_has_neither_colours_nor_folded_lines(terminal):

@@ -6,6 +6,7 @@ from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.core.errors import ConfigError
+from linearize.core.events import Advanced
 from linearize.fidelity import heads
 from linearize.fidelity.heads import ROWS, TOKENS, head_shares, keep_heads, repeated, shortened
 from linearize.modeling.plan import Plan
@@ -42,7 +43,9 @@ def test_the_heads_that_matter_are_kept():
             weight.zero_()
             weight.unflatten(1, (4, -1))[:, number + 1] = keep
     plan = Plan.from_dict(model.config.linearize)
-    after = keep_heads(model, plan, 2, [inputs_of(model)])
+    told = []
+    after = keep_heads(model, plan, 2, [inputs_of(model)], told.append)
+    assert told == [Advanced(step, 8) for step in range(1, 9)]  # Of the row, and of its first half read twice.
     assert [layer.hybrid.softmax_heads for layer in after.converted] == [(1,), (2,)]
     assert Plan.from_dict(model.config.linearize) == after
     assert [layer.hybrid.softmax_heads for layer in linear_attentions(model).values()] == [(1,), (2,)]

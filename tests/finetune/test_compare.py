@@ -15,6 +15,7 @@ from support.tiny import SMALLER, converted, original
 import linearize
 from linearize.cli import main
 from linearize.core.errors import ConfigError, LinearizeError
+from linearize.core.events import Advanced
 from linearize.evaluation.bench import memory
 from linearize.evaluation.report.paired import score_difference
 from linearize.jobs.evaluate import evaluate_checkpoint
@@ -57,8 +58,11 @@ def job(place, model="linear", data="long", **more):
 
 
 def test_each_side_at_its_own_length(place, few_draws):
-    original = str(place / "original")
-    found = evaluate_checkpoint(job(place, compare=original))
+    original, told = str(place / "original"), []
+    found = evaluate_checkpoint(job(place, compare=original, batch_size=16), told.append)
+    # 40 rows in three batches, for each of the two sides without chunks.
+    counted = [(event.done, event.total) for event in told if isinstance(event, Advanced)]
+    assert counted[:6] == 2 * [(1, 3), (2, 3), (3, 3)] and counted[-1][0] == counted[-1][1]
     assert [side.name for side in found.sides] == ["this model", "the original", "the original, chunks averaged"]
     assert [(side.max_length, side.chunks) for side in found.sides][1:] == [(12, False), (12, True)]
     assert found.sides[0].max_length == found.facts["longest_row"] <= 32

@@ -13,10 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel, set_seed
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import quiet
@@ -200,17 +208,40 @@ def _selection_record(data: TaskData, config: TuneConfig, has_teacher: bool, val
     return {"by": by, "on": on, "rows": rows, "value": value}
 
 
-def measure_with_interval(model: PreTrainedModel, data: TaskData, *, batch_size: int = 64) -> Measured:
+class Batches(TrainerCallback):
+    """Counts the batches of a measurement; `on_batch` gets their number so far and in total."""
+
+    def __init__(self, on_batch: Callable[[int, int], None]) -> None:
+        self.done, self.on_batch = 0, on_batch
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Count a batch."""
+        self.done += 1
+        self.on_batch(self.done, len(given["eval_dataloader"]))
+
+
+def measure_with_interval(
+    model: PreTrainedModel,
+    data: TaskData,
+    *,
+    batch_size: int = 64,
+    on_batch: Callable[[int, int], None] = lambda done, total: None,
+) -> Measured:
     """Measure a model on a task's validation rows, with an interval and the chance level.
 
     Args:
         model: the model, on its device.
         data: the task's rows.
         batch_size: rows per batch.
+        on_batch: called after every batch with the number of batches so far and in total.
     """
     config = TuneConfig(batch_size=batch_size, eval_batch_size=batch_size)
     with tempfile.TemporaryDirectory() as folder:
-        metrics, predictions, labels = Tuner(data.type.wrap(model), data, config, folder).measure()
+        tuner = Tuner(data.type.wrap(model), data, config, folder)
+        tuner.add_callback(Batches(on_batch))
+        metrics, predictions, labels = tuner.measure()
     return Measured(
         **vars(score_of(data, metrics, predictions, labels)),
         metrics=metrics,
