@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from linearize.cli._output import as_lines, console, print_json
+from linearize.cli._output import console, print_json
+from linearize.cli._progress import as_lines
 from linearize.cli.bench import SHOWN, show
 from linearize.core.options import parse_lengths
 from linearize.evaluation.bench.job import run_tasks, threads

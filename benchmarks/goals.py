@@ -14,7 +14,8 @@ from benchmarks.bound import peak_rate, with_bound
 from benchmarks.command import add_machine, new_parser
 from benchmarks.public_op import PublicOpSuite, installed
 from linearize.attention.native import engine
-from linearize.cli._output import as_lines, console, print_json, table
+from linearize.cli._output import console, print_json, table
+from linearize.cli._progress import as_lines
 from linearize.cli.bench import show
 from linearize.core.events import Callback, ignore
 from linearize.evaluation.bench.job import BenchResult, checked, run_tasks, threads

@@ -14,7 +14,8 @@ from linearize.attention.factory import check_hybrid, default_scale
 from linearize.attention.shape import HeadShape
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.core.kernel_options import Additions
+from linearize.core.registry import HYBRID, SCALES, Hybrid, kernel_info, make_config
 from linearize.modeling.plan import SOFTMAX
 
 _LARGEST = 99_999
@@ -22,7 +23,7 @@ _LARGEST = 99_999
 
 
 @dataclass(frozen=True)
-class ConversionConfig:
+class ConversionConfig(Additions):
     """Options of `linearize.convert` and `linearize.plan`.
 
     Attributes:
@@ -30,13 +31,6 @@ class ConversionConfig:
         kernel_args: arguments of that kernel.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers that stay softmax; or "1/4" for the last layer of every four.
-        window: width W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
-            denominator (see `linearize.ops.window`); None for no window. Single layers can set it in their arguments.
-        sinks: number of first tokens that also get softmax weights (attention sinks).
-        exact_keys: number of keys per head, outside the window, that also get softmax weights: those with the largest
-            learned scale (see `linearize.ops.window_causal`).
-        scale: learned log-scales of queries and keys: "none", "linear" or "network"; None means linear with a window
-            and "none" without (see `linearize.attention.hybrid`).
         softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7". Their keys are cached.
         max_length: longest input that the model should take, in tokens; None keeps its current limit.
         positions: how learned positions are extended, "tile" or "interpolate".
@@ -50,22 +44,12 @@ class ConversionConfig:
     kernel_args: Mapping[str, object] | None = None
     layers: Mapping[int, str | tuple[str, Mapping[str, object]]] | str | None = None
     keep_softmax: Iterable[int] | str = ()
-    window: int | None = None
-    sinks: int = 0
-    exact_keys: int = 0
-    scale: str | None = None
     softmax_heads: Mapping[int, Iterable[int]] | str | None = None
     max_length: int | None = None
     positions: str = "tile"
     seed: int = 0
     example_inputs: Mapping[str, Tensor] | None = None
     local_as_full: bool = False
-
-    @property
-    def additions(self) -> dict[str, object]:
-        """The additions that all layers with a kernel get."""
-        asked = {name: getattr(self, name) for name in ("sinks", "exact_keys", "scale") if getattr(self, name)}
-        return asked if self.window is None else {"window": self.window, **asked}
 
 
 def parse_indices(text: str, where: str) -> list[int]:
@@ -175,11 +159,11 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
             "fewer layers in keep_softmax"
         )
     kernels = [(kernel_info(name), arguments) for name, arguments in chosen if name != SOFTMAX]
-    if config.additions and not any(info.windowed for info, _ in kernels):
+    if config.given and not any(info.windowed for info, _ in kernels):
         # No layer can have them: the check of the first kernel says why.
         info, arguments = kernels[0]
         shape = HeadShape(1, 1, 1, 1, info.causal)
-        check_hybrid(info, make_config(info, arguments), Hybrid.of(config.additions), shape)
+        check_hybrid(info, make_config(info, arguments), Hybrid.of(config.given), shape)
     text = config.softmax_heads
     heads = parse_heads(text) if isinstance(text, str) else dict(text or {})
     for number in heads:
@@ -190,7 +174,7 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
     layers = []
     for number, (name, arguments) in enumerate(chosen):
         own = {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
-        layers.append(complete(model, name, arguments, {**config.additions, **own}, config.max_length))
+        layers.append(complete(model, name, arguments, {**config.given, **own}, config.max_length))
     return layers
 
 
@@ -234,11 +218,18 @@ def complete(
     info = kernel_info(kernel)
     if info.windowed:
         arguments = {**more, **arguments}
-        exact, longest = arguments.get("exact_keys"), max_length or current_length(model)
+        exact, longest = Hybrid.of(arguments).exact_keys, max_length or current_length(model)
         if isinstance(exact, int) and longest is not None and exact > longest:
             raise ConfigError(f"exact-keys: got {exact}, but the model takes {longest} tokens; choose fewer")
         own = {name: value for name, value in arguments.items() if name not in HYBRID}
-        arguments.setdefault("scale", default_scale(info, make_config(info, own), arguments.get("window")))
+        usual = default_scale(info, make_config(info, own), arguments.get("window"))
+        arguments.setdefault("scale", usual)
+        if exact and arguments.get("window") is not None and arguments["scale"] == SCALES[0]:
+            other = "choose another kernel" if usual == SCALES[0] else f"use scale={usual}"
+            raise ConfigError(
+                f"exact-keys: got {exact} for kernel {kernel!r} without learned scales, by which the keys are chosen; "
+                f"{other}, or use sinks"
+            )
     if info.maximum_positions and arguments.get("max_positions") is None:
         arguments = arguments | {"max_positions": max_length or current_length(model)}
     return kernel, arguments

@@ -1,7 +1,8 @@
-"""Options for a kernel, its window and its scales, defined once for all verbs."""
+"""Options for kernels and for the additions to them, declared once for all verbs, recipes and `linearize.convert`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 from linearize.core.options import option, parse_pairs
@@ -14,23 +15,37 @@ def kernel_args(group: str | None = None) -> Any:
     return option({}, help, name="kernel_arg", metavar="K=V", repeat=True, parse=parse_pairs, group=group)
 
 
-def window(group: str | None = None) -> Any:
-    """Declare the option `--window`."""
-    return option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W", group=group)
+@dataclass(frozen=True, kw_only=True)
+class Additions:
+    """The additions that the kernels of all layers get; those of one layer are a `linearize.core.registry.Hybrid`.
 
+    Attributes:
+        window: width W of a softmax window joined to the kernels, in all layers whose kernel has a feature map and a
+            denominator (see `linearize.ops.window`); None for no window. Single layers can set it in their arguments.
+        sinks: number of first tokens that also get softmax weights (attention sinks).
+        exact_keys: number of keys per head, outside the window, that also get softmax weights: those with the largest
+            learned scale (see `linearize.ops.window_causal`).
+        scale: learned log-scales of queries and keys: "none", "linear" or "network"; None means linear with a window
+            and "none" without (see `linearize.attention.hybrid`).
+    """
 
-def exact_keys(group: str | None = None) -> Any:
-    """Declare the option `--exact-keys`."""
-    help = "softmax for N keys per head outside the window as well: those with the largest learned scales"
-    return option(0, help, metavar="N", low=0, group=group)
+    window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
+    sinks: int = option(0, "softmax for the first N tokens as well", metavar="N", low=0)
+    exact_keys: int = option(
+        0,
+        "softmax for N keys per head outside the window as well: those with the largest learned scales",
+        metavar="N",
+        low=0,
+    )
+    scale: str | None = option(
+        None,
+        "learned log-scales of queries and keys: none, linear or network; by default linear with a window",
+        metavar="KIND",
+        choices=SCALES,
+    )
 
-
-def scale(group: str | None = None) -> Any:
-    """Declare the option `--scale`."""
-    help = "learned log-scales of queries and keys: none, linear or network; by default linear with a window"
-    return option(None, help, metavar="KIND", choices=SCALES, group=group)
-
-
-def sinks(group: str | None = None) -> Any:
-    """Declare the option `--sinks`."""
-    return option(0, "softmax for the first N tokens as well", metavar="N", low=0, group=group)
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values that differ from the defaults, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(Additions)}
+        return {name: value for name, value in values.items() if value != getattr(Additions, name)}

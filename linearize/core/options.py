@@ -131,28 +131,29 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def make(config: type[Config], values: Mapping[str, Any]) -> Config:
     """Build a job's config from options by name; those left out keep their defaults.
 
-    A config may have a class method `derive(values)`, which returns the defaults that depend on other options, by
-    section ("" for its own); options given explicitly take precedence.
+    A config may have a class method `derive(values)`, which returns the defaults that depend on other options: by
+    section and field, or, under "", by option; options given explicitly take precedence.
 
     Raises:
         UnknownNameError: for a name that is not an option.
         ConfigError: for a missing option, or a value that is not allowed.
     """
     known = options_of(config)
-    given: dict[str, dict[str, object]] = {}
-    for name, value in values.items():
+    for name in values:
         if name not in known:
             raise unknown_name("option", name, known)
-        parse: Callable[[object], object] | None = known[name].metadata.get("parse")
-        parsed = parse(value) if parse is not None and isinstance(value, (str, list)) else value
-        for section_name, inner in known[name].places:
-            given.setdefault(section_name, {})[inner] = parsed
     missing = [name for name, option in known.items() if option.required and name not in values]
     if missing:
         raise ConfigError(f"{missing[0]}: got nothing, expected a value; give it")
     derive: Callable[..., dict[str, dict[str, object]]] | None = getattr(config, "derive", None)
     derived = {} if derive is None else derive(values)
-    fields = {**derived.get("", {}), **given.get("", {})}
+    given: dict[str, dict[str, object]] = {}
+    for name, value in {**derived.get("", {}), **values}.items():
+        parse: Callable[[object], object] | None = known[name].metadata.get("parse")
+        parsed = parse(value) if parse is not None and isinstance(value, (str, list)) else value
+        for section_name, inner in known[name].places:
+            given.setdefault(section_name, {})[inner] = parsed
+    fields = given.get("", {})
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         section: Section | None = field.metadata.get(_SECTION)
         if section is not None:

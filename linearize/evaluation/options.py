@@ -8,6 +8,7 @@ from typing import Any
 
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
+from linearize.core.kernel_options import Additions
 from linearize.core.options import check, option, parse_image_sizes, parse_lengths, section
 
 WHAT, SIZES, HOW = "what to measure", "sizes of random inputs", "how"
@@ -45,10 +46,7 @@ class BenchOptions:
         (), "kernel; may be repeated (hedgehog)", name="kernel", repeat=True, metavar="NAME", parse=tuple
     )
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
-    window: int | None = kernel_options.window()
-    sinks: int = kernel_options.sinks()
-    exact_keys: int = kernel_options.exact_keys()
-    scale: str | None = kernel_options.scale()
+    additions: Additions = section(Additions)
     lengths: tuple[int, ...] | None = option(
         None, "input or context lengths in tokens; by default the suite's own", metavar="N,N", parse=parse_lengths
     )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.kernel_options import Additions
 from linearize.core.options import check, make, option, section
 from linearize.data.config import DataConfig
 from linearize.kernel_search.config import SearchConfig
@@ -291,9 +292,7 @@ class ConvertJob(StageOneJob):
     example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
     local_as_full: bool = option(False, LOCAL_AS_FULL)
     window: str | int | None = option(None, WINDOWS, metavar="W", parse=parse_window)
-    sinks: int = kernel_options.sinks()
-    exact_keys: int = kernel_options.exact_keys()
-    scale: str | None = kernel_options.scale()
+    additions: Additions = section(Additions, leave_out=("window",))
     keep_softmax_heads: str | None = option(None, KEPT_HEADS, metavar="N_OR_HEADS")
     task: str | None = option(None, HEAD, metavar="TASK")
     revision: str | None = option(None, "branch, tag or commit on the Hub", metavar="REV")
@@ -352,8 +351,8 @@ class ConvertJob(StageOneJob):
             raise ConfigError(
                 f"preset: got {self.preset!r} and {other}, which also chooses kernels; leave one of them out"
             )
-        names = ("layers", "window", "sinks", "exact_keys", "scale", "keep_softmax_heads")
-        chosen: dict[str, object] = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in ("layers", "window", "keep_softmax_heads")}
+        chosen = {f"--{name.replace('_', '-')}": value for name, value in {**own, **self.additions.given}.items()}
         chosen["--kernel-arg"] = self.kernel_args
         if self.plan is not None:
             chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}

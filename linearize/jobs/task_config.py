@@ -13,7 +13,8 @@ from typing import Any
 
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
-from linearize.core.options import check, option, parse_names, section
+from linearize.core.kernel_options import Additions
+from linearize.core.options import check, option, options_of, parse_names, section
 from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, STEP_ROWS, Job, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
@@ -191,10 +192,7 @@ class LongdocJob(Job):
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args(CONVERSION)
     preset: str | None = option(None, PRESET, group=CONVERSION, metavar="NAME")
-    window: int | None = kernel_options.window(CONVERSION)
-    sinks: int = kernel_options.sinks(CONVERSION)
-    exact_keys: int = kernel_options.exact_keys(CONVERSION)
-    scale: str | None = kernel_options.scale(CONVERSION)
+    additions: Additions = section(Additions, CONVERSION)
     positions: str = option("tile", POSITIONS, group=CONVERSION, metavar="HOW")
     distill_steps: int = option(1000, "steps of stage one; 0 skips it", group=CONVERSION, low=0)
     distill_length: int | None = option(
@@ -231,12 +229,12 @@ class LongdocJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the options of a preset that exist here; `convert` also gets the preset's name, for the others."""
-        return {"": {name: x for name, x in preset_options(values).items() if name in LongdocJob.__dataclass_fields__}}
+        return {"": {name: x for name, x in preset_options(values).items() if name in options_of(LongdocJob)}}
 
     def attention(self) -> dict[str, Any]:
         """Return the options of the attention, in the format of `ConvertJob.of`."""
-        names = ("kernel", "preset", "window", "sinks", "exact_keys", "scale")
-        return {"kernel_arg": self.kernel_args} | {name: getattr(self, name) for name in names}
+        own = {"kernel": self.kernel, "kernel_arg": self.kernel_args, "preset": self.preset}
+        return own | vars(self.additions)
 
     def target(self) -> Path:
         """Return the output folder: the one given, or `<model-name>-long`."""

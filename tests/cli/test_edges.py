@@ -58,6 +58,14 @@ REFUSED = {
         "convert bert --window 4 --exact-keys 65 --output o",
         "exact-keys: got 65, but the model takes 64 tokens; choose fewer",
     ),
+    "exact keys without scales": (
+        "convert bert --window 4 --exact-keys 3 --scale none --output o",
+        "exact-keys: got 3 for kernel 'hedgehog' without learned scales, by which the keys are chosen; use ",
+    ),
+    "exact keys of a signed kernel": (
+        "convert bert --kernel flexformer_n --kernel-arg form=paper --window 4 --exact-keys 3 --output o",
+        "for kernel 'flexformer_n' without learned scales, by which the keys are chosen; choose another kernel",
+    ),
     "window": ("convert bert --window auto:0 --output o", "got 'auto:0', expected a number of tokens such as 64"),
     "no folder": ("inspect ./nofolder", "'./nofolder' does not exist"),
 }

@@ -117,8 +117,9 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
         for size in sorted(set(options.image_sizes or ())) or (None,):
             info = kernel_info(kernel)
             # The default scales are those that `convert` chooses.
-            scale = options.scale or default_scale(info, make_config(info, options.kernel_args), options.window)
-            hybrid = Hybrid(options.window, options.sinks, options.exact_keys, scale)
+            more = options.additions
+            scale = more.scale or default_scale(info, make_config(info, options.kernel_args), more.window)
+            hybrid = Hybrid(**{**more.given, "scale": scale})
             named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
             named |= {"kernel": kernel, "kernel_args": dict(options.kernel_args), "hybrid": hybrid}
             if options.suite not in OF_MODELS:

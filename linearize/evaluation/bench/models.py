@@ -30,6 +30,7 @@ from linearize.conversion.positions import (
     runs_beyond_limit,
 )
 from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.kernel_options import Additions
 from linearize.core.registry import PLAIN, Hybrid
 from linearize.evaluation.bench.meter import DTYPES, Call
 from linearize.evaluation.bench.rows import Row
@@ -177,8 +178,8 @@ class BenchModel:
             ConfigError: if a converted checkpoint takes only shorter inputs, or the kernel does not fit.
         """
         if not self.converted:
-            hybrid = {name: getattr(self.hybrid, name) for name in ("window", "sinks", "exact_keys", "scale")}
-            return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **hybrid).eval()
+            additions = {field.name: getattr(self.hybrid, field.name) for field in fields(Additions)}
+            return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **additions).eval()
         loaded = load_converted(self.model, device=self.device)
         self._check_reads(loaded.modality)
         length, size = current_length(loaded.model), current_image_size(loaded.model)

@@ -9,8 +9,9 @@ from linearize.attention.shape import HeadShape
 from linearize.conversion.layers import kept_layers, parse_heads
 from linearize.conversion.positions import METHODS
 from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.kernel_options import Additions
 from linearize.core.options import option
-from linearize.core.registry import Hybrid, kernel_info, make_config
+from linearize.core.registry import SCALES, Hybrid, kernel_info, make_config
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_two.config import TuneConfig
@@ -38,24 +39,19 @@ class Paper:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel with its arguments.
+class Kernel(Additions):
+    """A kernel with its arguments and additions.
 
     Attributes:
         name: the kernel, or "softmax" to leave attention unconverted.
         args: its arguments.
-        window: tokens of a softmax window combined with the kernel.
-        sinks: number of first tokens that also get softmax.
-        exact_keys: number of chosen keys per head that also get softmax.
-        scale: learned log-scales: none, linear or network.
+        scale: learned log-scales. Recipes were written before `convert` added them to windows by default, and must keep
+            their meaning.
     """
 
     name: str
     args: dict[str, object] = field(default_factory=dict)
-    window: int | None = None
-    sinks: int | None = None
-    exact_keys: int | None = None
-    scale: str = "none"
+    scale: str = field(default=SCALES[0], kw_only=True)
 
     def __post_init__(self) -> None:
         if self.name == SOFTMAX:
@@ -65,15 +61,13 @@ class Kernel:
         info = kernel_info(self.name)
         shape = HeadShape(1, 1, 1, 1, info.causal)
         check_hybrid(info, make_config(info, self.args), Hybrid.of(self.arguments()), shape)
-        if self.sinks is not None and (self.sinks < 1 or self.window is None):
-            raise ConfigError(f"sinks: got {self.sinks}, expected a window with them; add one, or leave it out")
 
     def arguments(self) -> dict[str, object]:
         """The kernel's arguments, including the window and other additions."""
-        more = {"window": self.window, "sinks": self.sinks, "exact_keys": self.exact_keys}
-        values = dict(self.args) | {name: value for name, value in more.items() if value is not None}
-        # Recipes were written before `convert` added scales to windows by default, and must keep their meaning.
-        return values | ({"scale": self.scale} if self.window is not None or self.scale != "none" else {})
+        more = self.given
+        if self.window is None and self.scale == SCALES[0]:
+            del more["scale"]
+        return {**self.args, **more}
 
 
 @dataclass(frozen=True)
