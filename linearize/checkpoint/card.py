@@ -124,9 +124,11 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
         )
     merit = provenance.numbers("kernel_merit")
     if "error" in merit and "window_only" in merit:
+        interval = provenance.part("kernel_merit").interval("interval")
         sentences.append(
             f"After stage one the error of its last hidden state was {merit['error']:.3f}; with its softmax windows "
-            f"alone, without the kernel, it was {merit['window_only']:.3f}."
+            f"alone, without the kernel, it was {merit['window_only']:.3f}"
+            + ("." if interval is None else f" (the 95 % interval of the difference: {_interval(interval)}).")
         )
     kept = [layer for layer in plan.layers if not layer.converted]
     if kept:
@@ -193,7 +195,17 @@ def _fidelity(provenance: Provenance) -> dict[str, object] | None:
         [_code(after.text("module")), *(_number(layer.number(name)) for name in names for layer in (before, after))]
         for before, after in zip(earlier, later, strict=True)
     ]
+    if any(layer.number("far_mass") is not None for layer in later):
+        head += ["far mass", "output error, window alone", "benefit of the kernel"]
+        for row, layer in zip(rows, later, strict=True):
+            gain = layer.interval("kernel_gain")
+            row += [_number(layer.number(name)) for name in ("far_mass", "window_error")]
+            row.append("" if gain is None else _interval(gain))
     return {"head": head, "rows": rows}
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
 def _number(value: float | None) -> str:

@@ -54,6 +54,11 @@ class Record:
         found = {str(key): _number(value) for key, value in self.part(name).values.items()}
         return {key: value for key, value in found.items() if value is not None}
 
+    def interval(self, name: str) -> tuple[float, float] | None:
+        """Return a list of two finite numbers."""
+        numbers = [number for number in map(_number, self._list(name)) if number is not None]
+        return (numbers[0], numbers[1]) if len(numbers) == len(self._list(name)) == 2 else None
+
     def is_true(self, name: str) -> bool:
         """Tell whether a value is true."""
         return self.values.get(name) is True

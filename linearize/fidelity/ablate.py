@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, unknown_name
-from linearize.fidelity.teacher import exact_states
+from linearize.fidelity.teacher import exact_states, within_limit
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.kernels.none import nothing
 
@@ -123,10 +123,10 @@ _REMOVE: Mapping[str, Callable[[LinearAttention], Callable[[], None] | None]] = 
 
 @dataclass(frozen=True)
 class KernelMerit:
-    """How much the kernels add to their windows, measured at the last hidden state of the whole model.
+    """How much kernels add to their windows, measured at the last hidden state of the whole model, or in one layer.
 
     Attributes:
-        error: norm of the difference from the softmax model's state, relative to the norm of that state.
+        error: norm of the difference from softmax's state or output, relative to its norm.
         window_only: the same without the kernels.
         difference: `window_only` minus `error`.
         interval: its 95 % bootstrap interval over rows.
@@ -152,31 +152,46 @@ class KernelMerit:
         )
 
 
-def kernel_merit(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> KernelMerit | None:
-    """Measure how much the kernels add to their windows, compared with the model's own softmax.
+def kernel_merit(
+    model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], original: PreTrainedModel | None = None
+) -> KernelMerit | None:
+    """Measure how much the kernels add to their windows, compared with softmax.
 
     Args:
-        model: a converted model whose other weights are the original's; it is unchanged afterwards.
+        model: a converted model; it is unchanged afterwards.
         batches: model inputs; they are moved to the model's device.
+        original: the softmax model, to whose longest input texts are cut; None: the model's own softmax, if its other
+            weights are still the original's.
 
     Returns:
-        The result; None if no layer has both a kernel and a window, or the model returns no hidden states.
+        The result; None if no layer has both a kernel and a window, or the models return no hidden states of equal
+        shape.
     """
     layers = linear_attentions(model).values()
     if not any(map(_has_kernel_and_window, layers)):
         return None
     sums: list[Tensor] = []
     for batch in batches:
-        with observed(model, lambda *_: None):
-            softmax = exact_states(model, batch)
+        batch = batch if original is None else within_limit(original, batch)
+        with observed(model, lambda *_: None) if original is None else contextlib.nullcontext():
+            softmax = exact_states(original or model, batch)
         ours = exact_states(model, batch)
         with ablated(model, "kernel"):
             alone = exact_states(model, batch)
-        if softmax is None or ours is None or alone is None:
+        if softmax is None or ours is None or alone is None or softmax.shape != ours.shape:
             return None
         squares = [x.square().flatten(1).sum(dim=1) for x in (ours - softmax, alone - softmax, softmax)]
         sums.append(torch.stack(squares, dim=1))
-    rows = torch.cat(sums)
+    return merit_of(torch.cat(sums))
+
+
+def merit_of(rows: Tensor) -> KernelMerit:
+    """Return both errors, and the bootstrap interval over rows of their difference.
+
+    Args:
+        rows: [N, 3], for each row the squared norms of the difference from softmax, of the difference without the
+            kernel, and of softmax.
+    """
     drawn = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=torch.Generator().manual_seed(0))
     error, window_only, difference = _errors(rows[None].sum(dim=1))
     ends = _errors(rows[drawn].sum(dim=1))[2].quantile(torch.tensor([0.025, 0.975], dtype=rows.dtype))

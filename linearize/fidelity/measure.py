@@ -14,7 +14,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
 from linearize.fidelity import teacher
-from linearize.fidelity.ablate import without_kernel
+from linearize.fidelity.ablate import merit_of, without_kernel
 from linearize.ops import Mapped, Window, kernel_weights
 from linearize.ops.state import group_queries
 from linearize.ops.window import NearKeys
@@ -40,6 +40,7 @@ class LayerFidelity:
         heads: the four figures per head.
         far_mass: softmax weight outside the layer's window and sinks; None without a window.
         window_error: the output error of the window alone; None unless the layer has both a window and a kernel.
+        kernel_gain: 95 % bootstrap interval, over rows, of `window_error` minus `output_error`; None likewise.
     """
 
     module: str
@@ -51,6 +52,7 @@ class LayerFidelity:
     heads: dict[str, list[float]]
     far_mass: float | None = None
     window_error: float | None = None
+    kernel_gain: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,13 +157,10 @@ def output_difference(
 
     Texts are cut to the maximum length of the original.
     """
-    from linearize.conversion.positions import current_length
-
     cosine = error = power = 0.0
     count = 0
     for batch in batches:
-        limit = current_length(original) if "input_ids" in batch else None
-        cut = {name: value if limit is None else value[:, :limit] for name, value in batch.items()}
+        cut = teacher.within_limit(original, batch)
         first, second = (teacher.exact_states(model, cut) for model in (original, converted))
         if first is None or second is None or first.shape != second.shape:
             return None
@@ -182,11 +181,14 @@ class _Sums:
 
     def __init__(self, heads: int) -> None:
         self.heads, self.values = heads, dict[str, Tensor]()
+        self.rows: dict[str, list[Tensor]] = {"error": [], "window_error": [], "power": []}
 
     def add(self, name: str, per_row: Tensor) -> None:
         """Add figures [B, K, G, R] or [B, H, R]."""
-        flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).double().sum(dim=(0, 2)).cpu()
-        self.values[name] = flat + self.values.get(name, 0.0)
+        flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).double().sum(dim=2).cpu()
+        self.values[name] = flat.sum(dim=0) + self.values.get(name, 0.0)
+        if name in self.rows:
+            self.rows[name].append(flat.sum(dim=1))
 
     def result(self, module: str, kernel: str) -> LayerFidelity:
         """Divide."""
@@ -209,7 +211,12 @@ class _Sums:
             heads={name: value.tolist() for name, value in heads.items()},
             far_mass=float((v["far"] / queries).mean()) if "far" in v else None,
             window_error=whole("window_error") if "window_error" in v else None,
+            kernel_gain=self._gain() if "window_error" in v else None,
         )
+
+    def _gain(self) -> tuple[float, float]:
+        """Return the interval of the kernel's gain over the window alone."""
+        return merit_of(torch.stack([torch.cat(squares) for squares in self.rows.values()], dim=1)).interval
 
 
 @torch.no_grad()

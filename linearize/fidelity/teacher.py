@@ -61,6 +61,14 @@ def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor |
     return states if mask is None or states.ndim != 3 else states * mask[:, : states.shape[1], None].to(states)
 
 
+def within_limit(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch whose texts [B, T] are cut to the longest input of a model."""
+    from linearize.conversion.positions import current_length
+
+    limit = current_length(model) if "input_ids" in batch else None
+    return {name: value if limit is None else value[:, :limit] for name, value in batch.items()}
+
+
 @torch.no_grad()
 def exact_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
     """Return `last_states` in evaluation mode, moved to the model's device, as fp64 [B, T, D] on the CPU."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.scripts import script
-from support.tiny import converted, inputs_of
+from support.tiny import converted, inputs_of, original
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.card import limits
@@ -112,7 +112,13 @@ def test_merit_is_the_difference_of_two_errors():
     assert found.difference == pytest.approx(found.window_only - found.error)
     assert found.interval[0] <= found.difference + 1e-9
     assert found.difference <= found.interval[1] + 1e-9
-    assert ("brings nothing" in found.text) == (found.interval[0] <= 0)
+    assert ("cannot be told from noise" in found.text) == (found.interval[0] <= 0)
+    assert kernel_merit(model, batches, original("llama", CAUSAL)) == found
+    longer = [{"input_ids": torch.cat([batch["input_ids"]] * 20, dim=1)} for batch in batches]
+    short = original("llama", CAUSAL, max_position_embeddings=9)
+    assert kernel_merit(model, longer, short) == kernel_merit(
+        model, [{"input_ids": batch["input_ids"][:, :9]} for batch in longer]
+    )
     assert kernel_merit(converted("llama", CAUSAL, "hedgehog"), batches) is None
     assert kernel_merit(converted("llama", CAUSAL, "none", window=3), batches) is None
 
@@ -140,13 +146,18 @@ def test_far_mass_is_softmax_outside_the_window(name):
     found = measure_layers(model, [inputs])
     assert [layer.far_mass for layer in found.layers] == pytest.approx(seen, rel=1e-4)
     for layer in found.layers:
-        assert layer.window_error is not None
+        low, high = layer.kernel_gain
+        assert low <= layer.window_error - layer.output_error <= high
     plain = measure_layers(converted("llama", CAUSAL, "hedgehog"), [inputs_of(converted("llama", CAUSAL, "hedgehog"))])
     assert all(layer.far_mass is None and layer.window_error is None for layer in plain.layers)
 
 
 def test_the_card_states_the_control():
     plan = Plan.from_dict(hybrid(window=3).config.linearize)
-    said = limits(plan, Provenance({"kernel_merit": {"error": 0.25, "window_only": 0.5}}), None)
-    assert any("was 0.250; with its softmax windows alone, without the kernel, it was 0.500" in text for text in said)
+    merit = {"error": 0.25, "window_only": 0.5}
+    said = limits(plan, Provenance({"kernel_merit": merit}), None)
+    words = "was 0.250; with its softmax windows alone, without the kernel, it was 0.500"
+    assert any(text.endswith(f"{words}.") for text in said)
+    said = limits(plan, Provenance({"kernel_merit": merit | {"interval": [0.2, 0.3]}}), None)
+    assert any(f"{words} (the 95 % interval of the difference: 0.200 to 0.300)." in text for text in said)
     assert not any("windows alone" in text for text in limits(plan, Provenance(), None))

@@ -3,6 +3,7 @@
 import json
 import re
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.forks import in_forked_process
 from linearize.checkpoint.loading import load_converted, load_model
 from linearize.core.errors import CheckpointError, ConfigError, DataError
 from linearize.evaluation.options import InputOptions, ReportOptions
+from linearize.evaluation.report import page
 from linearize.evaluation.report.compare import CompareOptions, compare_checkpoints
 from linearize.evaluation.report.gather import answer, gather
 from linearize.evaluation.report.inputs import find_original
@@ -46,15 +48,15 @@ def test_a_text_report_has_everything(made, tmp_path, monkeypatch, laid_out):
     found = write_report(
         options(made, "bert-hedgehog", original=str(made / "bert-original"), lengths=(8, 16, 99)), str(out)
     )
-    page = (out / "index.html").read_text()
+    written = (out / "index.html").read_text()
     for anchor in ("checkpoint", "fidelity", "maps", "training", "speed"):
-        assert f'<section id="{anchor}">' in page
-    images = re.findall(r"<img [^>]*>", page)
+        assert f'<section id="{anchor}">' in written
+    images = re.findall(r"<img [^>]*>", written)
     assert len(images) == len(list((out / "images").glob("*.png"))) == 4
     for tag in images:
         assert re.search(r'alt="[^"]{20,}"', tag) and re.search(r'width="\d+" height="\d+"', tag)
-    assert "<script" not in page and not re.search(r'(src|href)="(?!data:|#)', page)
-    assert str(made) not in page and "bert-hedgehog: report" in page
+    assert "<script" not in written and not re.search(r'(src|href)="(?!data:|#)', written)
+    assert str(made) not in written and "bert-hedgehog: report" in written
     numbers = json.loads((out / "report.json").read_text())
     assert numbers["fidelity"]["mean"]["kl"] == pytest.approx(found.fidelity.mean("kl"))
     assert numbers["outputs"]["cosine"] <= 1 + 1e-9 and numbers["outputs"]["relative_error"] > 0
@@ -62,6 +64,24 @@ def test_a_text_report_has_everything(made, tmp_path, monkeypatch, laid_out):
     assert all(speed["softmax_bytes"] is not None and speed["linear_bytes"] is not None for speed in numbers["speed"])
     assert "99 tokens" in " ".join(found.notes)
     assert [what for what in found.left_out if "Stage two's curves" in what]
+
+
+def test_an_aligned_model_has_its_control_against_the_original(made, tmp_path):
+    """Its own softmax has changed, so before this it had none."""
+    trained = {"alignment": {"train": "blocks"}, "kernel_merit": {"error": 0.1, "window_only": 0.2}}
+    make_text(tmp_path / "aligned", window=3, provenance=trained)
+    checked = replace(options(made, "gpt2", original=str(made / "bert-original")), checkpoint=str(tmp_path / "aligned"))
+    found = gather(checked)
+    [control] = [note for note in found.notes if note.startswith("Control")]
+    assert "without the kernel and" in control and control.endswith("trained together with the kernel.")
+    [table] = next(iter(page._fidelity(found))).tables
+    assert table.columns[-2:] == ["output error, window alone", "benefit of the kernel"]
+    layer, row = found.fidelity.layers[0], table.rows[0]
+    low, high = layer.kernel_gain
+    assert row[-1] == f"{layer.window_error - layer.output_error:.3f} ({low:.3f} to {high:.3f})"
+    missing = gather(replace(checked, original=None))
+    assert not [note for note in missing.notes if note.startswith("Control")]
+    assert any("benefit of the kernel" in text and "--original" in text for text in missing.left_out)
 
 
 def test_without_the_original_it_says_what_is_left_out(made):

@@ -56,10 +56,10 @@ def log_lines(layers=("a.0", "a.1"), steps=4):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def make_text(folder, name="bert", kernel="hedgehog", head="AutoModel", **options):
+def make_text(folder, name="bert", kernel="hedgehog", head="AutoModel", provenance=None, **options):
     model = converted(name, head, kernel=kernel, **options)
     files = {"log.jsonl": log_lines()}
-    provenance = {"base_model": "nobody/nothing", "seed": 0}
+    provenance = {"base_model": "nobody/nothing", "seed": 0, **(provenance or {})}
     linearize.save(model, folder, processor=tokenizer(), provenance=provenance, extra_files=files)
     return folder
 

@@ -105,10 +105,16 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     made = info.provenance
     measured = measure_checkpoint(loaded, options.inputs, options.original, made, on_event)
     inputs, notes, left_out = measured.inputs, list(measured.notes), []
-    if made.weights_were_trained:
+    trained = made.weights_were_trained
+    original = measured.original.model if measured.original and measured.outputs else None
+    if trained:
         notes.append(OTHER_SOFTMAX)
-    elif (merit := kernel_merit(loaded.model, inputs.batches)) is not None:
-        notes.append(f"Control: {merit.text}.")
+    if original is not None or not trained:
+        merit = kernel_merit(loaded.model, inputs.batches, original if trained else None)
+        against = " Its other weights were trained together with the kernel." if trained else ""
+        notes += [] if merit is None else [f"Control, compared with the original: {merit.text}.{against}"]
+    elif made.numbers("kernel_merit"):
+        left_out.append("The benefit of the kernel over its window, in the whole model: give --original.")
     if measured.original is None:
         left_out.append(
             f"Whole outputs compared with the original's: {measured.missing}; give it with --original. Elsewhere in "

@@ -32,6 +32,7 @@ from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from linearize.fidelity.measure import LayerFidelity
 
 PAGE, TEMPLATE = "index.html", "page.html"
 SCALES = {
@@ -153,6 +154,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def _gain(layer: LayerFidelity | None) -> str:
+    """Return what a layer's kernel adds to its window, with the interval."""
+    if layer is None or layer.window_error is None or layer.kernel_gain is None:
+        return "-"
+    low, high = layer.kernel_gain
+    return f"{layer.window_error - layer.output_error:.3f} ({low:.3f} to {high:.3f})"
+
+
 _CONTROLS = {"far_mass": "far mass", "window_error": "output error, window alone"}
 
 
@@ -166,11 +175,12 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
         for name, layer in zip(layer_names([layer.module for layer in layers]), layers, strict=True)
     ]
     rows.append(["mean", "", *(_number(found.fidelity.mean(figure)) for figure in names)])
-    table = Table(
-        f"Kernel against softmax, layer by layer ({found.fidelity.queries:,} queries)",
-        ["layer", "kernel", *titles.values()],
-        rows,
-    )
+    columns = ["layer", "kernel", *titles.values()]
+    if controls:
+        columns.append("benefit of the kernel")
+        for row, layer in zip(rows, [*layers, None], strict=True):
+            row.append(_gain(layer))
+    table = Table(f"Kernel against softmax, layer by layer ({found.fidelity.queries:,} queries)", columns, rows)
     text = (
         "Every layer gets the hidden states of the frozen softmax model. KL divergence and total variation compare the "
         "weights (0: equal); the output error is the norm of the difference divided by the norm of softmax's output."
@@ -178,7 +188,7 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
     if controls:
         text += (
             " Far mass is softmax's weight outside the window. The window alone is the control: the benefit of a "
-            "kernel is the difference between that error and its own."
+            "kernel is the difference between that error and its own, with a 95 % interval over rows."
         )
     if found.outputs is not None:
         text += (
