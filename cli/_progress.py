@@ -16,7 +16,7 @@ from linearize.jobs import events
 from linearize.jobs.events import Callback, Event
 
 if TYPE_CHECKING:
-    from linearize.jobs.advice import Findings
+    from linearize.jobs.events import Findings
     from linearize.kernel_search.result import SearchStep
     from linearize.training.alignment.loop import AlignStep
     from linearize.training.stage_one.loop import DistillResult, StepReport

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 for success, 2 for errors that the user can correct, 130 if interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Checkpoints record the command line that made them (`linearize.jobs.advice`).
+    # Checkpoints record the command line that made them (`linearize.checkpoint.provenance`).
     before, sys.argv = sys.argv, ["linearize", *arguments]
     # Long work shows its own progress, which these would overwrite.
     for name, value in QUIET.items():
@@ -129,7 +129,7 @@ def _end_at_once(*_: object) -> None:
 
 def saving(arguments: Sequence[str], error: NotSavedError) -> str:
     """Return the command line that saves the trained state: the same line with --resume, maybe with another output."""
-    from linearize.jobs.advice import without
+    from linearize.checkpoint.provenance import without
 
     words = without(arguments, ["--resume"])
     if error.output is not None:

@@ -56,15 +56,16 @@ def parsed(path):
 
 
 @functools.cache
-def imports_of(path):
+def imports_of(path, typing=False):
     """What a file imports, in functions too; beside import statements the modules that it names to `import_module`,
-    `__import__` or a table of a lazy `__getattr__`, as a whole (`linearize.a.b`, `linearize.a.b:name`)."""
-    return list(_imports(path))
+    `__import__` or a table of a lazy `__getattr__`, as a whole (`linearize.a.b`, `linearize.a.b:name`). With `typing`
+    also what only a type checker reads."""
+    return list(_imports(path, typing))
 
 
-def _imports(path):
+def _imports(path, typing):
     tree = parsed(path)
-    unread = typing_only(tree)
+    unread = set() if typing else typing_only(tree)
     nodes = [node for node in ast.walk(tree) if id(node) not in unread]
     called = {getattr(node, "id", None) or getattr(node, "attr", None) for node in nodes}
     lazy = called & {"import_module", "__import__"} or any(getattr(n, "name", None) == "__getattr__" for n in nodes)
@@ -81,10 +82,10 @@ def _imports(path):
                 yield name
 
 
-def graph():
+def graph(typing=False):
     """Which modules of the package a module imports: {name: {name}}."""
     return {
-        name: {found for found in imports_of(path) if found in MODULES} - {name, "linearize"}
+        name: {found for found in imports_of(path, typing) if found in MODULES} - {name, "linearize"}
         for name, path in MODULES.items()
     }
 
@@ -144,6 +145,17 @@ def test_hidden_imports_are_read(tmp_path):
 def test_no_import_circle():
     """Whichever of two modules is read first, the other does not need it: function-level imports count too."""
     assert circles(graph()) == []
+
+
+def test_two_circles_of_types():
+    """A mixer is what its backends read; a type of task makes the data that name it, and its task."""
+    attention, tuning = "linearize.attention.", "linearize.training.stage_two."
+    mixer = ["backends.choose", "backends.eager", "backends.fused", "backends.native", "backends.streamed"]
+    task = ["metrics", "prepare", "prepared", "task_types.base", "tasks"]
+    assert sorted(circles(graph(typing=True))) == [
+        [*(attention + name for name in mixer), f"{attention}feature_map"],
+        [tuning + name for name in task],
+    ]
 
 
 @pytest.mark.slow

@@ -1,13 +1,25 @@
 """How a checkpoint was made: typed access to the record `provenance` in its config.json.
 
 The record comes from whoever made the checkpoint. Reading never fails: a value of the wrong type counts as missing.
+Also the command lines in it.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from linearize.core.options import name_of
+
+SWITCHES = ("--resume", "--overwrite", "--json")
+"""Options without a value that concern a single run, not the job."""
+PLACES = ("--output", "--device", "--report-to")
+"""Options with a value that determine where a job runs and writes."""
 
 
 class Record:
@@ -174,3 +186,32 @@ class Provenance(Record):
 
 def _length(tokens: float | None) -> int | None:
     return int(tokens) if tokens is not None and tokens > 0 else None
+
+
+def without(words: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the words of a command line without some options and their values."""
+    kept, skip = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif name in names:
+            skip = not equals and name not in SWITCHES
+        else:
+            kept.append(word)
+    return kept
+
+
+def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the commands that made a checkpoint, including the running one.
+
+    Checkpoints are shared, so local files are recorded without their folders, and the options in `PLACES` are left out.
+    """
+    earlier = provenance.get("commands")
+    commands = list(earlier) if isinstance(earlier, list) else []
+    # A caller in Python has no command line of ours.
+    words = without(sys.argv[1:] if Path(sys.argv[0]).stem == "linearize" else [], (*SWITCHES, *PLACES))
+    named = [name_of(x) if os.path.exists(x) else "".join(map(name_of, re.split("([,=])", x))) for x in words]
+    command = shlex.join(["linearize", *named])
+    # All stages of one `longdoc` have the same command line.
+    return {"commands": commands if not words or commands[-1:] == [command] else [*commands, command]}

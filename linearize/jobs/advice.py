@@ -1,107 +1,26 @@
-"""The findings of a finished stage and the suggested next command; both follow from the stage's measured figures.
-
-Also command lines: the running one, and the suggested ones.
-"""
+"""The findings of a finished stage and the suggested next command; both follow from the stage's measured figures."""
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.heads import HEADS, head_of_class
-from linearize.core.options import effective, name_of, options_of
+from linearize.core.options import effective, options_of
 from linearize.jobs.config import ConvertJob, StageOneJob
+from linearize.jobs.events import Findings, Lengths, WorstLayer
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from linearize.fidelity.ablate import KernelMerit
     from linearize.jobs.stages import Context
     from linearize.jobs.task_config import TuneJob
     from linearize.training.stage_two.prepared import TaskData
-
-SWITCHES = ("--resume", "--overwrite", "--json")
-"""Options without a value that concern a single run, not the job."""
-PLACES = ("--output", "--device", "--report-to")
-"""Options with a value that determine where a job runs and writes."""
-
-
-@dataclass(frozen=True)
-class WorstLayer:
-    """The layer that is furthest from softmax.
-
-    Attributes:
-        module: name of the host module.
-        index: its number, as `--keep-softmax` takes it; None if unknown.
-        figure: name of the figure that ranks layers.
-        value: the layer's figure.
-        mean: mean over all layers.
-    """
-
-    module: str
-    index: int | None
-    figure: str
-    value: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of the longest held-out row (`seen`, without padding) and of the longest input (`promised`)."""
-
-    seen: int
-    promised: int
-
-
-@dataclass(frozen=True)
-class Findings:
-    """The findings of a stage.
-
-    Attributes:
-        worst: the worst layer; None if layers were not measured, or if there is only one.
-        lengths: longest measured row and longest input; None if the model reads no text or has no limit.
-        load: Python code that loads the checkpoint.
-        command: the suggested next command.
-        why: its purpose in a few words.
-        merit: the benefit of the kernels over their windows alone; None without windows.
-    """
-
-    worst: WorstLayer | None
-    lengths: Lengths | None
-    load: str
-    command: str
-    why: str
-    merit: KernelMerit | None = None
-
-    def lines(self) -> list[str]:
-        """Return the findings as sentences."""
-        lines = [f"Control, after stage one: {self.merit.text}."] if self.merit else []
-        if self.worst:
-            name, index = self.worst.module, self.worst.index
-            keep = "" if index is None else f"; --keep-softmax {index} keeps it softmax"
-            name = name if index is None else f"{index} ({name})"
-            figures = f"{self.worst.figure} {self.worst.value:.3f}, {self.worst.mean:.3f} on average"
-            lines.append(f"Worst layer: {name}, {figures}{keep}.")
-        if self.lengths:
-            seen, promised = self.lengths.seen, self.lengths.promised
-            lines.append(
-                f"Lengths: measured up to the longest input that the model takes, {promised:,} tokens."
-                if seen >= promised
-                else f"Lengths: measured on rows of up to {seen:,} tokens; longer inputs, up to the {promised:,} that "
-                "the model takes, were not measured."
-            )
-        return [*lines, f"Load it: {self.load}", f"Next, {self.why}: {self.command}"]
 
 
 def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstLayer | None:
@@ -129,17 +48,6 @@ def growth(errors: Mapping[str, float]) -> dict[str, float]:
     return {
         name: error - before for (name, error), before in zip(blocks.items(), [0.0, *blocks.values()], strict=False)
     }
-
-
-def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
-    """Return the tokens of the longest row without padding; None if the batches hold no text."""
-    longest = 0
-    for batch in batches:
-        if "input_ids" not in batch:
-            return None
-        mask = batch.get("attention_mask")
-        longest = max(longest, batch["input_ids"].shape[1] if mask is None else int(mask.sum(dim=1).max()))
-    return longest or None
 
 
 def lengths_of(seen: int | None, model: PreTrainedModel) -> Lengths | None:
@@ -218,35 +126,6 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
         options = {"dataset": job.dataset, "text_column": task.columns or None}
         why, command = "to make it linear", line("convert", target, options)
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
-
-
-def without(words: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the words of a command line without some options and their values."""
-    kept, skip = [], False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if skip:
-            skip = False
-        elif name in names:
-            skip = not equals and name not in SWITCHES
-        else:
-            kept.append(word)
-    return kept
-
-
-def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the commands that made a checkpoint, including the running one.
-
-    Checkpoints are shared, so local files are recorded without their folders, and the options in `PLACES` are left out.
-    """
-    earlier = provenance.get("commands")
-    commands = list(earlier) if isinstance(earlier, list) else []
-    # A caller in Python has no command line of ours.
-    words = without(sys.argv[1:] if Path(sys.argv[0]).stem == "linearize" else [], (*SWITCHES, *PLACES))
-    named = [name_of(x) if os.path.exists(x) else "".join(map(name_of, re.split("([,=])", x))) for x in words]
-    command = shlex.join(["linearize", *named])
-    # All stages of one `longdoc` have the same command line.
-    return {"commands": commands if not words or commands[-1:] == [command] else [*commands, command]}
 
 
 def line(verb: str, model: str, options: Mapping[str, object]) -> str:

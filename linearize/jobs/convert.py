@@ -24,9 +24,9 @@ from linearize.core.parsing import finite
 from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import keep_heads
 from linearize.jobs import stages
-from linearize.jobs.advice import Findings, after_training
+from linearize.jobs.advice import after_training
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, Job, StageOneJob, check_preset
-from linearize.jobs.events import Callback, Concluded, Noted, Planned, Saved, Started, ignore
+from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
 from linearize.kernel_search.windows import choose_windows

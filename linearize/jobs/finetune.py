@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room
+from linearize.checkpoint.provenance import add_command
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of
-from linearize.jobs.advice import add_command, after_tuning
+from linearize.jobs.advice import after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.stages import reserved
 from linearize.jobs.task_config import TuneJob

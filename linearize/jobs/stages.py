@@ -6,19 +6,19 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.loading import Loaded, move, pools_first, quiet
 from linearize.checkpoint.output import check_room, check_target, claim
+from linearize.checkpoint.provenance import add_command
 from linearize.checkpoint.save import save, size_of
 from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
-from linearize.jobs.advice import add_command, longest_row
 from linearize.jobs.config import AlignJob, SearchJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
 from linearize.modeling.plan import Plan
@@ -100,6 +100,17 @@ class Context:
     def seconds(self) -> float:
         """Seconds since the job began."""
         return time.perf_counter() - self.start
+
+
+def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
+    """Return the tokens of the longest row without padding; None if the batches hold no text."""
+    longest = 0
+    for batch in batches:
+        if "input_ids" not in batch:
+            return None
+        mask = batch.get("attention_mask")
+        longest = max(longest, batch["input_ids"].shape[1] if mask is None else int(mask.sum(dim=1).max()))
+    return longest or None
 
 
 @contextlib.contextmanager

@@ -11,10 +11,12 @@ from support.tiny import original
 
 import linearize
 from linearize.attention.shape import HeadShape
+from linearize.checkpoint.provenance import add_command
 from linearize.core.registry import Hybrid
 from linearize.jobs import advice
-from linearize.jobs.advice import add_command, data_options, line, worst_layer
+from linearize.jobs.advice import data_options, line, worst_layer
 from linearize.jobs.config import AlignJob, ConvertJob
+from linearize.jobs.stages import longest_row
 from linearize.modeling.plan import LayerPlan, Plan
 
 
@@ -48,8 +50,8 @@ def test_the_block_in_which_the_error_grows_most():
 
 def test_lengths_are_counted_without_padding():
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 0]])
-    assert advice.longest_row([{"input_ids": mask, "attention_mask": mask}, {"input_ids": mask[:, :2]}]) == 3
-    assert advice.longest_row([{"pixel_values": mask}]) is None and advice.longest_row([]) is None
+    assert longest_row([{"input_ids": mask, "attention_mask": mask}, {"input_ids": mask[:, :2]}]) == 3
+    assert longest_row([{"pixel_values": mask}]) is None and longest_row([]) is None
     model = original("bert")
     takes = model.config.max_position_embeddings
     assert advice.lengths_of(9, model) == advice.Lengths(9, takes)

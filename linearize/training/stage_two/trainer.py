@@ -11,7 +11,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from linearize.training.stage_two.load import freeze
 from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
 from linearize.training.stage_two.prepared import TaskData, hold_out
 from linearize.training.stage_two.save import (
+    TuneResult,
     check_started,
     describe,
     finished,
@@ -46,37 +46,6 @@ from linearize.training.stage_two.save import (
 )
 from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep
 from linearize.training.trackers import callbacks_for
-
-
-@dataclass
-class TuneResult:
-    """The result of stage two.
-
-    Attributes:
-        metrics: the task's metrics of the kept weights, on the validation rows.
-        score: the task's main figure.
-        steps: optimizer steps done.
-        best_step: the step whose weights were kept; 0 if none measured better than those before the first step.
-        selection: how that step was chosen: `by` (figure), `on` (rows), `rows` (their number), `value`.
-        stopped: "steps" or "early stopping".
-        history: the trainer's log.
-        seconds: duration; after a resume, of the last part only.
-        interval: 95 % bootstrap interval of the score.
-        chance: the score of the best answer that ignores the input; None if undefined.
-        adapter: files of the low-rank updates in peft's format, by name; None if not requested.
-    """
-
-    metrics: dict[str, float]
-    score: float
-    steps: int
-    best_step: int
-    stopped: str
-    history: list[dict[str, float]] = field(default_factory=list)
-    seconds: float = 0.0
-    selection: dict[str, object] = field(default_factory=dict)
-    interval: tuple[float, float] | None = None
-    chance: float | None = None
-    adapter: dict[str, bytes] | None = None
 
 
 def finetune(
