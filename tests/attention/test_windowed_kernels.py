@@ -7,6 +7,7 @@ import torch
 from support.kernel_cases import CASES, DIM, directions, make_inputs, make_mixer, naive, run, stepwise
 
 from linearize.attention.factory import build_mixer
+from linearize.attention.hybrid import per_head
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid, kernel_info, kernel_infos, make_config
@@ -136,6 +137,20 @@ def learned(info, arguments, direction, **hybrid):
             if "_scale." in name:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     return mixer
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["heads split", "heads apart"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_log_scales_are_one_product_per_token(batch, split):
+    """As hosts lay tokens out, [B, T, H, D], and as a copy does, [B, H, T, D]."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(batch, 7, 2, 5, generator=generator, dtype=torch.float64)
+    weight = torch.randn(2, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    x = (tokens.transpose(1, 2) if split else tokens.transpose(1, 2).contiguous()).requires_grad_()
+    expected = (x * weight[:, None]).sum(dim=-1)
+    torch.testing.assert_close(per_head(x, weight), expected)
+    found, wanted = (torch.autograd.grad(y.sin().sum(), (x, weight)) for y in (per_head(x, weight), expected))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
