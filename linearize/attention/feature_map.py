@@ -126,7 +126,7 @@ class FeatureMapMixer(Mixer):
     def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
 
-        Padding is mapped like zeros. If there are fewer queries than keys, they are the last tokens.
+        Padding is mapped like zeros. If there are fewer queries than keys, the queries are the last tokens.
 
         Args:
             call: the queries and keys.
@@ -221,7 +221,7 @@ class FeatureMapMixer(Mixer):
     ) -> tuple[Features, Features]:
         """Map a whole sequence -> the features of the queries [B, H, T, F] and of the keys [B, K, S, F].
 
-        If there are fewer queries than keys, they are the last tokens. Used by stage one and the reports.
+        If there are fewer queries than keys, the queries are the last tokens. Used by stage one and the reports.
         """
         positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.counts else None
         return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
@@ -242,7 +242,7 @@ class FeatureMapMixer(Mixer):
         return out.to(dtype)
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the weights as `Mixer.weights` does; if queries are fewer than keys, they are the last tokens."""
+        """Return the weights as `Mixer.weights` does; queries may be fewer than keys, and are then the last tokens."""
         queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
         window = self.form(scaling)
         if window is not None:

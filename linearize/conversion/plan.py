@@ -154,7 +154,7 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call])
     reasons = sorted({layer.reason for layer in found})
     if reasons == [CROSS]:
         return f"{name} dispatches only cross-attention; only self-attention can be converted"
-    more = "; local_as_full=True (--local-as-full) converts it all the same, as attention without its window"
+    more = "; local_as_full=True (--local-as-full) converts it anyway, as attention without its window"
     more = more if LOCAL_KEPT in reasons else ""
     return f"{name} has no attention that can be converted: {'; '.join(reasons)}{more}"
 
