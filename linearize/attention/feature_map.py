@@ -104,7 +104,7 @@ class FeatureMapMixer(Mixer):
         return self.info.learnable or self.key_scale is not None
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Mix as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
+        """Mix -> [B, H, T, V], as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
         if self.softmax_heads is None and not self.counts:
             return choose(self, call).run(self, call)
         exact: Tensor | None = None
@@ -141,7 +141,7 @@ class FeatureMapMixer(Mixer):
         return queries, self.map_tokens(k, call.scaling, positions, learned[1])
 
     def options(self, call: AttentionCall, log_scale: Tensor | None) -> LinearOptions:
-        """Return the options of an op that computes the call, given the log-scales of the keys' features."""
+        """Return the options of an op that computes the call, given the log-scales [B, K, T] of the keys' features."""
         return {
             "key_padding_mask": call.key_padding_mask,
             "log_scale": log_scale,
@@ -242,7 +242,7 @@ class FeatureMapMixer(Mixer):
         return out.to(dtype)
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the weights as `Mixer.weights` does; queries may be fewer than keys, and are then the last tokens."""
+        """Return the weights [B, H, T, S] as `Mixer.weights` does; the queries are the last T of the S tokens."""
         queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
         window = self.form(scaling)
         if window is not None:

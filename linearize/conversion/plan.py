@@ -51,7 +51,12 @@ def plan(
 
 
 def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
-    """Plan the conversion of a model, as `plan` does."""
+    """Plan the conversion of a model, as `plan` does.
+
+    Raises:
+        UnsupportedModelError: as in `plan`.
+        ConfigError: as in `plan`.
+    """
     if config.kernel is not None:
         kernel_info(config.kernel)
     if not isinstance(model, PreTrainedModel):

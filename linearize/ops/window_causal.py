@@ -267,9 +267,9 @@ def softmax_part(
 
 
 def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor:
-    """Cut a dimension into windows of `size`, one every `step` elements: it becomes two dimensions, [count, size].
+    """Cut a dimension into windows of `size`, one every `step` elements: [..., N, ...] -> [..., count, size, ...].
 
-    There are exactly `count` windows; the dimension is (count - 1) step + size long.
+    There are exactly `count` windows; N is (count - 1) step + size.
     """
     if not isinstance(x.shape[dim], torch.SymInt):
         return x.unfold(dim, size, step).movedim(-1, dim + 1)
