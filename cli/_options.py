@@ -175,7 +175,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """Report an unknown option first; argparse would report the missing required one that was mistyped."""
+        """Report an unknown option first; argparse would report the missing required one that was mistyped.
+
+        Raises:
+            ConfigError: for an unknown option or a wrong value, on the command line or in the file of `--config`.
+        """
         words = list(args)
         options = [option for action in self._actions for option in action.option_strings]
         for word in itertools.takewhile("--".__ne__, words):

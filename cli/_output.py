@@ -217,8 +217,8 @@ def show_search(out: Console, result: SearchResult) -> None:
     from linearize.kernel_search.result import WORTH
 
     rows = [[x.layer, x.module, x.label, f"{x.error:.3f}", f"{x.share:.3g}", x.why] for x in result.layers]
-    columns = ["layer", "module", "becomes", "output error", "of softmax's time", "why"]
-    title = f"The plan, within {result.limit:.3g} of softmax's time at {result.length:,} tokens"
+    columns = ["layer", "module", "becomes", "output error", "time (softmax: 1)", "why"]
+    title = f"The plan, within {result.limit:.3g} times softmax's time at {result.length:,} tokens"
     out.print(table(title, columns, rows, right=(0, 3, 4)))
     points = [
         [
@@ -231,19 +231,19 @@ def show_search(out: Console, result: SearchResult) -> None:
         ]
         for point in result.points
     ]
-    columns = ["choice", "kernels", "error", "pooled cosine", "of softmax's time", "seconds"]
+    columns = ["choice", "kernels", "error", "pooled cosine", "time (softmax: 1)", "seconds"]
     title = f"Whole model against its original, without alignment; error: {result.figure}"
     out.print(table(title, columns, points, right=(2, 3, 4, 5)))
     out.print("*: no other choice is both closer and cheaper.")
     uniform = result.uniform
     if uniform is not None:
         kernel = uniform.name.removesuffix(" everywhere").partition("(")[0].strip()
-        text = f"{uniform.name} is as good: error {uniform.error:.4g}, at {uniform.share:.3g} of softmax's time"
+        text = f"{uniform.name} is as good: error {uniform.error:.4g}, at {uniform.share:.3g} times softmax's time"
         out.print(f"{text}; the simpler choice is: --kernel {kernel}")
     elif result.gain is not None:
         how = f"{result.gain:.1%} below" if result.gain >= WORTH else "as large as"
         plan = f"The plan's error is {how} that of {result.reference} everywhere"
-        out.print(f"{plan}, at {result.points[0].share:.3g} of softmax's time.")
+        out.print(f"{plan}, at {result.points[0].share:.3g} times softmax's time.")
     out.print(f"Search: {result.steps} steps, {result.tried} plans tried, {result.seconds:.0f} s.")
     if result.noisy:
         out.print("The machine was noisy while costs were measured: a later search measures them again.")

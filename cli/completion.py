@@ -15,7 +15,7 @@ from linearize.training.stage_two.tasks import TASKS
 
 
 def completion(args: argparse.Namespace, out: Screen) -> object:
-    """Print the script, as it is."""
+    """Print the script, without wrapping its lines."""
     script = shtab.complete(whole_parser(), shell=args.shell)
     if not args.json:
         print(script)

@@ -61,7 +61,11 @@ def describe(info: KernelInfo) -> dict[str, Any]:
 
 
 def kernels(args: argparse.Namespace, out: Screen) -> object:
-    """Print the table, one kernel, or the table for a model."""
+    """Print the table, one kernel, or the table for a model.
+
+    Raises:
+        ConfigError: if both a kernel and a model are given.
+    """
     if args.model:
         if args.name:
             raise ConfigError(f"kernels: got the kernel {args.name!r} and --for, expected one of them; drop one")

@@ -55,7 +55,11 @@ def prepare_native(args: argparse.Namespace, device: str, out: Screen | None) ->
 
 
 def native(args: argparse.Namespace, out: Screen) -> None:
-    """Build or remove the library, and print its state."""
+    """Build or remove the library, and print its state.
+
+    Raises:
+        ConfigError: if the library cannot be compiled or gives wrong results, or there is no folder for it.
+    """
     removed = building.remove() if args.remove else []
     if args.build:
         with out.status("compiling"):

@@ -93,7 +93,7 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     chosen = result.selection
     kept = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
     if not result.best_step:
-        kept = f"Kept the start, as no measurement in {result.steps} steps ({result.stopped}) was better"
+        kept = f"Kept the initial weights: no measurement in {result.steps} steps ({result.stopped}) was better"
     out.print(f"{kept}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}")
     if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
         out.print(f"Not above chance, which has a score of {result.chance:.4f}.")

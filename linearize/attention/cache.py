@@ -121,7 +121,11 @@ class LinearStateLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values [B, K, T, D] unchanged; the attention adds them to the state."""
+        """Return the new keys and values [B, K, T, D] unchanged; the attention adds them to the state.
+
+        Raises:
+            LinearizeError: if the attention did not read the cache after the previous call.
+        """
         if self._awaiting:
             raise LinearizeError(
                 "the generation cache was updated, but the attention never read it: this architecture passes its cache "
@@ -214,7 +218,7 @@ class LinearStateLayer(CacheLayerMixin):
         self._map(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some batch entries."""
+        """Keep some batch entries, by number [N]."""
         self._map(lambda t: t[indices, ...])
 
     def offload(self) -> None:

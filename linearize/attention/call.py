@@ -50,7 +50,7 @@ class AttentionCall:
         return None if self.state is None else State(self.state["kv"], self.state["log_scale"])
 
     def without_padding(self) -> tuple[Tensor, Tensor]:
-        """Return queries and keys with zeros at padding; if queries are fewer, they are the last tokens."""
+        """Return queries [B, H, T, D] and keys [B, K, S, D] with zeros at padding; queries are the last T tokens."""
         mask = self.key_padding_mask
         if mask is None:
             return self.q, self.k

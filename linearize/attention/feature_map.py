@@ -104,7 +104,7 @@ class FeatureMapMixer(Mixer):
         return self.info.learnable or self.key_scale is not None
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Mix as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
+        """Mix -> [B, H, T, V], as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
         if self.softmax_heads is None and not self.counts:
             return choose(self, call).run(self, call)
         exact: Tensor | None = None
@@ -126,7 +126,7 @@ class FeatureMapMixer(Mixer):
     def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
 
-        Padding is mapped like zeros. If there are fewer queries than keys, they are the last tokens.
+        Padding is mapped like zeros. If there are fewer queries than keys, the queries are the last tokens.
 
         Args:
             call: the queries and keys.
@@ -141,7 +141,7 @@ class FeatureMapMixer(Mixer):
         return queries, self.map_tokens(k, call.scaling, positions, learned[1])
 
     def options(self, call: AttentionCall, log_scale: Tensor | None) -> LinearOptions:
-        """Return the options of an op that computes the call, given the log-scales of the keys' features."""
+        """Return the options of an op that computes the call, given the log-scales [B, K, T] of the keys' features."""
         return {
             "key_padding_mask": call.key_padding_mask,
             "log_scale": log_scale,
@@ -221,7 +221,7 @@ class FeatureMapMixer(Mixer):
     ) -> tuple[Features, Features]:
         """Map a whole sequence -> the features of the queries [B, H, T, F] and of the keys [B, K, S, F].
 
-        If there are fewer queries than keys, they are the last tokens. Used by stage one and the reports.
+        If there are fewer queries than keys, the queries are the last tokens. Used by stage one and the reports.
         """
         positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.counts else None
         return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
@@ -242,7 +242,7 @@ class FeatureMapMixer(Mixer):
         return out.to(dtype)
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the weights as `Mixer.weights` does; if queries are fewer than keys, they are the last tokens."""
+        """Return the weights [B, H, T, S] as `Mixer.weights` does; the queries are the last T of the S tokens."""
         queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
         window = self.form(scaling)
         if window is not None:

@@ -59,11 +59,11 @@ class LogScale(nn.Module):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The parameters in the order in which the native op reads them."""
+        """Weight [H, D], bias [H], hidden [H, U, D], hidden_bias [H, U], out [H, U], in the order of the native op."""
         return self.weight, self.bias, self.hidden, self.hidden_bias, self.out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the log-scales in fp32."""
+        """Return the log-scales [B, H, T] of x [B, H, T, D] in fp32."""
         x = x.float()
         scale = per_head(x, self.weight.float())
         if self.bias is not None:

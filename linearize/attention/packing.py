@@ -1,8 +1,8 @@
 """Several documents in one row (padding-free training): attention treats every document as a separate row.
 
-The starts of documents are read once per forward, from `cu_seq_lens_q`, `seq_idx` or `position_ids` that start again.
-They reach the attentions as the mask, [B, 1, T] whole numbers, so that gradient checkpointing can call layers again
-with it. The attentions arrange the documents as padded rows of similar lengths, attend, and put the outputs back.
+Each forward reads the starts of documents once, from `cu_seq_lens_q`, `seq_idx`, or `position_ids` that restart. The
+attentions get the number of every token's document, [B, 1, T], as their mask, so that gradient checkpointing can call
+layers again with it. They arrange the documents as padded rows of similar lengths, attend, and put the outputs back.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ class HeadShape:
         head_dim: size D of a query or key.
         value_dim: size V of a value.
         causal: whether a query sees only keys up to its own position.
+
+    Raises:
+        ConfigError: on construction, if a size is out of range, or `key_heads` does not divide `heads`.
     """
 
     heads: int

@@ -71,8 +71,8 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     more = f" (and {', '.join(differ[1:4])}{' ...' if len(differ) > 4 else ''})" if len(differ) > 1 else ""
     if name not in saved:
         raise ConfigError(
-            f"resume: the state does not record with which {name} its run was started{more}, as another version of "
-            "linearize wrote it; start again without --resume"
+            f"resume: the state does not record the {name} that its run was started with{more}, as another version "
+            "of linearize wrote it; start again without --resume"
         )
     change = f"{saved[name]!r}, which is missing now"
     if name in now:

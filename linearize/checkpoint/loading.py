@@ -207,6 +207,10 @@ def explained(name: str, what: str = "") -> Iterator[None]:
     Args:
         name: the checkpoint's name; a folder with links that lead out of it is refused.
         what: description of what is being loaded, for the message.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged, missing or unreachable, or has a link that leads out of it.
+        UnsupportedModelError: if it needs its own code.
     """
     from safetensors import SafetensorError
 

@@ -128,7 +128,7 @@ class Provenance(Record):
         limit, length, kept = search.number("limit"), search.whole("length"), search.part("budget").number("softmax")
         if limit is None or length is None or not plans:
             return ""
-        text = f"A search chose the kernel of every layer within {limit:.3g} of softmax's time at {length:,} tokens"
+        text = f"A search chose the kernel of every layer within {limit:.3g} times softmax's time at {length:,} tokens"
         text += f", where {int(kept)} may stay softmax" if kept else ""
         error, share = (plans[0].number(name) or 0.0 for name in ("error", "share"))
         measured = f"{search.text('figure')}, of the whole model on held-out data, before it was trained further"

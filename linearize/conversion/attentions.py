@@ -114,7 +114,7 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
             continue
         kind = type(module)
         host: tuple[str, ...] = (MASKED, OWN)
-        reason = f"attention code of its own ({kind.__name__}), which cannot be reached"
+        reason = f"its own attention code ({kind.__name__}), which cannot be reached"
         if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward):
             host = (MASKED,)
             reason = (
@@ -131,7 +131,7 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
     if call.altered:
         return f"scores carry {call.altered}, which a kernel cannot honour"
     if call.mask == "bias":
-        return "scores carry an additive bias or a mask of the model's own, which a kernel cannot honour"
+        return "scores carry an additive bias or the model's own mask, which a kernel cannot honour"
     # The name tells cross-attention between sequences of equal length.
     across = any("cross" in part or part.startswith("encoder_attn") for part in name.split(".")[-2:])
     if across or getattr(call.module, "is_cross_attention", False):
@@ -144,7 +144,7 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
     if hasattr(call.module, "indexer"):
         return "an indexer chooses the keys of every query, which a kernel cannot honour"
     if call.mask == "own":
-        return "a mask of the model's own (such as parts that see ahead), which a kernel cannot honour"
+        return "the model's own mask (such as parts that see ahead), which a kernel cannot honour"
     if call.query[1] % call.key[1]:
         return f"{call.query[1]} query heads over {call.key[1]} key heads"
     return ""

@@ -179,7 +179,11 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
 
 
 def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, object]]]:
-    """Return kernel and arguments for each of `count` layers, without additions."""
+    """Return kernel and arguments for each of `count` layers, without additions.
+
+    Raises:
+        ConfigError: for a layer that does not exist, has no kernel, or is both named and kept; or an unknown kernel.
+    """
     named = parse_layers(config.layers) if isinstance(config.layers, str) else dict(config.layers or {})
     kept = kept_layers(config.keep_softmax, count)
     for index in [*named, *kept]:
@@ -212,7 +216,11 @@ def complete(
     more: Mapping[str, object],
     max_length: int | None,
 ) -> tuple[str, dict[str, object]]:
-    """Add the additions of all layers, and the longest input, to a layer's arguments."""
+    """Add the additions of all layers, and the longest input, to a layer's arguments.
+
+    Raises:
+        ConfigError: for more exact keys than the model takes tokens, or a wrong argument.
+    """
     if kernel == SOFTMAX:
         return kernel, arguments
     info = kernel_info(kernel)

@@ -51,7 +51,12 @@ def plan(
 
 
 def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
-    """Plan the conversion of a model, as `plan` does."""
+    """Plan the conversion of a model, as `plan` does.
+
+    Raises:
+        UnsupportedModelError: as in `plan`.
+        ConfigError: as in `plan`.
+    """
     if config.kernel is not None:
         kernel_info(config.kernel)
     if not isinstance(model, PreTrainedModel):
@@ -154,7 +159,7 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call])
     reasons = sorted({layer.reason for layer in found})
     if reasons == [CROSS]:
         return f"{name} dispatches only cross-attention; only self-attention can be converted"
-    more = "; local_as_full=True (--local-as-full) converts it all the same, as attention without its window"
+    more = "; local_as_full=True (--local-as-full) converts it anyway, as attention without its window"
     more = more if LOCAL_KEPT in reasons else ""
     return f"{name} has no attention that can be converted: {'; '.join(reasons)}{more}"
 

@@ -35,6 +35,9 @@ class PlannedLayer(Hybrid):
         kernel: the kernel's name, or "softmax".
         arguments: the kernel's own arguments.
         why: why the layer has this kernel.
+
+    Raises:
+        ConfigError: on construction, if the arguments are not names with values, or softmax has arguments.
     """
 
     layer: int
@@ -66,6 +69,9 @@ class PlanFile:
         architecture: class of the model that it was made for.
         model_type: that model's `model_type`.
         layers: the layers in order.
+
+    Raises:
+        ConfigError: on construction, for another format, or if a layer is missing or out of order.
     """
 
     format: int

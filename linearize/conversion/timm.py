@@ -2,8 +2,8 @@
 
 timm's attentions have no interface to register with, but they call `F.scaled_dot_product_attention` themselves. These
 calls are recorded here, and redirected in a converted model (`linearize.attention.redirect`). Plain attentions that
-write softmax out (TNT, SHViT) get a forward from there that calls it; others (LeViT, CaiT, XCiT ...) are not recorded,
-but refused with the reason.
+compute softmax themselves (TNT, SHViT) get a forward from there that calls it; others (LeViT, CaiT, XCiT ...) are not
+recorded, but refused with the reason.
 """
 
 from __future__ import annotations
@@ -113,18 +113,18 @@ def _why_unseen(unseen: list[nn.Module]) -> str:
     if _between_channels(example):
         return f"{name}, {_CHANNELS}"
     if any(word in name for word in _LINEAR):
-        return f"{name} never compares two patches, which is linear in their number already"
+        return f"{name} never compares two patches, which is already linear in their number"
     if any(word in weight for weight in weights for word in _BIASES):
         return f"{name} adds a position bias to the scores, which a kernel cannot honour"
     if "Talking" in name:
         return f"{name} mixes the scores of its heads, which a kernel cannot honour"
-    return f"{name} writes softmax out instead of calling torch's scaled_dot_product_attention"
+    return f"{name} computes softmax itself instead of calling torch's scaled_dot_product_attention"
 
 
 _LINEAR = ("Factor", "Additive", "Linear", "LiteMLA")
 _BIASES = ("attention_bias", "relative_position", "rel_pos", "relative_pos", "pos_proj", "cpb_mlp", "meta_mlp", "_rel")
-_IN_WINDOWS = "attention inside windows of an image, which is linear in their number already"
-_CHANNELS = "attention between channels, which is linear in the number of patches already"
+_IN_WINDOWS = "attention inside windows of an image, which is already linear in their number"
+_CHANNELS = "attention between channels, which is already linear in the number of patches"
 
 
 def _between_channels(module: nn.Module) -> bool:
@@ -177,7 +177,7 @@ def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
             undo.enter_context(module.register_forward_pre_hook(enter))
             undo.enter_context(module.register_forward_hook(leave, always_call=True))
             if getattr(module, "fused_attn", None) is False:
-                # timm's switch between the fused function and the written-out formula.
+                # timm's switch between the fused function and the explicit formula.
                 module.fused_attn = True
                 undo.callback(setattr, module, "fused_attn", False)
             if (called := form(type(module))) is not None:

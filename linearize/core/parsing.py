@@ -100,7 +100,7 @@ def parse_yaml(text: str) -> Any:
     try:
         with contextlib.suppress(yaml.YAMLError):
             return _checked(text, _FAST)
-        # Its messages say more.
+        # The messages of PyYAML's Python loader say more.
         return _checked(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         # PyYAML's own message mentions "<unicode string>" and quotes the line, which may be long.

@@ -318,7 +318,7 @@ def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
 
 
 def _from_text(value: Any, hint: Any) -> Any:
-    """Return the value of the annotated type that a text stands for; texts that stand for none are left for `check`."""
+    """Convert a text to the annotated type; leave a text that cannot be converted for `check` to refuse."""
     kinds = kinds_of(hint)
     if float in kinds and type(value) is int:
         return float(value)
@@ -366,7 +366,7 @@ def kinds_of(hint: object) -> tuple[Any, ...]:
 
 
 def fits(value: object, kind: type) -> bool:
-    """Tell whether a value is of a plain type; numbers must be finite, and true and false are no numbers."""
+    """Tell whether a value is of a plain type; numbers must be finite, and true and false are not numbers."""
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind is float:

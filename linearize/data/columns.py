@@ -117,7 +117,7 @@ def listed(kinds: dict[str, str]) -> str:
 
 
 def class_names(table: Dataset) -> tuple[str, ...] | None:
-    """Return the class names of a uniform table; None if it has no ``label`` column or that holds numbers."""
+    """Return the class names of a uniform table; None without a ``label`` column, or if that column holds numbers."""
     from datasets import ClassLabel
 
     kind = column_kinds(table).get("label")

@@ -159,7 +159,7 @@ def kernel_merit(
 
     Args:
         model: a converted model; it is unchanged afterwards.
-        batches: model inputs; they are moved to the model's device.
+        batches: model inputs (such as `input_ids` [B, T]); they are moved to the model's device.
         original: the softmax model, to whose longest input texts are cut; None: the model's own softmax, if its other
             weights are still the original's.
 

@@ -33,13 +33,13 @@ ROWS, TOKENS = 2, 512
 
 
 def shortened(batch: Mapping[str, Tensor], causal: bool) -> dict[str, Tensor]:
-    """Return the first rows of a batch, for a causal model cut to `TOKENS` tokens."""
+    """Return the first `ROWS` rows of a batch; for a causal model, fields [B, T] are cut to `TOKENS` tokens."""
     rows = {name: value[:ROWS] for name, value in batch.items()}
     return {name: x[:, :TOKENS] if causal and x.ndim == 2 else x for name, x in rows.items()}
 
 
 def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rows whose second half repeats the first, so that a model must copy; padded batches are unchanged."""
+    """Return rows [B, T] whose second half repeats the first, so that a model must copy; padded rows are unchanged."""
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 4 or (mask is not None and not bool(mask.all())):
         return dict(batch)
@@ -116,7 +116,8 @@ def keep_heads(
         model: a converted model.
         plan: its plan.
         count: number of heads.
-        batches: model inputs, cut by `shortened`; for causal models, rows with repeated halves are added.
+        batches: model inputs (such as `input_ids` [B, T]), cut by `shortened`; for causal models, rows with repeated
+            halves are added.
         on_event: called with `Advanced` after every step.
 
     Raises:

@@ -57,7 +57,7 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
 
     Args:
         model: a converted model; it is unchanged afterwards.
-        batch: inputs of the model, a single row.
+        batch: inputs of the model, a single row (such as `input_ids` [1, T]).
 
     Returns:
         One entry per converted layer, in the order of the layers.

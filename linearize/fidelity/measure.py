@@ -114,7 +114,7 @@ def measure(
         original: the model that was converted; load it again, because `convert` changes a model in place. None compares
             the layers only.
         converted: the converted model. Both are unchanged afterwards.
-        batches: model inputs; they are moved to the models' devices.
+        batches: model inputs (such as `input_ids` [B, T]); they are moved to the models' devices.
 
     Returns:
         The figures per layer and head, and in `outputs` the difference between the last hidden states. `to_dict`
@@ -153,7 +153,7 @@ def check_original(original: PreTrainedModel, converted: PreTrainedModel, name: 
 def output_difference(
     original: PreTrainedModel, converted: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]
 ) -> OutputDifference | None:
-    """Compare the last hidden states at all real tokens; None if a model returns none, or their sizes differ.
+    """Compare the last hidden states [B, T, C] at all real tokens; None if a model returns none, or their sizes differ.
 
     Texts are cut to the maximum length of the original.
     """
@@ -225,7 +225,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
 
     Args:
         model: a converted model; it is unchanged afterwards.
-        batches: model inputs; they are moved to the model's device.
+        batches: model inputs (such as `input_ids` [B, T]); they are moved to the model's device.
 
     Returns:
         The figures per layer and head. Time is quadratic in the length, memory linear.

@@ -34,6 +34,9 @@ def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
     """Show KL, total variation, negative share and output error per layer and head; bright means far from softmax.
 
     All share one colour scale, which ends at 1; the numbers in the cells may be larger.
+
+    Raises:
+        DataError: if there is no converted layer.
     """
     shown = [name for name in FIDELITY_FIGURES if any(name in layer.heads for layer in fidelity.layers)]
     if not shown:

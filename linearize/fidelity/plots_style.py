@@ -64,7 +64,7 @@ def tidy(axes: Axes, title: str = "", xlabel: str = "", ylabel: str = "") -> Non
 
 
 def shade(weights: Tensor) -> np.ndarray:
-    """Return the positions of weights on the common scale of all maps, 0 to 1; -1 for weights below -`LEAST_WEIGHT`."""
+    """Return the positions of weights [T, S] on the scale of all maps, 0 to 1; -1 for weights below -`LEAST_WEIGHT`."""
     import numpy as np
 
     values = weights.numpy()

@@ -35,12 +35,12 @@ def body_of(model: PreTrainedModel) -> Any:
 
 
 def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
-    """Run the model without its head on a batch, without a cache; columns that it does not accept are ignored."""
+    """Run the model without its head on a batch (such as `input_ids` [B, T]), as `run_module` does."""
     return run_module(body_of(model), model.config, batch)
 
 
 def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
-    """Run a model or its body on a batch, without cache and labels; columns that it does not accept are ignored."""
+    """Run a model or its body on a batch (such as `input_ids` [B, T]), without cache, labels and unknown columns."""
     inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
@@ -88,7 +88,7 @@ def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], visit:
 
     Args:
         model: a converted model; it is not changed.
-        batches: model inputs; they are moved to the model's device.
+        batches: model inputs (such as `input_ids` [B, T]); they are moved to the model's device.
         visit: called for every layer of every batch.
 
     Raises:
@@ -142,7 +142,7 @@ softmax_output = torch.no_grad()(softmax_heads_output)
 def frozen_output(
     layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor | None:
-    """Return softmax's output, for an observer; None leaves bidirectional layers to the host.
+    """Return softmax's output [B, H, T, V], for an observer; None leaves bidirectional layers to the host.
 
     For a causal layer with padding, the host would build a T x T mask.
     """
@@ -230,7 +230,7 @@ def take(x: Tensor, batch: Tensor | None, tokens: Tensor | None) -> Tensor:
 
 
 def put(x: Tensor, batch: Tensor, tokens: Tensor | None, part: Tensor) -> None:
-    """Write the result of `take` back; the other tokens of these entries become 0."""
+    """Write the result of `take` back into x [B, H, T, ...]; the other tokens of these entries become 0."""
     if tokens is not None:
         part = torch.zeros_like(x[batch]).index_copy_(2, tokens, part)
     x[batch] = part

@@ -215,6 +215,11 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
 
     Returns:
         The model, the plan, and the inputs for trial runs if the job names a file of them.
+
+    Raises:
+        ConfigError: if `max_length` is below what the model takes, no layer suits the preset, or as in `plan`.
+        CheckpointError: if the model cannot be loaded.
+        UnsupportedModelError: if no attention can be converted.
     """
     loaded = load_model(job.model, task=job.task, device=stages.first_device(job), revision=job.revision)
     takes = current_length(loaded.model)

@@ -98,7 +98,11 @@ class Opened:
 
 
 def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
-    """Do everything before the first step: validate everything, write nothing."""
+    """Prepare a tuning up to its first step: check the options, open the data, load the models; write nothing.
+
+    Raises:
+        LinearizeError: a subclass of it, for everything the user can correct.
+    """
     target, data_options = job.target(), job.data
     check_options(job.tune, _adapter_of(job))
     device = own_device(job.device)

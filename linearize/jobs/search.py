@@ -76,6 +76,9 @@ def choose_plan(context: Context, max_length: int | None) -> SearchResult:
     Args:
         context: the running job; its model and data are open, and the converted layers of its plan are searched.
         max_length: longest input that the result must take.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C; the message names the file of the best plan so far.
     """
     job = context.job
     assert isinstance(job, SearchJob | ConvertJob)

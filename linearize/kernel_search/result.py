@@ -270,8 +270,8 @@ def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
         return f"error {entry.error:.3g}, {best} {least:.3g}; the whole model is closest with {label} in every layer"
     if entry.share < row[best].share:
         return (
-            f"at {entry.share:.3g} of softmax's time, error {entry.error:.3g}; {best}, the closest, has {least:.3g} at "
-            f"{row[best].share:.3g}, more than the budget has for this layer"
+            f"at {entry.share:.3g} times softmax's time, error {entry.error:.3g}; {best}, the closest, has {least:.3g} "
+            f"at {row[best].share:.3g}, more than the budget has for this layer"
         )
     return f"error {entry.error:.3g}, {best} {least:.3g}"
 

@@ -170,7 +170,7 @@ class Table:
             # Rounded up, so that the suggested budget can be met.
             raise ConfigError(
                 f"budget: no plan meets {asked}: at {config.length:,} tokens the cheapest "
-                f"({', '.join(dict.fromkeys(cheapest))}) takes {nearest:.4g} of softmax's time; the smallest "
+                f"({', '.join(dict.fromkeys(cheapest))}) takes {nearest:.4g} times softmax's time; the smallest "
                 f"possible is --budget cost={nearest * 1.0005 + 5e-5:.4f}, or give a longer --length"
             )
         return limit

@@ -148,11 +148,11 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
         """
 
     def forward_queries(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """Map queries; calls `forward` by default."""
+        """Map queries [B, H, T, D] -> [B, H, T, F]; calls `forward` by default."""
         return self.forward(x, positions)
 
     def forward_keys(self, x: Tensor, positions: Tensor | None = None) -> Features:
-        """Map keys; calls `forward` by default."""
+        """Map keys [B, K, T, D] -> [B, K, T, F]; calls `forward` by default."""
         return self.forward(x, positions)
 
     @property

@@ -34,7 +34,11 @@ class CosformerConfig:
 
 
 class Cosformer(FixedMap):
-    """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative."""
+    """Map [B, H, T, D] -> [B, H, T, 2 D], non-negative.
+
+    Raises:
+        ConfigError: on construction, if `max_positions` is None.
+    """
 
     scale_inputs = False
 

@@ -64,7 +64,7 @@ class Options(NamedTuple):
     eps: float = EPS
 
     def start(self, phi_k: Tensor, v: Tensor) -> State:
-        """Return the state before the tokens."""
+        """Return the state before the tokens phi_k [B, K, T, F], v [B, K, T, V]: the given one, or an empty one."""
         if self.initial_state is not None:
             return self.initial_state
         return empty_state(phi_k, v, scaled=self.log_scale is not None, normalize=self.normalize)
@@ -140,7 +140,7 @@ def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None
 
 
 def held(total: Tensor, least: Tensor | float) -> Tensor:
-    """Return sums with magnitudes of at least `least`, a constant where it applies; zero counts as positive."""
+    """Return sums [...] with magnitudes of at least `least`, a constant where it applies; zero counts as positive."""
     return torch.where(total < 0, total.clamp(max=-least), total.clamp(min=least))
 
 

@@ -80,7 +80,7 @@ def window_attention(
 def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Part]:
     """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
     tokens, far, columns = queries.x.shape[2], keys, []
-    # Of a window that holds all tokens, more than that need not be read.
+    # A window wider than the text is cut to the text: no key is further away than T - 1 tokens.
     half = window.size // 2 if isinstance(tokens, torch.SymInt) else min(window.size // 2, tokens - 1)
     place = torch.arange(tokens, device=keys.mask.device)
     if window.sinks:

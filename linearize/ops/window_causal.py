@@ -77,7 +77,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
         stronger = (value[..., None, :] > own) | ((value[..., None, :] == own) & (place < place[:, None]))
         full = (stronger & competes[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
         loses = competes & full[..., -1]
-        # With the first candidate with which there are S stronger ones, but not before its own entry.
+        # A candidate is lost when the S-th stronger one arrives, but not before it arrives itself.
         at = torch.maximum(full.int().argmax(dim=-1), place)
         lost = lost.scatter(-1, index, torch.where(loses, index.gather(-1, at) - slots, earlier))
         stays = competes & ~loses
@@ -85,7 +85,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
         kept = index.gather(-1, places_of(stays, slots))
         taken.append(torch.arange(slots, device=device) < stays[:, 0].sum(dim=-1, keepdim=True))
         places.append(kept.masked_fill(~taken[-1][:, None], 0))
-    # What loses nothing goes to an extra step, which is dropped.
+    # Candidates that are absent or never lost go to an extra step, which is dropped.
     target = torch.where(there[:, None], lost, steps)
     loser = order.new_zeros(*order.shape[:2], steps + 1).scatter(-1, target, order)[..., :steps]
     has_loser = there.new_zeros(there.shape[0], steps + 1).scatter(-1, target[:, 0], True)[:, :steps]
@@ -267,9 +267,9 @@ def softmax_part(
 
 
 def overlapping(x: Tensor, dim: int, count: int, size: int, step: int) -> Tensor:
-    """Cut a dimension into windows of `size`, one every `step` elements: it becomes two dimensions, [count, size].
+    """Cut a dimension into windows of `size`, one every `step` elements: [..., N, ...] -> [..., count, size, ...].
 
-    There are exactly `count` windows; the dimension is (count - 1) step + size long.
+    There are exactly `count` windows; N is (count - 1) step + size.
     """
     if not isinstance(x.shape[dim], torch.SymInt):
         return x.unfold(dim, size, step).movedim(-1, dim + 1)

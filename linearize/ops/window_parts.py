@@ -44,7 +44,7 @@ class Window:
     exact_keys: int = 0
 
     def holds(self, distance: Tensor) -> Tensor:
-        """Tell which keys are in a query's window, given its place minus theirs; later keys are masked elsewhere."""
+        """Tell which keys are in the window of a query, given its place minus theirs [..., S]; later keys count too."""
         return distance < self.size if self.causal else distance.abs() <= self.size // 2
 
 
@@ -65,7 +65,7 @@ class Mapped(NamedTuple):
         return Mapped(take(self.x, order), take(self.phi, order), take(self.scale(), order))
 
     def scale(self) -> Tensor:
-        """Return the log-scale in fp32."""
+        """Return the log-scale [B, H, T] in fp32."""
         if self.log_scale is None:
             return torch.zeros(self.phi.shape[:3], device=self.phi.device)
         return self.log_scale.float()
@@ -214,7 +214,7 @@ def places_of(chosen: Tensor, slots: int) -> Tensor:
 
 
 def ranks(priority: Tensor) -> Tensor:
-    """Return priorities without a gradient, in fp32, with NaN last."""
+    """Return priorities [..., T] without a gradient, in fp32, with NaN last."""
     return priority.detach().float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 

@@ -37,15 +37,18 @@ def reason(result: dict[str, Any]) -> str:
     reasons = found[1].split("; ") if found else [message.split(";")[0]]
     # If there are several reasons, prefer one that a kernel cannot express.
     chosen = next((text for text in reasons if text.endswith("which a kernel cannot honour")), reasons[0])
-    chosen = re.sub(r" \(\w+\)", "", chosen) if "code of its own" in chosen or "did not run" in chosen else chosen
+    chosen = re.sub(r" \(\w+\)", "", chosen) if "attention code" in chosen or "did not run" in chosen else chosen
     return shortened(chosen)
 
 
 def shortened(text: str) -> str:
     """Return the reason of a message in the words of the tables."""
     text = text.removesuffix(", which a kernel cannot honour").removeprefix("scores carry ")
+    # The words of older results.
     text = text.replace("attention code of its own", "its own attention code")
-    return re.sub(r", which is linear in .* already", ", so it is already linear in the number of patches", text)
+    text = text.replace("a mask of the model's own", "the model's own mask")
+    linear = r", which is (linear in .* already|already linear in [\w ]+)"
+    return re.sub(linear, ", so it is already linear in the number of patches", text)
 
 
 def outcome(result: dict[str, Any]) -> str:

@@ -69,9 +69,9 @@ def test_a_load_gives_every_tensor_that_was_saved(names, tmp_path):
     ("name", "kind", "why"),
     [
         ("siglip2", "Siglip2Attention", "did not run in the trial run"),
-        ("siglip2", "MultiheadAttention", "attention code of its own"),
+        ("siglip2", "MultiheadAttention", "its own attention code"),
         ("qwen3_asr", "Qwen3ASRAudioAttention", "did not run in the trial run"),
-        ("minimax", "MiniMaxLightningAttention", "attention code of its own"),
+        ("minimax", "MiniMaxLightningAttention", "its own attention code"),
         ("phi4_multimodal", "Phi4MultimodalVisionAttention", "computes something else"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_fingerprint_changes_with_every_part():
     ("change", "named"),
     [
         ({"options": {"rate": 0.2}}, r"rate=0\.1, now it is 0\.2"),
-        ({"options": {"rate": 0.1, "more": 1}}, "does not record with which more"),
+        ({"options": {"rate": 0.1, "more": 1}}, "does not record the more that"),
         ({"options": {}}, r"rate=0\.1, which is missing now"),
         ({"data": [[1, 2], [3, 5]]}, "data contents='"),
     ],

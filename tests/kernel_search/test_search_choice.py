@@ -89,7 +89,7 @@ def test_why_a_layer_has_its_kernel():
     found = table()
     assert reasons(("a", "d"), found) == {
         0: "the closest of 4 candidates: error 0.1, next b with 0.2",
-        1: "at 0.05 of softmax's time, error 0.4; a, the closest, has 0.1 at 0.3, more than the budget has for this "
+        1: "at 0.05 times softmax's time, error 0.4; a, the closest, has 0.1 at 0.3, more than the budget has for this "
         "layer",
     }
     assert reasons(("b", "b"), found)[0] == "error 0.2, a 0.1; the whole model is closest with b in every layer"

@@ -36,11 +36,12 @@ def place(tmp_path, monkeypatch):
 def test_the_table_the_plan_and_the_picture(place, capsys):
     code, out, err = run(capsys, "search", "bert", *SEARCH, "--plan-out", "plan.yaml", "--plot", "points.png")
     assert code == 0, err
-    assert "within 0.2 of softmax's time at 4,096 tokens" in out, out
+    assert "within 0.2 times softmax's time at 4,096 tokens" in out, out
     # Cells of tables are folded between words.
     assert "softmax everywhere" in out and "best so far: 2 x" in out and "hedgehog" in out
     assert re.search(
-        r"(\d+\.\d% below|as large as) that of hedgehog everywhere, at 0\.\d+ of softmax's time|is as good: error", out
+        r"(\d+\.\d% below|as large as) that of hedgehog everywhere, at 0\.\d+ times softmax's time|is as good: error",
+        out,
     )
     assert (place / "points.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in place.iterdir()) == ["bert", "plan.yaml", "points.png", "texts.jsonl"]
@@ -75,7 +76,7 @@ def test_search_and_convert_in_one(place, capsys):
     code, out, _ = run(capsys, "inspect", "bert-auto")
     assert code == 0 and "why layer 1" in out and "search, the plan" in out and "6 steps," in out
     card = (place / "bert-auto" / "README.md").read_text()
-    assert "A search chose the kernel of every layer within 0.2 of softmax's time at 4,096 tokens" in card
+    assert "A search chose the kernel of every layer within 0.2 times softmax's time at 4,096 tokens" in card
     assert "\n    linearize convert bert --kernel auto " in card and " --candidates hedgehog,t2r" in card
     assert "| search | 6 steps, " in card
     plan = searched["points"][0]

@@ -26,11 +26,11 @@ class CausalOp:
     attend = staticmethod(causal_attention)
 
     def why_not(self, x: Tensor, v: Tensor, *, normalize: bool) -> str:
-        """Return why it declines tensors such as x and v with this `normalize`; empty if it accepts them."""
+        """Return why it declines keys or features x [B, K, T, D] and values v [B, K, T, V]; empty if it does not."""
         return ""
 
     def output(self, phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-        """Attend without returning the state."""
+        """Attend -> [B, H, T, V], without returning the state."""
         return self.attend(phi_q, phi_k, v, **options)[0]
 
 
@@ -79,11 +79,18 @@ CAUSAL_OPS: tuple[CausalOp, ...] = (NativeOp(), CausalOp())
 
 
 def causal_op(x: Tensor, v: Tensor, *, normalize: bool) -> CausalOp:
-    """Return the op that attends causally with tensors such as x and v."""
+    """Return the op that attends causally with such keys or features x [B, K, T, D] and values v [B, K, T, V]."""
     return next(op for op in CAUSAL_OPS if not op.why_not(x, v, normalize=normalize))
 
 
 def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
-    """Attend causally on given features, like `linearize.ops.causal_attention`, with the fastest op available."""
+    """Attend causally on given features -> [B, H, T, V], with the fastest op available.
+
+    Args:
+        phi_q: query features [B, H, T, F].
+        phi_k: key features [B, K, T, F].
+        v: values [B, K, T, V].
+        **options: those of `linearize.ops.causal_attention`.
+    """
     op = causal_op(phi_k, v, normalize=options.get("normalize", True))
     return op.output(phi_q, phi_k, v, **options)

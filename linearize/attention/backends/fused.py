@@ -128,7 +128,7 @@ def _unreadable(call: AttentionCall) -> str:
         return "it only reads plain tensors in fp32, bf16 or fp16"
     if call.q.shape[2] != call.k.shape[2]:
         return "there are fewer queries than keys"
-    return "its heads have at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
+    return "it only supports heads of at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
 
 
 def _unknown_kinds(mixer: FeatureMapMixer) -> str:
@@ -150,7 +150,7 @@ def _too_large(mixer: FeatureMapMixer, call: AttentionCall) -> str:
     map, v = maps_of(mixer)[0], call.v
     precision, largest = precision_of(v), max(map.first.shape[1], call.q.shape[3], v.shape[3])
     if largest > USUAL and precision != "bf16":
-        return "except in bf16 its heads have at most 64 numbers, and its maps 64 rows"
+        return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
     tight = largest > USUAL or precision == EXACT
     if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
         return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
@@ -357,10 +357,10 @@ class Launcher:
             learned: whether the gradients of the weights are needed.
         """
         causal = self.settings.causal
-        # Causal keys are mapped once for each query head, because the kernel walks through the queries, too.
+        # Causal keys are mapped once for each query head, because the kernel also reads the queries in order.
         heads = self.heads if causal else side.x.shape[1]
         group, other_group = heads // side.x.shape[1], heads // other.x.shape[1] if causal else 1
-        # Sums over the heads of a group follow, so they are not rounded before.
+        # They are not rounded yet, because sums over the heads of a group follow.
         dtype = side.x.dtype if group == 1 else torch.float32
         dx, dy, da, dw = self.tokens_first(heads, side.x.shape[3], dtype), None, None, None
         rows, size, width = self.numbers
@@ -427,7 +427,7 @@ class _Attend(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         queries, keys = _sides(q, q, k, v, *more)
         launcher = Launcher(settings, mask, q, v, more[1].shape[1])
-        # Without gradients, too, `needs_input_grad` tells which inputs are leaves that could have one.
+        # `needs_input_grad` is also true while gradients are off, for leaves that could have one.
         save = settings.gradient and any(ctx.needs_input_grad)
         with launcher.on_device():
             if settings.causal and launcher.segments == 1 and not settings.needs_state:

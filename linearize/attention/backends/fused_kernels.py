@@ -8,8 +8,8 @@ queries (only in the backward pass), they are the gradient of the numerator and 
 gradient times `a`, the inverse of the denominator, and b. The sums of a side are `sum_t phi(x_t) [y_t, b_t]`.
 
 Features are kept as two tiles of n columns, because the maps have pairs of features (softmax of y and of -y); the
-second is unused for `relu`. Columns are padded to powers of two, and what is padded is zero. Padded tokens are read as
-zeros, whatever is there: keys have then no rows (y and b are 0), and queries stay finite.
+second is unused for `relu`. Columns are padded to powers of two, and the padding is zero. Padded tokens are read as
+zeros, whatever is there: keys then have no rows (y and b are 0), and queries stay finite.
 
 Every program walks through one segment of the tokens of one head, in blocks of BLOCK tokens. Sizes: D and V are the
 head and value size, N the rows of the map; D_, V_ and N_ are padded. A state [F, V + 1] has the sums of b last.

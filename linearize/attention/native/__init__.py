@@ -50,7 +50,7 @@ def forget() -> None:
 
 
 def unreadable(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Return why the op does not accept such tensors; empty if it does."""
+    """Return why the op does not accept such q [B, H, T, D], k [B, K, T, D] and v [B, K, T, V]; empty if it does."""
     native = engine()
     if native is None:
         return absence()

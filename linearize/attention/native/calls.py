@@ -49,7 +49,13 @@ class Engine:
         return torch.get_num_threads() if self.parallel else 1
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Tell whether it accepts such tensors: plain, on the CPU, in fp32 or bf16, with a contiguous last axis."""
+        """Tell whether it accepts such tensors: plain, on the CPU, in fp32 or bf16, with a contiguous last axis.
+
+        Args:
+            q: queries [B, H, T, D].
+            k: keys [B, K, T, D].
+            v: values [B, K, T, V].
+        """
         return (
             type(q) is Tensor
             and q.is_cpu
@@ -63,7 +69,7 @@ class Engine:
     """Describe maps and log-scales for `step` and `window_step`."""
 
     def supports_step(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, log_scale: Tensor) -> bool:
-        """Tell whether it accepts such tensors and can update such a state in place."""
+        """Tell whether it accepts such tensors, and can update kv [B, K, F, V + 1] and log_scale [B, K] in place."""
         plain = kv.is_contiguous() and log_scale.is_contiguous() and kv.dtype == log_scale.dtype == torch.float32
         return plain and self.supports(q, k, v)
 
@@ -184,7 +190,7 @@ class Engine:
     def features_gradient(
         self, map: MapSpec, x: Tensor, grad: Tensor, grad_scale: Tensor | None, *, scale: float
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the gradients of x and the map's `MAP_WEIGHTS`, given those of the results of `features`."""
+        """Return the gradients of x [B, K, T, D] and of the map's `MAP_WEIGHTS`, given those of `features`' results."""
         ready = packed([map], scale)
         grad, grad_x = grad.float().contiguous(), torch.empty_like(x)
         back = Back(grad=grad.data_ptr(), dk=grad_x.data_ptr())

@@ -112,7 +112,11 @@ def checked(options: BenchOptions) -> BenchOptions:
 
 
 def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
-    """Yield the suites, one for each kernel and image size."""
+    """Yield the suites, one for each kernel and image size.
+
+    Raises:
+        ConfigError: for a converted checkpoint together with a kernel or a window.
+    """
     for kernel in options.kernels or (KERNEL,):
         for size in sorted(set(options.image_sizes or ())) or (None,):
             info = kernel_info(kernel)

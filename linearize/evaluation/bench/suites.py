@@ -90,12 +90,12 @@ class AttentionSizes:
         kernel_args: its arguments.
         hybrid: window, sinks, exact keys and scale in addition to the kernel.
         heads: number of query heads H, by default also of key and value heads.
-        head_dim: head_dim D.
+        head_dim: head size D.
         batch: batch size B.
         dtype: dtype of the inputs.
         device: device that it runs on.
         key_heads: number of key and value heads K; None: H.
-        value_dim: head_dim of the values V; None: D.
+        value_dim: size V of a value; None: D.
     """
 
     kernel: str = "hedgehog"

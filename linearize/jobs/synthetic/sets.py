@@ -43,6 +43,9 @@ class ListOps(MadeSet):
     (https://arxiv.org/abs/2011.04006): above the deepest level a node is an operator with probability 1/4, otherwise a
     digit; an operator has 2 to `most_arguments` arguments; sequences of 500 to 2,000 tokens are kept. The round
     brackets of the binary tree are left out, as in Long Range Arena's input pipeline.
+
+    Raises:
+        ConfigError: on construction, for a value out of range, or if no list has the asked length.
     """
 
     called = "listops"
@@ -111,6 +114,9 @@ class AssociativeRecall(MadeSet):
     tokens, half keys and half values, and rows of 128 tokens, so that a key appears three times on average. Each row
     has its own mapping. The defaults are the paper's where it gives them. Training uses the answers of all keys seen
     before; only the last answer is measured.
+
+    Raises:
+        ConfigError: on construction, for a value out of range, or an odd length or vocabulary.
     """
 
     called = "associative recall"

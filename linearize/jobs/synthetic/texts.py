@@ -225,6 +225,9 @@ class Documents(MadeSet):
     If one text decides, averaged chunks can find the class: the other chunks are neutral, so the chunk with that text
     decides the mean. If the last of two texts decides and they are farther apart than the length of a chunk, no mean
     over chunks can find the class: no chunk shows whether it holds the last one.
+
+    Raises:
+        ConfigError: on construction, if a value is out of range, the filler is missing, or a text has no place.
     """
 
     called = "documents"
@@ -322,7 +325,11 @@ def _two(config: Documents, labels: Sequence[int | str], chance: np.random.Gener
 
 @dataclass(frozen=True)
 class Halves(MadeSet):
-    """Pairs made from any long texts: do two halves belong together? Halves of the same text do, others do not."""
+    """Pairs made from any long texts: do two halves belong together? Halves of the same text do, others do not.
+
+    Raises:
+        ConfigError: on construction, if a value is out of range or `overlap` is not below `longest`.
+    """
 
     called = "retrieval"
     reads = "a data set of long texts"

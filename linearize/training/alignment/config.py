@@ -18,7 +18,11 @@ SMALLEST = 1e-6
 
 @dataclass(frozen=True)
 class AlignConfig(RunConfig):
-    """How the alignment brings a whole converted model close to its original."""
+    """How the alignment brings a whole converted model close to its original.
+
+    Raises:
+        ConfigError: on construction, for a value out of range, if all weights are 0, or if states have no folder.
+    """
 
     steps: int = option(400, "optimizer steps, blockwise ones included; 0 skips the alignment", low=0)
     blockwise: float = option(

@@ -162,7 +162,7 @@ class Share(NamedTuple):
 
 
 def size_of(batch: Mapping[str, Tensor]) -> Share:
-    """Return a batch's number of tokens (rows, if it has no mask) and of rows."""
+    """Return a batch's number of tokens, counted in its mask [B, T] (of rows, if it has no mask), and of rows."""
     rows = len(next(iter(batch.values())))
     mask = batch.get("attention_mask")
     return Share(rows if mask is None else int(mask.sum()), rows)
@@ -194,6 +194,9 @@ class Objective:
     def measure_scales(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         """Measure the teacher's variances, as means over held-out batches weighted by tokens.
 
+        Args:
+            batches: model inputs, such as `input_ids` and `attention_mask` [B, T].
+
         Raises:
             DataError: if there is no batch.
         """
@@ -210,7 +213,7 @@ class Objective:
         self.scales = summed(variances, batches)
 
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
-        """Return the terms of whole models: one per hidden state, `POOLED`, and one per kind of logits."""
+        """Return the terms of whole models, all scalars: one per hidden state, `POOLED`, and one per kind of logits."""
         taught = self.pair.teach(batch, head=self.head)
         learned = self.pair.learn(batch, head=self.head)
         terms = {
@@ -225,7 +228,7 @@ class Objective:
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum of `end_to_end`'s terms: the mean over hidden states, the pooled output, logits."""
+        """Return the weighted sum of `end_to_end`'s terms, a scalar; of the hidden states' terms their mean counts."""
         hidden = [term for name, term in terms.items() if name != POOLED and not name.startswith(LOGITS)]
         logits = [term for name, term in terms.items() if name.startswith(LOGITS)]
         config = self.config
@@ -237,6 +240,14 @@ class Objective:
 
         A block's error is that of its attention after the output projection plus that of its output. With `train` its
         gradient is computed as soon as it has run, and no intermediate result is kept.
+
+        Args:
+            batch: model inputs, such as `input_ids` and `attention_mask` [B, T].
+            share: the batch's share of the step.
+            train: whether to compute gradients.
+
+        Returns:
+            The error of each block, by its name.
         """
         terms: dict[str, float] = {}
         mask, student = batch.get("attention_mask"), self.pair.student
@@ -325,7 +336,11 @@ class Closeness:
 
 @torch.no_grad()
 def measure(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Closeness:
-    """Compare student and teacher on batches that are on the models' device.
+    """Compare student and teacher on batches.
+
+    Args:
+        objective: student and teacher, with the teacher's variances.
+        batches: model inputs on the models' device, such as `input_ids` and `attention_mask` [B, T].
 
     Raises:
         DataError: if there is no batch.
@@ -342,7 +357,11 @@ def measure(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Cl
 
 
 def blockwise_loss(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> float:
-    """Return the mean over blocks of their errors under the teacher's inputs, on held-out batches."""
+    """Return the mean over blocks of their errors under the teacher's inputs, on held-out batches.
+
+    Raises:
+        DataError: if there is no batch.
+    """
     errors = summed(partial(objective.blockwise, train=False), batches)
     return sum(errors.values()) / max(len(errors), 1)
 

@@ -33,7 +33,8 @@ class Outputs:
     """A model's outputs for a batch.
 
     Attributes:
-        states: hidden states [B, T, C] after each block by the block's name, and `OUTPUT` last if the model has it.
+        states: hidden states [B, T, C] (of a grid [B, H, W, C]) after each block by the block's name, and `OUTPUT` last
+            if the model has it.
         logits: logits by their names in the head's output; [B, V], [B, T, V], or [B, T] over the tokens.
         mask: [B, T], true at tokens; None if there is no padding.
     """
@@ -44,7 +45,7 @@ class Outputs:
 
     @property
     def last(self) -> Tensor:
-        """The last hidden state."""
+        """The last hidden state [B, T, C], or [B, H, W, C] of a grid."""
         return next(reversed(self.states.values()))
 
 
@@ -95,12 +96,12 @@ class Pair:
 
     @torch.no_grad()
     def teach(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-        """Run the teacher on a batch; with `head` its logits too."""
+        """Run the teacher on a batch (such as `input_ids` [B, T]); with `head` its logits too."""
         with observed(self.teacher, frozen_output):
             return run(self.teacher, self.blocks, batch, head=head)
 
     def learn(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-        """Run the student on a batch, with gradients if they are enabled."""
+        """Run the student on a batch (such as `input_ids` [B, T]), with gradients if they are enabled."""
         return run(self.student, self.blocks, batch, head=head)
 
 
@@ -114,7 +115,7 @@ def hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterat
 
 
 def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Callable[..., None]:
-    """Return a hook that keeps a module's hidden state under a name: from its last call, or with `first` its first."""
+    """Return a hook that keeps a module's state [B, T, C] under a name: of its last call, or with `first` its first."""
 
     def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if not (first and name in states):
@@ -124,7 +125,7 @@ def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Call
 
 
 def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-    """Run a model on a batch and return its hidden states; with `head` its logits too."""
+    """Run a model on a batch (such as `input_ids` [B, T]) and return its hidden states; with `head` its logits too."""
     outputs, body = Outputs(mask=batch.get("attention_mask")), body_of(model)
 
     def keep_last(module: nn.Module, args: object, kwargs: object, output: object) -> None:
@@ -146,7 +147,7 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
 
 
 def first_tensor(output: object) -> Tensor:
-    """Return the hidden state in a block's output: the output itself, or the first member of a tuple."""
+    """Return the hidden state [B, T, C] in a block's output: the output itself, or the first member of a tuple."""
     state = output[0] if isinstance(output, (tuple, list)) else output
     assert isinstance(state, Tensor)
     return state

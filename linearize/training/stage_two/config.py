@@ -16,7 +16,11 @@ LARGEST = 1e9
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """How a model is tuned on a task."""
+    """How a model is tuned on a task.
+
+    Raises:
+        ConfigError: on construction, if a value is out of range or two options exclude each other.
+    """
 
     learning_rate: float = option(2e-5, "peak learning rate of AdamW", low=0, below=LARGEST)
     batch_size: int = option(32, "rows per step and device", low=1)

@@ -37,14 +37,14 @@ def accuracy(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 def f1(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the F1 of class 1, as GLUE does for MRPC and QQP; 0 if that class is neither predicted nor occurs."""
+    """Return the F1 of class 1 [N], as GLUE does for MRPC and QQP; 0 if that class is neither predicted nor occurs."""
     guess, true = guess == 1, true == 1
     total = np.count_nonzero(guess) + np.count_nonzero(true)
     return {"f1": 2 * np.count_nonzero(guess & true) / total if total else 0.0}
 
 
 def f1_macro(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the mean of the F1 of every class that is predicted or occurs."""
+    """Return the mean of the F1 of every class that is predicted or occurs in [N] rows."""
     hits, guesses, truths = _class_counts(guess, true)
     total = guesses + truths
     known = total > 0
@@ -52,7 +52,7 @@ def f1_macro(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 def matthews(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the correlation of predicted and true classes, CoLA's metric; 0 if either of them is constant.
+    """Return the correlation of predicted and true classes [N], CoLA's metric; 0 if either of them is constant.
 
     Source: https://doi.org/10.1016/j.compbiolchem.2004.09.006
     """
@@ -73,12 +73,12 @@ def _class_counts(guess: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def pearson(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the linear correlation, STS-B's metric; 0 if either side is constant."""
+    """Return the linear correlation of two sides [N], STS-B's metric; 0 if either side is constant."""
     return {"pearson": _correlation(guess, true)}
 
 
 def spearman(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the linear correlation of the ranks, STS-B's metric; 0 if either side is constant."""
+    """Return the linear correlation of the ranks of two sides [N], STS-B's metric; 0 if either side is constant."""
     return {"spearman": _correlation(_tied_ranks(guess), _tied_ranks(true))}
 
 
@@ -95,7 +95,7 @@ def roc_auc(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 def mse(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the mean of the squared differences; NaN without numbers, or if a guess is not finite."""
+    """Return the mean of the squared differences of two sides [N]; NaN without numbers, or if a guess is not finite."""
     return {"mse": float(np.mean((guess - true) ** 2)) if len(true) and np.isfinite(guess).all() else math.nan}
 
 

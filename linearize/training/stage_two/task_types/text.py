@@ -217,7 +217,7 @@ class _TextRows(Texts):
 
     @classmethod
     def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss on the rows that have a label; 0 if none has."""
+        """Return the loss on the rows that have a label; 0 if no row has one."""
         logits: Tensor = outputs.logits
         labels = inputs["labels"]
         known = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
