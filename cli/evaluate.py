@@ -103,10 +103,11 @@ def sides_table(
         interval = "-" if side.interval is None else " to ".join(map(task.written, side.interval))
         row = [side.name, length, cut, task.written(side.score), interval, *figures]
         cost = costs.get(side.name)
-        if cost is not None:
-            row.append(f"{cost.seconds:.3g}")
-            if memory:
-                row.append("-" if cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:,.0f}")
+        # A side without a part of its attention is measured, but not timed.
+        if costs:
+            row.append("-" if cost is None else f"{cost.seconds:.3g}")
+        if memory:
+            row.append("-" if cost is None or cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:,.0f}")
         rows.append(row)
     if chance is not None:
         rows.append(["chance", "", "", task.written(chance), *[""] * (len(columns) - 4)])

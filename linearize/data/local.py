@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearize.core.errors import DataError, some
 from linearize.core.heads import Modality
@@ -30,11 +30,12 @@ SPLIT_WORDS = {
 MOST_FOLDERS = 100_000
 EXPECTED = "expected .json, .jsonl, .csv, .tsv, .txt (each also .gz) or .parquet, images, or a .zip of images"
 # A .tsv has no quoting (GLUE's lone quotes would swallow rows), and "NA" and "null" may be texts.
-READERS: dict[str, tuple[str, dict[str, object]]] = {
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
     "tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t", "quoting": csv.QUOTE_NONE}),
 }
-
+INDEX = "__index_level_"
+"""Begins the name that `datasets` gives to pandas' names of rows."""
 
 FORMS = {
     "json": "objects with the same fields, one per line, or a list of them",
@@ -202,6 +203,8 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
         # Arrow's readers of JSON and parquet do not check that texts are UTF-8.
         for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
             batch.validate(full=True)
+        if kind in READERS and any(name.startswith(INDEX) for name in table.column_names):
+            _check_header(files[0], table.column_names, options)
     except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
         for file in files if len(files) > 1 else ():
             # Read one by one, the broken file is named.
@@ -215,6 +218,19 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
     if not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
+
+
+def _check_header(file: Path, names: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Refuse a first row that is longer than the header: pandas would take the surplus for names of rows.
+
+    Raises:
+        ValueError: if pandas found more columns than the header has.
+    """
+    import pandas
+
+    wanted = len(pandas.read_csv(file, nrows=0, **options).columns)
+    if len(names) > wanted:
+        raise ValueError(f"its header has {wanted} fields and its first row {len(names)} (quote texts with commas)")
 
 
 def exists(path: Path) -> bool:

@@ -48,6 +48,10 @@ class Records(Protocol):
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         """Read the examples with these numbers, in this order."""
 
+    def labels(self, rows: Sequence[int]) -> list[str | float | None]:
+        """Return the labels of these examples."""
+        return [example.label for example in self.fetch(rows)]
+
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
         """Yield a digest of each example, equal for equal texts or image files."""
 
@@ -91,6 +95,9 @@ class TableRecords(Records):
     def measure(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
         """Return which rows [N] are complete, regardless of labels, and their sizes [N]."""
         raise NotImplementedError
+
+    def labels(self, rows: Sequence[int]) -> list[str | float | None]:
+        return named_labels(self.table.select_columns(["label"])[list(rows)]["label"], self.names)
 
 
 class TextRecords(TableRecords):

@@ -107,7 +107,7 @@ def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], visit:
             empty = False
             run_body(model, {name: value.to(device) for name, value in batch.items()})
     if empty:
-        raise DataError("fidelity: got no batch to measure on; give a data set with at least one example")
+        raise DataError("fidelity: got no held-out batch to measure on; set some rows aside (--holdout)")
 
 
 def has_rows(layer: LinearAttention) -> bool:

@@ -67,7 +67,8 @@ def check_search(job: SearchJob | ConvertJob) -> None:
         raise ConfigError(NO_FSDP)
     parse_candidates(job.search.candidates, softmax=job.search.softmax_layers > 0)
     if job.plan_out is not None:
-        check_plan_target(job.plan_out, overwrite=job.overwrite)
+        # A resumed run may find the plan that it wrote before it was interrupted.
+        check_plan_target(job.plan_out, overwrite=job.overwrite or job.stage.resume)
 
 
 def choose_plan(context: Context, max_length: int | None) -> SearchResult:

@@ -122,3 +122,9 @@ def test_an_evaluation_without_a_part_is_a_side_of_its_own(place, monkeypatch, c
     found = json.loads(capsys.readouterr().out)
     ours, without = found["sides"]
     assert ours["score"] == found["score"] != without["score"] and "without its attention" in without["name"]
+    # With an original the table has times too, but none of this side; it was a traceback after all measurements.
+    make_original(place / "masked-original", head="AutoModelForMaskedLM")
+    compared = ["--compare", "masked-original", "--ablate", "attention"]
+    assert main(["evaluate", "masked", *words, *compared]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "without its" in line and "│" in line)
+    assert [cell.strip() for cell in line.split("│")][-2] == "-"

@@ -57,6 +57,11 @@ def test_images_have_no_length(folders, tmp_path, capsys):
     assert (code, "packing" in err and "reads images" in err) == (2, True)
 
 
+def test_stage_one_without_held_out_rows_names_the_option(folders, tmp_path, capsys):
+    code, _, err = run(capsys, *base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--holdout", 0))
+    assert code == 2 and "got no held-out batch to measure on; set some rows aside (--holdout)" in err
+
+
 def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypatch):
     line = base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--save-every", 1)
     real = observer.KernelTrainer.step

@@ -55,6 +55,7 @@ def test_tables_keep_their_texts_as_they_are(write: Write, gpt_tokenizer: Any) -
     words = write("a.csv", 'text,label\nNA,1\nnull,0\n"w3, w4",1\n,1\n')
     records, _ = open_records(words, DataConfig(), "text", label="label")
     assert (len(records.sizes), records.skipped, records.names) == (3, 1, None)
+    assert trained_words(write("b.csv", "text,__index_level_0__\nw1,7\nw2,8\n"), gpt_tokenizer) == [1, 2]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -158,6 +159,8 @@ def test_nothing_but_blank_rows_is_called_empty(write: Write, gpt_tokenizer: Any
         ("a.jsonl", '{"text": "w1"}\n{nope\n', "cannot read 'a.jsonl' as json: .*JSON parse error: .* in row 1"),
         ("a[1].txt.gz", "w1", "a .gz file with a bracket in its path, expected none; rename it"),
         ("a.parquet", "no parquet", "cannot read 'a.parquet' as parquet"),
+        ("a.csv", "text,label\nw1, w2,1\nw3,0\n", "cannot read 'a.csv' as csv: .* its header has 2 fields"),
+        ("a.tsv", "text\tlabel\nw1\t1\t\nw3\t0\n", "cannot read 'a.tsv' as tsv: .* its header has 2 fields"),
         ("a.xyz", "x", "got a file ending in '.xyz', expected .json"),
         ("a.zip", "no zip", "cannot read 'a.zip' as a zip file"),
     ],

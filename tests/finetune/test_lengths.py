@@ -137,6 +137,21 @@ def test_questions_are_not_cut_but_split(bert, tmp_path):
     assert whole.facts["rows"] == 12 and whole.facts["split_share"] == 0.0
 
 
+def test_an_answer_in_one_row_beats_no_answer_in_the_others(bert, tmp_path):
+    """The rows without the answer are sure that they lack it, and the surest row decided: 4 of 12 answers got lost."""
+    asked = questions(tmp_path)
+    without = {"id": "12", "question": "is the", "context": "a film", "answers": {"text": [], "answer_start": []}}
+    with (asked / "validation.jsonl").open("a") as file:
+        file.write(json.dumps(without) + "\n")
+    data = prepared("question-answering", bert, asked, 12)
+    logits = [np.full((len(data.validation), 12), -5.0) for _ in range(2)]
+    for place, row in enumerate(data.validation):
+        for side, name in zip(logits, data.type.label_fields, strict=True):
+            side[place, row[name]] = 8.0 if row[name] else 10.0
+    assert len(data.validation) > 13
+    assert data.type.compute_metrics(tuple(logits), None) == {"exact_match": 1.0, "span_f1": 1.0}
+
+
 def test_questions_have_an_interval_over_questions(bert, tmp_path):
     """There was none: the answer of a long text is chosen over its rows, which cannot be drawn apart."""
     data = prepared("question-answering", bert, questions(tmp_path), 12)

@@ -276,6 +276,57 @@ def test_ctrl_c_keeps_the_step_that_it_comes_in(bert, glue, tmp_path):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("step", [7, 14])
+def test_an_epoch_that_ctrl_c_ends_is_measured(bert, glue, tmp_path, step):
+    """A run stopped in an epoch's last step was resumed behind the epoch's measurement, and kept the start instead."""
+    config = TuneConfig(learning_rate=2e-2, batch_size=8, epochs=2)
+    data = data_for("cola", bert, glue / "cola")
+
+    def run(folder, on_step=None, resume=False):
+        model = load_for_task(bert, data)
+        return model, finetune(model, data, config, folder=folder, resume=resume, on_step=on_step)
+
+    whole, expected = run(tmp_path / "whole")
+    assert expected.best_step and expected.steps == 14
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "cut", lambda report: report.step == step and os.kill(os.getpid(), signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    resumed, result = run(tmp_path / "cut", resume=True)
+
+    def measured_in(history):
+        return [entry["eval_selection"] for entry in history if "eval_selection" in entry]
+
+    assert result.best_step == expected.best_step
+    assert measured_in(result.history)[:3] == measured_in(expected.history)[:3]
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+
+
+def test_groups_of_similar_length_are_the_same_after_a_resume(bert, glue, tmp_path):
+    """In a later epoch than the first, the resumed run grouped the rows anew: it read some twice and some never."""
+    config = TuneConfig(
+        learning_rate=2e-3, batch_size=8, epochs=2, group_by_length=True, save_every=1, log_every=1, selection_rows=0
+    )
+    data = data_for("cola", bert, glue / "cola")
+
+    def run(folder, on_step=None, resume=False):
+        model = load_for_task(bert, data)
+        finetune(model, data, config, folder=folder, resume=resume, on_step=on_step)
+
+    def stop(report):
+        if report.step == 11:
+            raise KeyboardInterrupt
+
+    losses, again = [], []
+    run(tmp_path / "whole", lambda report: losses.append(report.loss))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", stop)
+    run(tmp_path / "cut", lambda report: again.append(report.loss), resume=True)
+    assert len(losses) == 16 and again == pytest.approx(losses[10:], abs=1e-6)
+
+
 def test_states_come_as_often_as_is_asked(bert, glue, tmp_path):
     data = data_for("cola", bert, glue / "cola")
 

@@ -164,6 +164,21 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("given_costs")
+def test_a_resumed_search_may_write_its_plan_again(place, capsys, monkeypatch):
+    """Ctrl-C wrote the best plan so far and said "the same line and --resume", which refused that file."""
+    from linearize.kernel_search.whole import WholeModel
+
+    line = ("search", "bert", *SEARCH, "--save-every", 2, "--plan-out", "own.yaml")
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeModel, "weigh", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        code, _, err = run(capsys, *line)
+    assert code == 130 and "the best plan so far is in own.yaml" in err and "the same line and --resume" in err
+    code, _, err = run(capsys, *line, "--resume")
+    assert code == 0, err
+    (place / "own.yaml").unlink()
+
+
+@pytest.mark.usefixtures("given_costs")
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Sampler
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -31,6 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput
 
@@ -80,6 +81,8 @@ class Tuner(Trainer):
         validation: Any = data.validation if self.order is None else Chosen(data.validation, self.order)
         extra: Any = data.extra if teacher is not None else None
         self.on_log = on_log
+        # An epoch seeds it (`Hooks`): transformers' groups of similar length depend on all random numbers before them.
+        self.groups = torch.Generator()
         self._parts: dict[str, list[Tensor]] = {}
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
         super().__init__(
@@ -135,6 +138,12 @@ class Tuner(Trainer):
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in kernels]
                 optimizer.add_param_group({**group, "params": in_kernels, "lr": rate})
         return optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator = self.groups
+        return sampler
 
     def label_weight(self) -> float:
         """Return the weight of the labels at this step: 0 at first, then a linear rise."""
@@ -437,6 +446,10 @@ class Hooks(TrainerCallback):
         if self.first == 0 and self.trainer.selection is not None:
             self.trainer.keep_start()
 
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Let the epoch decide its groups of rows of similar length, so that a resumed run has the same ones."""
+        self.trainer.groups.manual_seed(args.seed + int(state.epoch or 0))
+
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Delay Ctrl-C during the step; several processes would have to agree on the step."""
         if args.world_size == 1:
@@ -450,6 +463,9 @@ class Hooks(TrainerCallback):
             left = seconds / (step - self.first) * (steps - step)
             self.on_step(TuneStep(step, steps, total - self.before, seconds, left))
             self.before = total
+        if args.eval_strategy == "epoch" and (control.should_training_stop or float(state.epoch or 0.5).is_integer()):
+            # The epoch ends: the trainer measures and saves now. A run resumed from an earlier state would not measure.
+            return
         save_every = self.trainer.tune.save_every
         if self.interrupts.waiting or (save_every and step % save_every == 0):
             control.should_save = True

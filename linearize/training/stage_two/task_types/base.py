@@ -202,15 +202,16 @@ class ClassLabels(TaskType):
         name, column, names = self.task.name, self.task.label, view.records.names
         labels: list[object] = list(names or ())
         if names is None:
-            found = {example.label for example in view.fetch(range(len(view)))}
-            labels = sorted(found, key=lambda label: (str(type(label)), label))
-            numbers = [x for x in labels if isinstance(x, int | float) and _whole(x) and 0 <= x < MOST_CLASSES]
-            if len(numbers) < len(labels):
+            # The classes are those of the whole table: a rare one may occur only in the rows to measure on.
+            every = view.records.labels(range(len(view.records.sizes)))
+            numbers = [x for x in every if isinstance(x, int | float) and _whole(x) and 0 <= x < MOST_CLASSES]
+            if odd := set(every).difference(numbers):
                 raise DataError(
-                    f"task {name}: got the label {next(x for x in labels if x not in numbers)!r} in column {column!r}, "
+                    f"task {name}: got the label {next(x for x in every if x in odd)!r} in column {column!r}, "
                     f"expected class names or whole numbers from 0 below {MOST_CLASSES:,}; use task text-regression "
                     "for other numbers"
                 )
+            labels = list({every[row] for row in view.rows})
             names = tuple(str(number) for number in range(int(max(numbers)) + 1))
         if len(labels) < 2:
             raise DataError(

@@ -243,13 +243,13 @@ def best_answers(
 ) -> list[str]:
     """Return the best span of each text over its rows, from start and end logits [R, T].
 
-    `empty` says whether "no answer" is one of the choices, as in SQuAD 2.
+    `empty` says whether "no answer" is one of the choices, as in SQuAD 2. Its score is the lowest over a text's rows,
+    as in the usual SQuAD scripts: a row without the answer says "no answer", although another row may have it.
     """
     best: dict[int, tuple[float, str]] = defaultdict(lambda: (-np.inf, ""))
+    nothing: dict[int, float] = defaultdict(lambda: np.inf if empty else -np.inf)
     for place, row in enumerate(rows):
-        nothing = float(start[place, 0] + end[place, 0])
-        if empty and nothing > best[row["owner"]][0]:
-            best[row["owner"]] = (nothing, "")
+        nothing[row["owner"]] = min(nothing[row["owner"]], float(start[place, 0] + end[place, 0]))
         for first in np.argsort(-start[place])[:BEST]:
             for last in np.argsort(-end[place])[:BEST]:
                 pair = row["offsets"][first], row["offsets"][last]
@@ -257,4 +257,4 @@ def best_answers(
                 if None in pair or not 0 <= last - first < LONGEST or score <= best[row["owner"]][0]:
                     continue
                 best[row["owner"]] = (score, texts[row["owner"]][pair[0][0] : pair[1][1]])
-    return [best[owner][1] for owner in range(len(texts))]
+    return [best[owner][1] if best[owner][0] > nothing[owner] else "" for owner in range(len(texts))]
