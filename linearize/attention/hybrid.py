@@ -113,7 +113,8 @@ class SoftmaxHeads:
             if call.state is not None:
                 k, v = torch.cat([call.state["softmax_k"], k], dim=2), torch.cat([call.state["softmax_v"], v], dim=2)
                 mask = torch.cat([call.state["softmax_mask"], mask], dim=1)
-        q, keys, values = call.q[:, self.heads], k[:, self.key_of], v[:, self.key_of]
+        # With autocast, rotated queries and keys are fp32, but values are not.
+        q, keys, values = call.q[:, self.heads], k[:, self.key_of].to(call.q.dtype), v[:, self.key_of].to(call.q.dtype)
         visible = visible_keys(q, keys, None if mask is None else mask[:, None, None].bool(), causal=self.causal)
         causal = self.causal and visible is None and q.shape[2] > 1
         out = F.scaled_dot_product_attention(q, keys, values, visible, is_causal=causal, scale=call.scaling)
