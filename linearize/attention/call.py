@@ -42,7 +42,10 @@ class AttentionCall:
     @property
     def one_step(self) -> bool:
         """Whether this is a decoding step that may update the state in place."""
-        return self.state is not None and self.k.size(2) == 1 and not torch.is_grad_enabled() and not is_tracing()
+        if self.state is None or self.k.size(2) != 1 or torch.is_grad_enabled() or is_tracing():
+            return False
+        # A state from `torch.inference_mode()` may only be overwritten in that mode.
+        return torch.is_inference_mode_enabled() or not next(iter(self.state.values())).is_inference()
 
     @property
     def linear_state(self) -> State | None:

@@ -67,7 +67,7 @@ def attention_forward(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = _blocks(module, attention_mask)
-    if attention_mask is not None and attention_mask.ndim == 3:
+    if attention_mask is not None and attention_mask.ndim == 3 and attention_mask.shape[1] == 1:
         attend = functools.partial(attention_forward, module, scaling=scaling, dropout=dropout, **kwargs)
         # Inside, each document is an ordinary row.
         packed = SEGMENTS.set(None)
@@ -273,6 +273,8 @@ def mask_function(
     if plain and kwargs.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True):
         if attention_mask is None or attention_mask.ndim != 2:
             return attention_mask
+        # As with softmax, a mask may also cover tokens that are read later.
+        attention_mask = attention_mask[:, : kwargs.get("kv_offset", 0) + kv_length]
         hidden = is_tracing() or not bool(attention_mask.all())
         return attention_mask[:, None, None].bool() if hidden else None
     # The skips would return None, which here means "no padding", not "local".

@@ -52,8 +52,19 @@ def test_models_take_them(name):
         got = outputs(model, {**inputs, "attention_mask": given})[0]
         assert torch.equal(got[inputs["attention_mask"].bool()], expected[inputs["attention_mask"].bool()])
     window = mask & ~torch.ones_like(mask).tril(-3)
-    with pytest.raises(UnsupportedModelError, match="or an equivalent mask"):
-        outputs(model, {**inputs, "attention_mask": window})
+    for given in (window, *([] if name == "gpt2" else [window[:, 0]])):
+        with pytest.raises(UnsupportedModelError, match="or an equivalent mask"):
+            outputs(model, {**inputs, "attention_mask": given})
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_mask_may_cover_tokens_that_are_read_later(name):
+    model = converted(name)
+    inputs = inputs_of(model)
+    mask = inputs["attention_mask"].roll(3, 1)
+    expected = outputs(model, {**inputs, "attention_mask": mask})[0]
+    longer = torch.cat([mask, torch.ones_like(mask)], dim=1)
+    assert torch.equal(outputs(model, {**inputs, "attention_mask": longer})[0], expected)
 
 
 @pytest.mark.parametrize("additive", [True, False])

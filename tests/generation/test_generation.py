@@ -61,6 +61,13 @@ def test_cache_handed_over_by_the_user(name):
     assert cache.get_seq_length() == made.shape[1] - 1
 
 
+def test_a_cache_filled_in_inference_mode():
+    model, inputs = causal("gpt2"), prompts(padded=False)
+    with torch.inference_mode():
+        cache = model(inputs["input_ids"][:, :-1], use_cache=True).past_key_values
+    generate_and_check(model, inputs, **GREEDY, past_key_values=cache)
+
+
 @pytest.mark.sampled("values")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])

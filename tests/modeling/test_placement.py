@@ -45,6 +45,17 @@ def test_half_precision_costs_what_it_costs_the_original(name, dtype, kernel, tm
         assert 0 < relative_error(outputs(half, low)[0], expected, inputs) < 1.15 * cost
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 4, "softmax_heads": {0: [1, 2]}}], ids=["kernel", "softmax heads"])
+def test_autocast_costs_what_it_costs_the_original(options):
+    before, model = original("llama"), converted("llama", **options)
+    inputs = inputs_of(model)
+    plain = [outputs(one, inputs)[0] for one in (before, model)]
+    with torch.autocast("cpu", torch.bfloat16):
+        low = [outputs(one, inputs)[0] for one in (before, model)]
+    cost, got = (relative_error(*pair, inputs) for pair in zip(low, plain, strict=True))
+    assert 0 < got < 1.15 * cost
+
+
 def offloaded(how, folder, model):
     """Load a checkpoint with its weights laid out in one of accelerate's ways."""
     if how == "auto":
