@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.choose import choose
-from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.hybrid import CACHED, LogScale, Scales, SoftmaxHeads, fade
+from linearize.attention.call import AttentionCall
+from linearize.attention.hybrid import LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import unreadable
 from linearize.attention.native.gradient import MappedTokens
@@ -21,8 +19,6 @@ from linearize.kernels.base import MAP_WEIGHTS, FeatureMap, Features, Inputs
 from linearize.ops import LinearOptions, Mapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS
 
-OWN = (*CACHED, "seen")
-"""The tensors of a state that belong to the mixer; all others belong to the backend."""
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative: such a denominator can cross zero in ordinary use."""
 
@@ -102,26 +98,6 @@ class FeatureMapMixer(Mixer):
     @property
     def learnable(self) -> bool:
         return self.info.learnable or self.key_scale is not None
-
-    def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Mix -> [B, H, T, V], as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
-        if self.softmax_heads is None and not self.counts:
-            return choose(self, call).run(self, call)
-        exact: Tensor | None = None
-        more: MixerState = {}
-        if self.softmax_heads is not None:
-            exact, more = self.softmax_heads.attend(call)
-        state, positions = call.state, None
-        if self.counts:
-            counted = _count(call.k, call.key_padding_mask, None if state is None else state["seen"])
-            positions, more = (counted - 1).clamp(min=0), more | {"seen": counted[:, -1]}
-        if state is not None:
-            state = {name: x for name, x in state.items() if name not in OWN}
-        call = replace(call, positions=positions, state=state)
-        out, after = choose(self, call).run(self, call)
-        if exact is not None and self.softmax_heads is not None:
-            out = out.index_copy(1, torch.tensor(self.softmax_heads.heads, device=out.device), exact.to(out.dtype))
-        return out, None if after is None else after | more
 
     def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
@@ -223,7 +199,7 @@ class FeatureMapMixer(Mixer):
 
         If there are fewer queries than keys, the queries are the last tokens. Used by stage one and the reports.
         """
-        positions = (_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.counts else None
+        positions = (running_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.counts else None
         return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
 
     def form(self, scaling: float) -> Window | None:
@@ -256,7 +232,7 @@ class FeatureMapMixer(Mixer):
         return weights.index_copy(1, index, self.softmax_heads.weights(q, k, scaling, key_padding_mask))
 
 
-def _count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:
+def running_count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:
     """Return the running count [B, T] of tokens without padding, starting after `seen` [B] earlier tokens."""
     real = torch.ones(k.shape[0], k.shape[2], device=k.device) if mask is None else mask.float()
     counted = real if k.shape[2] == 1 else real.cumsum(dim=-1)
