@@ -198,9 +198,11 @@ def _fidelity(provenance: Provenance) -> dict[str, object] | None:
     if any(layer.number("far_mass") is not None for layer in later):
         head += ["far mass", "output error, window alone", "benefit of the kernel"]
         for row, layer in zip(rows, later, strict=True):
-            gain = layer.interval("kernel_gain")
-            row += [_number(layer.number(name)) for name in ("far_mass", "window_error")]
-            row.append("" if gain is None else _interval(gain))
+            alone, error = (layer.number(name) for name in ("window_error", "output_error"))
+            interval = layer.interval("kernel_gain")
+            row += [_number(layer.number("far_mass")), _number(alone)]
+            gain = "" if alone is None or error is None else f"{alone - error:.3f}"
+            row.append(gain if interval is None else f"{gain} ({_interval(interval)})")
     return {"head": head, "rows": rows}
 
 

@@ -129,23 +129,26 @@ class KernelMerit:
         error: norm of the difference from softmax's state or output, relative to its norm.
         window_only: the same without the kernels.
         difference: `window_only` minus `error`.
-        interval: its 95 % bootstrap interval over rows.
+        interval: its 95 % bootstrap interval over rows; None if only one row was measured.
     """
 
     error: float
     window_only: float
     difference: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
 
     @property
     def text(self) -> str:
         """The result in one sentence."""
-        low, high = self.interval
-        gain = (
-            f"the kernel lowers it by {self.difference:.3f} ({low:.3f} to {high:.3f})"
-            if low > 0
-            else f"the kernel's gain cannot be told from noise ({low:.3f} to {high:.3f})"
-        )
+        if self.interval is None:
+            gain = f"a gain of {self.difference:.3f}, on one row and so without an interval"
+        else:
+            low, high = self.interval
+            gain = (
+                f"the kernel lowers it by {self.difference:.3f} ({low:.3f} to {high:.3f})"
+                if low > 0
+                else f"the kernel's gain cannot be told from noise ({low:.3f} to {high:.3f})"
+            )
         return (
             f"the relative error of the last hidden state is {self.window_only:.3f} without the kernel and "
             f"{self.error:.3f} with it: {gain}"
@@ -192,10 +195,12 @@ def merit_of(rows: Tensor) -> KernelMerit:
         rows: [N, 3], for each row the squared norms of the difference from softmax, of the difference without the
             kernel, and of softmax.
     """
+    error, window_only, difference = map(float, _errors(rows[None].sum(dim=1)))
+    if len(rows) == 1:
+        return KernelMerit(error, window_only, difference, None)
     drawn = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=torch.Generator().manual_seed(0))
-    error, window_only, difference = _errors(rows[None].sum(dim=1))
     ends = _errors(rows[drawn].sum(dim=1))[2].quantile(torch.tensor([0.025, 0.975], dtype=rows.dtype))
-    return KernelMerit(float(error), float(window_only), float(difference), (float(ends[0]), float(ends[1])))
+    return KernelMerit(error, window_only, difference, (float(ends[0]), float(ends[1])))
 
 
 def _errors(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,7 +40,8 @@ class LayerFidelity:
         heads: the four figures per head.
         far_mass: softmax weight outside the layer's window and sinks; None without a window.
         window_error: the output error of the window alone; None unless the layer has both a window and a kernel.
-        kernel_gain: 95 % bootstrap interval, over rows, of `window_error` minus `output_error`; None likewise.
+        kernel_gain: 95 % bootstrap interval, over rows, of `window_error` minus `output_error`; None likewise, and if
+            only one row was measured.
     """
 
     module: str
@@ -214,7 +215,7 @@ class _Sums:
             kernel_gain=self._gain() if "window_error" in v else None,
         )
 
-    def _gain(self) -> tuple[float, float]:
+    def _gain(self) -> tuple[float, float] | None:
         """Return the interval of the kernel's gain over the window alone."""
         return merit_of(torch.stack([torch.cat(squares) for squares in self.rows.values()], dim=1)).interval
 

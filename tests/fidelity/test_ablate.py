@@ -6,7 +6,7 @@ from support.scripts import script
 from support.tiny import converted, inputs_of, original
 
 from linearize.attention.interface import linear_attentions
-from linearize.checkpoint.card import limits
+from linearize.checkpoint.card import _fidelity, limits
 from linearize.checkpoint.provenance import Provenance
 from linearize.core.errors import ConfigError
 from linearize.fidelity.ablate import PARTS, ablated, kernel_merit
@@ -114,6 +114,8 @@ def test_merit_is_the_difference_of_two_errors():
     assert found.difference <= found.interval[1] + 1e-9
     assert ("cannot be told from noise" in found.text) == (found.interval[0] <= 0)
     assert kernel_merit(model, batches, original("llama", CAUSAL)) == found
+    one = kernel_merit(model, [{"input_ids": batches[0]["input_ids"][:1]}])
+    assert one.interval is None and one.text.endswith("on one row and so without an interval")
     longer = [{"input_ids": torch.cat([batch["input_ids"]] * 20, dim=1)} for batch in batches]
     short = original("llama", CAUSAL, max_position_embeddings=9)
     assert kernel_merit(model, longer, short) == kernel_merit(
@@ -161,3 +163,15 @@ def test_the_card_states_the_control():
     said = limits(plan, Provenance({"kernel_merit": merit | {"interval": [0.2, 0.3]}}), None)
     assert any(f"{words} (the 95 % interval of the difference: 0.200 to 0.300)." in text for text in said)
     assert not any("windows alone" in text for text in limits(plan, Provenance(), None))
+
+
+def test_the_card_has_the_control_of_each_layer():
+    layer = {"module": "h.0", "kl": 0.5, "output_error": 0.25, "far_mass": 0.75, "window_error": 0.5}
+    rows = {}
+    for name, more in {"one row": {}, "rows": {"kernel_gain": [0.2, 0.3]}, "no window": {"far_mass": None}}.items():
+        side = {"layers": [layer | more]}
+        rows[name] = _fidelity(Provenance({"distillation": {"before": side, "after": side}}))
+    assert rows["one row"]["head"][-3:] == ["far mass", "output error, window alone", "benefit of the kernel"]
+    assert rows["one row"]["rows"][0][-3:] == ["0.75", "0.5", "0.250"]
+    assert rows["rows"]["rows"][0][-1] == "0.250 (0.200 to 0.300)"
+    assert rows["no window"]["head"] == ["kl before", "after", "output error before", "after"]

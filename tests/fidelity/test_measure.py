@@ -116,7 +116,7 @@ def test_measuring_leaves_the_model_as_it_was():
 
 
 def test_nothing_to_measure_on_is_an_error():
-    with pytest.raises(DataError, match="no batch"):
+    with pytest.raises(DataError, match="no held-out batch"):
         measure_layers(converted("bert"), [])
 
 

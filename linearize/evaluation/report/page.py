@@ -156,10 +156,10 @@ def _number(value: float | None) -> str:
 
 def _gain(layer: LayerFidelity | None) -> str:
     """Return what a layer's kernel adds to its window, with the interval."""
-    if layer is None or layer.window_error is None or layer.kernel_gain is None:
+    if layer is None or layer.window_error is None:
         return "-"
-    low, high = layer.kernel_gain
-    return f"{layer.window_error - layer.output_error:.3f} ({low:.3f} to {high:.3f})"
+    gain = f"{layer.window_error - layer.output_error:.3f}"
+    return gain if layer.kernel_gain is None else f"{gain} ({layer.kernel_gain[0]:.3f} to {layer.kernel_gain[1]:.3f})"
 
 
 _CONTROLS = {"far_mass": "far mass", "window_error": "output error, window alone"}
