@@ -79,7 +79,7 @@ def test_a_card_shows_the_plan_of_a_search_and_why(tmp_path):
     model = converted("bert", "AutoModelForMaskedLM", keep_softmax=[1])
     linearize.save(model, tmp_path / "out", provenance={**PROVENANCE, "search": SEARCHED})
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "within 0.25 of softmax's time at 4,096 tokens, where 1 may stay softmax: 1 x t2r, 1 x &lt;b&gt;" in text
+    assert "within 0.25 times softmax's time at 4,096 tokens, where 1 may stay softmax: 1 x t2r, 1 x &lt;b&gt;" in text
     assert "at 0.125 of that time, with error 0.25 (logits, nats, of the whole model" in text
     assert r"| hedgehog |  | the closest \| of 8 |" in text and "| softmax |  | kept: why not |" in text
     assert "| search | 300 steps, 21 plans tried |" in text
