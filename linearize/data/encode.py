@@ -43,6 +43,17 @@ def copy_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
     return copied
 
 
+def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int, pair: bool) -> None:
+    """Refuse rows too short for the special tokens: tokenizers then ignore the length and cut nothing.
+
+    Raises:
+        ConfigError: if it is below their number.
+    """
+    around = tokenizer.num_special_tokens_to_add(pair=pair)
+    if max_length < around:
+        raise ConfigError(f"data, max_length: got {max_length}, expected at least the {around} special tokens of a row")
+
+
 class TextEncoder:
     """Tokenises texts or pairs of texts, or pads rows that are already packed.
 
@@ -109,6 +120,7 @@ class TextEncoder:
             # A tokenizer takes either single texts or pairs, but this mixture has both.
             each = [self._tokenize([example]) for example in examples]
             return {name: [row[name][0] for row in each] for name in each[0]}
+        check_room(self.tokenizer, self.max_length, pairs[0] is not None)
         fields = self.tokenizer(
             [example.value for example in examples],
             pairs if pairs[0] is not None else None,

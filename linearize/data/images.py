@@ -120,7 +120,7 @@ def raw_bytes(raw: RawImage) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Image:
-    """Decode an image file and turn it upright.
+    """Decode an image file and turn it upright; of 16 bits per pixel the upper 8 are kept.
 
     Raises:
         DataError: If the bytes are not an image, or the image is truncated.
@@ -128,11 +128,15 @@ def decode(data: bytes, name: str) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        image = Image.open(BytesIO(data))
-        image.load()
-        return ImageOps.exif_transpose(image)
+        opened = Image.open(BytesIO(data))
+        opened.load()
+        image = ImageOps.exif_transpose(opened)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode image {name!r}: {cause(error)}; repair or remove it.") from error
+    if image.mode.startswith("I;16"):
+        # Pillow cuts them off at 255, so that nearly all pixels would be white.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image
 
 
 def zip_images(path: Path) -> list[ImageFile]:

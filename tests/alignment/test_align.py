@@ -16,7 +16,7 @@ from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.alignment.objective import Objective, Share, measure, size_of
+from linearize.training.alignment.objective import Objective, Share, measure, size_of, variance
 from linearize.training.alignment.pair import OUTPUT, find_blocks, make_pair
 from linearize.training.stage_one.run import StateFolder
 
@@ -277,6 +277,22 @@ def test_a_batch_split_over_steps_of_accumulation_gives_the_same_gradient():
     one, two = gradient([whole]), gradient(parts)
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name, labels", [("llama", None), ("bert", 1)])
+def test_variances_do_not_depend_on_the_batches(name, labels):
+    """They were means of the batches' own: 1e-12 for the numbers of a regression in batches of one row."""
+    head = "AutoModelForSequenceClassification" if labels else "AutoModelForCausalLM"
+    model = linearize.convert(loud(name, head, **({"num_labels": labels} if labels else {})))
+    whole = batches(model, 1)[0]
+    objective = Objective(make_pair(model, None, shared=False), AlignConfig())
+    objective.measure_scales([whole])
+    together = dict(objective.scales)
+    objective.measure_scales([{key: value[row : row + 1] for key, value in whole.items()} for row in range(4)])
+    assert objective.scales == pytest.approx(together, rel=1e-6)
+    taught = objective.pair.teach(whole, head=True)
+    by_hand = {key: float(variance(value, taught.mask)) for key, value in taught.states.items()}
+    assert {key: together[key] for key in by_hand} == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_padding_does_not_matter():

@@ -169,6 +169,20 @@ def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any
     assert decode(turned.getvalue(), "a.jpg").size == (9, 4)
 
 
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_images_of_16_bits_keep_their_greys(form: str) -> None:
+    """All pixels from 256 on, of 65,536 greys, became white."""
+    import numpy as np
+    from PIL import Image
+
+    from linearize.data.images import decode
+
+    file = io.BytesIO()
+    Image.fromarray(np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=np.uint16)).save(file, form)
+    rgb = np.asarray(decode(file.getvalue(), "a").convert("RGB"))
+    assert rgb[:, :, 0].tolist() == rgb[:, :, 2].tolist() == [[0, 0, 1], [128, 255, 255]]
+
+
 def test_a_processor_around_the_image_processor(classes: Path, image_processor: Any) -> None:
     class Both:
         def __init__(self) -> None:

@@ -45,6 +45,15 @@ def test_batches_are_padded_on_the_tokenizers_side(rows: Rows, bert_tokenizer: A
     assert sorted(batch["input_ids"].tolist()) == [[0, 0, 2, 9, 3], [2, 6, 7, 8, 3]]
 
 
+@pytest.mark.parametrize(("column", "special"), [("a", 2), ("a,b", 3)])
+def test_a_row_has_room_for_its_special_tokens(rows: Rows, bert_tokenizer: Any, column: str, special: int) -> None:
+    """The tokenizer then cut nothing, and rows had any length."""
+    path = rows("a.jsonl", [{"a": "w1 w2 w3", "b": "w4"}] * 2)
+    config = DataConfig(dataset=path, text_column=column, max_length=special - 1, holdout=0)
+    with pytest.raises(ConfigError, match=f"got {special - 1}, expected at least the {special} special tokens"):
+        next(load_source(config, bert_tokenizer, "text").train_batches())
+
+
 def test_long_texts_are_cut_and_pairs_are_told_apart(rows: Rows, bert_tokenizer: Any) -> None:
     path = rows("a.jsonl", [{"a": "w1 " * 50, "b": "w2 w3"}] * 2)
     config = DataConfig(dataset=path, text_column="a", text_pair_column="b", max_length=8, batch_size=1, holdout=0)

@@ -107,6 +107,13 @@ def test_the_length_of_the_tuning_comes_first(classifier, tmp_path):
     assert asked.data == DataOptions(max_length=10)
 
 
+def test_a_row_has_room_for_its_special_tokens(bert, glue):
+    """The tokenizer then cuts nothing: rows of any length came, and longer ones than the model takes ended it."""
+    with pytest.raises(ConfigError, match="max_length: got 2, expected at least the 3 special tokens of a row"):
+        prepared("mrpc", bert, glue / "mrpc", 2)
+    assert {len(row["input_ids"]) for row in prepared("mrpc", bert, glue / "mrpc", 3).train} == {3}
+
+
 def test_tags(bert, tmp_path):
     rows = [{"tokens": words(count), "ner_tags": ["O"] * (count - 1) + ["B-X"]} for count in (3, 14, 15, 20) * 3]
     for split in ("train", "validation"):

@@ -166,6 +166,8 @@ def test_images(vit, tmp_path):
     model, data, result = tune("image-classification", vit, tmp_path / "photos", tmp_path, config, options)
     assert data.task.labels == ("blue", "red") and model.config.num_labels == 2
     assert result.metrics == {"accuracy": 1.0}
+    with pytest.raises(ConfigError, match="group_by_length: got images, which have no length"):
+        finetune(model, data, TuneConfig(group_by_length=True), folder=tmp_path / "grouped")
     once = TuneConfig(steps=1, batch_size=4)
     few = DataOptions(limit=8, validation_limit=6)
     chosen = task("image-classification")

@@ -47,6 +47,15 @@ def variance(states: Tensor, mask: Tensor | None = None) -> Tensor:
     return (rows - rows.mean(dim=0)).square().sum(dim=-1).mean().clamp(min=TINY)
 
 
+def _moments(rows: Tensor) -> Tensor:
+    """Return the number of vectors [N, C], the sum of their squares, and their sum, as one vector in fp64."""
+    mean, count = rows.mean(dim=0), float(len(rows))
+    around = float((rows - mean).square().sum())
+    mean = mean.cpu().double()
+    both = torch.tensor([count, around + count * float(mean.square().sum())], dtype=torch.float64)
+    return torch.cat([both, count * mean])
+
+
 def relative_error(student: Tensor, teacher: Tensor, mask: Tensor | None, scale: Tensor | float) -> Tensor:
     """Return the mean over tokens (mask [B, T]) of the squared difference of two states [B, T, C], over `scale`."""
     mine, target = masked_rows(student, mask), masked_rows(teacher, mask)
@@ -192,7 +201,7 @@ class Objective:
 
     @torch.no_grad()
     def measure_scales(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Measure the teacher's variances, as means over held-out batches weighted by tokens.
+        """Measure the teacher's variances over all held-out batches together, however the rows are split over them.
 
         Args:
             batches: model inputs, such as `input_ids` and `attention_mask` [B, T].
@@ -201,16 +210,19 @@ class Objective:
             DataError: if there is no batch.
         """
 
-        def variances(batch: Mapping[str, Tensor], share: Share) -> dict[str, float]:
+        def moments(batch: Mapping[str, Tensor], _: Share) -> dict[str, Tensor]:
             with self._attentions(self.pair.teacher, self.pair.blocks) as kept:
                 taught = self.pair.teach(batch, head=self.head)
             states = {**taught.states, **{ATTENTION + name: state for name, state in kept.items()}}
-            found = {name: variance(state, taught.mask) for name, state in states.items()}
+            found = {name: _moments(masked_rows(state, taught.mask)) for name, state in states.items()}
             if is_regression(self.pair.teacher.config):
-                found |= {f"{LOGITS}/{name}": variance(value) for name, value in taught.logits.items()}
-            return {name: share.tokens * float(value) for name, value in found.items()}
+                found |= {f"{LOGITS}/{name}": _moments(masked_rows(x, None)) for name, x in taught.logits.items()}
+            return found
 
-        self.scales = summed(variances, batches)
+        for name, sums in summed(moments, batches).items():
+            count, squares, vector = sums[0], sums[1], sums[2:]
+            spread = squares / count - (vector / count).square().sum()
+            self.scales[name] = max(float(spread), TINY)
 
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
         """Return the terms of whole models, all scalars: one per hidden state, `POOLED`, and one per kind of logits."""

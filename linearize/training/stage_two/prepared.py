@@ -13,6 +13,7 @@ from torch import Tensor
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import DataError
+from linearize.data.encode import check_room
 from linearize.training.stage_two.config import DataOptions
 
 if TYPE_CHECKING:
@@ -199,7 +200,13 @@ def coded(
     max_length: int | None,
     **options: Any,
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer."""
+    """Yield the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer.
+
+    Raises:
+        ConfigError: if the special tokens alone are more than `max_length`.
+    """
+    if max_length is not None:
+        check_room(tokenizer, max_length, second is not None)
     for begin in range(0, len(first), 1_000):
         fields = tokenizer(
             list(first[begin : begin + 1_000]),

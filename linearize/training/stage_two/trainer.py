@@ -243,16 +243,19 @@ def check_options(config: TuneConfig, adapter_of: str | None) -> None:
 
 
 def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) -> None:
-    """Check that the task trains something, and that the model supports gradient checkpointing if it is wanted.
+    """Check that the task trains something, and that the model and the rows allow what the options ask for.
 
     Raises:
-        ConfigError: if the task can only be measured, or gradient checkpointing is wanted and not supported.
+        ConfigError: if the task can only be measured, gradient checkpointing is wanted and not supported, or images
+            should be grouped by length.
     """
     if not data.type.trains:
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
             "`linearize align`, and measure it with `linearize evaluate`"
         )
+    if config.group_by_length and data.task.modality == "image":
+        raise ConfigError("group_by_length: got images, which have no length, expected texts; leave it out")
     if config.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
             f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out, and lower batch_size "
