@@ -79,7 +79,7 @@ def split_off(
     rest = [order[share:] for order, share in zip(orders, shares, strict=True)]
     known = {key for part, rows in zip(parts, held, strict=True) for key in part.digests(rows.tolist())}
     sizes = np.unique(np.concatenate([part.sizes[rows] for part, rows in zip(parts, held, strict=True)]))
-    train = [_without(part, rows, known, sizes) for part, rows in zip(parts, rest, strict=True)]
+    train = [without_doubles(part, rows, known, sizes) for part, rows in zip(parts, rest, strict=True)]
     duplicates = sum(len(rows) for rows in rest) - sum(len(rows) for rows in train)
     for number, rows in enumerate(train):
         if not len(rows):
@@ -88,7 +88,8 @@ def split_off(
     return held, train, duplicates
 
 
-def _without(part: Records, rows: np.ndarray, known: set[bytes], sizes: np.ndarray) -> np.ndarray:
+def without_doubles(part: Records, rows: np.ndarray, known: set[bytes], sizes: np.ndarray) -> np.ndarray:
+    """Return those of the rows [N] that are not equal to held-out ones, given by their digests and sizes."""
     suspects = np.flatnonzero(np.isin(part.sizes[rows], sizes))
     if not known or not len(suspects):
         return rows

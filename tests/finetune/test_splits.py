@@ -50,6 +50,17 @@ def test_a_file_has_no_splits_to_name(tmp_path):
     assert "4 held-out rows, as it has no validation split" in found.description
 
 
+def test_rows_to_train_on_that_are_also_measured_are_counted():
+    """Scores on rows that were trained on are too good."""
+    rows = [{"sentence": f"row {number % 20}", "label": number // 20 % 2} for number in range(60)]
+    found = splits({"train": Dataset.from_list(rows)})
+    texts, measured = ([one.value for one in view.fetch(range(len(view)))] for view in (found.train, found.validation))
+    count = sum(text in measured for text in texts)
+    assert f"split ({count} rows to train on have the same text or image as one of them)" in found.description
+    apart = splits({"train": Dataset.from_list([{"sentence": f"row {number}", "label": 0} for number in range(60)])})
+    assert "same text" not in apart.description
+
+
 def test_tables_list_their_splits():
     tables = {"train": Dataset.from_list(ROWS), "dev": Dataset.from_list(ROWS[:6])}
     with pytest.raises(DataError, match=r"tables: got split 'test', expected one of: dev, train"):

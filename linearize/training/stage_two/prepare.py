@@ -17,6 +17,7 @@ from linearize.data.hub import cause, load_hub
 from linearize.data.load import make_part, open_records
 from linearize.data.local import exists, looks_local, missing_split, open_local, splits_of
 from linearize.data.records import Example, Records
+from linearize.data.source import without_doubles
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepared import TaskData
 
@@ -160,8 +161,14 @@ def open_splits(
         if len(train) < 2:
             raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
         kept, held = np.sort(order[count:]), np.sort(order[:count])
-        train, validation = train.select(kept), train.select(held)
         where = f"{count:,} held-out rows, as it has no validation split"
+        if not raw:
+            # Tables may repeat rows on purpose, so they are counted, not dropped: the score is then too good.
+            records: Records = train.records
+            known, sizes = set(records.digests(held.tolist())), np.unique(records.sizes[held])
+            doubles = len(kept) - len(without_doubles(records, kept, known, sizes))
+            where += f" ({doubles:,} rows to train on have the same text or image as one of them)" if doubles else ""
+        train, validation = train.select(kept), train.select(held)
     else:
         validation = open_split(given, name)
         where = f"{len(validation):,} rows of split {name}"
