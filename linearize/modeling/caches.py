@@ -65,10 +65,10 @@ def use_cache_for_generation(
 
 def keep_all_keys(model: PreTrainedModel, cache: Cache) -> bool:
     """Make an empty cache keep all keys of layers that had a window; return whether there are such layers."""
-    layers = cache.layers
-    windows = [index for index in _cache_indices(model) if index < len(layers) and layers[index].is_sliding]
+    sliding = cache.is_sliding
+    windows = [index for index in _cache_indices(model) if index < len(sliding) and sliding[index]]
     for index in windows:
-        layers[index] = DynamicLayer()
+        cache.layers[index] = DynamicLayer()
     return bool(windows)
 
 
