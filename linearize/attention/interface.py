@@ -80,6 +80,7 @@ def attention_forward(
     if layer is None:
         return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     _check_call(module, layer, query, key, value, kwargs)
+    _check_window(module, layer, key, attention_mask)
     mask = _key_padding_mask(module, layer, attention_mask)
     mask = mask if mask is None else mask.expand(query.shape[0], -1)
     if layer.observer is not None:
@@ -146,6 +147,20 @@ def _check_call(
         raise CheckpointError(
             f"{type(module).__name__}: got a call with is_causal {causal}, expected {shape.causal} as the plan says; "
             "config.json was edited: convert the model again"
+        )
+
+
+def _check_window(module: nn.Module, layer: LinearAttention, key: Tensor, mask: Tensor | None) -> None:
+    """Reject a mask with a window that this layer no longer has: it hides padding and tokens before the window alike.
+
+    A layer with a state needs it only for the new tokens.
+    """
+    if not layer.local_as_full or mask is None or mask.ndim != 4 or mask.shape[2] >= key.shape[2]:
+        return
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != LOCAL_AS_FULL:
+        raise ConfigError(
+            f"{type(module).__name__}: got a generation cache of all keys, but this layer was converted as full "
+            "attention and gets the mask of layers that kept their window; use model.new_cache() or use_cache=False"
         )
 
 

@@ -115,7 +115,9 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
         names = list(inspect.signature(root.forward).parameters)
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         args = ()
-    tokens = args[0] if args else next((kwargs[x] for x in ("input_ids", "inputs_embeds") if _given(kwargs, x)), None)
+    # GPT-2 passes input_ids by position, also if they are None.
+    given = (*args, *(kwargs.get(name) for name in ("input_ids", "inputs_embeds")))
+    tokens = next((one for one in given if one is not None), None)
     if tokens is None or tokens.ndim < 2 or tokens.shape[1] < 2:
         return None
     cache = given_cache(kwargs)

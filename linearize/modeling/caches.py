@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from linearize.attention.cache import (
     CACHE_NAMES,
@@ -46,8 +46,11 @@ def use_cache_for_generation(
         kwargs: keyword arguments of the model's forward, changed in place.
     """
     default = given_cache(kwargs)
-    # Attention weights need all keys, which a sum over the past does not have: leave the default cache in place.
-    if default is None or default is given or generation_config.output_attentions:
+    if default is None or default is given:
+        return
+    if generation_config.output_attentions:
+        # Attention weights need all keys, which a sum over the past does not have: leave the default cache in place.
+        keep_all_keys(model, getattr(default, "self_attention_cache", default))
         return
     if not isinstance(default, EncoderDecoderCache) and _is_own_cache(type(default)):
         return
@@ -58,6 +61,15 @@ def use_cache_for_generation(
         default.self_attention_cache = cache
     else:
         kwargs[next(name for name in CACHE_NAMES if kwargs.get(name) is default)] = cache
+
+
+def keep_all_keys(model: PreTrainedModel, cache: Cache) -> bool:
+    """Make an empty cache keep all keys of layers that had a window; return whether there are such layers."""
+    sliding = cache.is_sliding
+    windows = [index for index in _cache_indices(model) if index < len(sliding) and sliding[index]]
+    for index in windows:
+        cache.layers[index] = DynamicLayer()
+    return bool(windows)
 
 
 def check_generation(generation_config: GenerationConfig) -> None:
@@ -127,16 +139,18 @@ def _is_own_cache(kind: type) -> bool:
 def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Return a forward's arguments with a cache of constant size, if it would create its own cache of all keys.
 
-    Return None if attention weights are requested: they need all keys in later steps.
+    If attention weights are requested, they need all keys in later steps: return None if the host's own cache has them.
     """
     use_cache, weights = kwargs.get("use_cache"), kwargs.get("output_attentions")
     if use_cache is None:
         use_cache = getattr(root.config, "use_cache", getattr(_text_config(root), "use_cache", False))
     if weights is None:
         weights = root.config.output_attentions
-    if weights or not use_cache or root.training or given_cache(kwargs) is not None:
+    if not use_cache or root.training or given_cache(kwargs) is not None:
         return None
-    cache: Cache = make_cache(root)
+    cache: Cache = DynamicCache(config=_text_config(root)) if weights else make_cache(root)
+    if weights and not keep_all_keys(root, cache):
+        return None
     if kwargs.get("encoder_hidden_states") is not None:
         # A decoder with cross-attention (in an EncoderDecoderModel) also caches the keys of the encoder.
         cache = EncoderDecoderCache(cache, DynamicCache())

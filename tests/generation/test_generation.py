@@ -183,9 +183,14 @@ def test_continuous_batching_is_refused_before_it_starts():
             call()
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_softmax": [0]}], ids=["linear", "mixed"])
+LOCAL = {"config": {"sliding_window": 4}, "local_as_full": True}
+
+
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in ("gpt2", "llama") for options in ({}, {"keep_softmax": [0]})] + [("mistral", LOCAL)],
+)
 def test_attention_weights_while_generating(name, padded, options):
     """They are those of full forwards, [B, H, 1, S] at a step: the cache keeps all keys where they are asked for."""
     model, inputs = causal(name, **options), prompts(padded=padded)
@@ -200,6 +205,13 @@ def test_attention_weights_while_generating(name, padded, options):
     for step, layers in enumerate(out.attentions[1:], start=9):
         for got, expected in zip(layers, whole, strict=True):
             torch.testing.assert_close(got[:, :, 0], expected[:, :, step, : step + 1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_mask_with_the_window_of_another_layer_is_refused_with_all_keys():
+    model, inputs = causal("mistral", **LOCAL, keep_softmax=[1]), prompts()
+    generate_and_check(model, inputs, **GREEDY)
+    with pytest.raises(ConfigError, match="all keys, but this layer was converted as full"):
+        model.generate(**inputs, **GREEDY, past_key_values=DynamicCache())
 
 
 def test_attention_weights_behind_a_state_are_refused():

@@ -120,6 +120,9 @@ def test_by_the_collators_lengths_alone(name):
         torch.testing.assert_close(model(**batch)[0], expected, rtol=1e-5, atol=1e-5)
         both = model(**batch, position_ids=packed()["position_ids"])[0]
         torch.testing.assert_close(both, expected, rtol=1e-5, atol=1e-5)
+        embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+        got = model(**batch, inputs_embeds=embedded)[0]
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_two_packed_rows_of_other_documents():
