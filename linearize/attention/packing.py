@@ -116,7 +116,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         args = ()
     # GPT-2 passes input_ids by position, also if they are None.
-    given = (*args, *(kwargs.get(name) for name in ("input_ids", "inputs_embeds")))
+    given = (*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds")))
     tokens = next((one for one in given if one is not None), None)
     if tokens is None or tokens.ndim < 2 or tokens.shape[1] < 2:
         return None
