@@ -181,7 +181,7 @@ def test_a_kernel_that_brings_nothing_over_its_window_gives_way_to_the_window(gi
 @pytest.mark.usefixtures("given_costs")
 def test_what_no_plan_meets_names_the_nearest(model, data):
     with pytest.raises(
-        ConfigError, match=r"no plan meets cost=0\.05.*cheapest \(t2r\) takes 0\.1 of softmax"
+        ConfigError, match=r"no plan meets cost=0\.05.*cheapest \(t2r\) takes 0\.1 times softmax"
     ) as caught:
         search(model, data, config(budget="cost=0.05"))
     nearest = str(caught.value).partition("--budget ")[2].partition(",")[0]

@@ -104,7 +104,7 @@ def test_the_option():
 
     assert [job(window=text).usual_window for text in ("auto", "auto:32", "16")] == [64, 32, 16]
     assert [job(window=text).chooses_windows for text in ("auto", "auto:32", "16")] == [True, True, False]
-    assert job().usual_window is None and job(preset="causal", window="auto").sinks == 4
+    assert job().usual_window is None and job(preset="causal", window="auto").additions.sinks == 4
     for text in ("auto:0", "auto:", "wide", "-3"):
         with pytest.raises(ConfigError, match="expected a number of tokens such as 64, auto or auto:64"):
             job(window=text)
