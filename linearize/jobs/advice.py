@@ -116,7 +116,7 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
             "labels": task.labels if task.labels != usual.labels else None,
             "split": task.validation[0] if task.exact_validation else None,
             "dataset": job.dataset,
-            "max_length": job.data.max_length,
+            "max_length": job.data.max_length if task.modality == "text" else None,
             "stride": job.data.stride,
             "device": job.device if job.device != "auto" else None,
             "compare": job.teacher,

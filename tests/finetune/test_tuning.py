@@ -27,6 +27,7 @@ from linearize.core.errors import (
     TrainingError,
     UnknownNameError,
 )
+from linearize.jobs.advice import after_tuning
 from linearize.jobs.config import InitJob
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
@@ -173,6 +174,8 @@ def test_images(vit, tmp_path):
     chosen = task("image-classification")
     job = TuneJob(vit, chosen, str(tmp_path / "photos"), str(tmp_path / "out"), data=few, tune=once)
     finetune_checkpoint(job)
+    command = after_tuning(linearize.convert(model, "elu"), job, data).command
+    assert command.startswith("linearize evaluate") and "--max-length" not in command
     found = evaluate_checkpoint(EvaluateJob(str(tmp_path / "out"), chosen, job.dataset, data=few))
     assert "6 of 24 rows" in found.data
     data = data_for("image-classification", vit, tmp_path / "photos", few)
