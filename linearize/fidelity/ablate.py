@@ -101,7 +101,8 @@ def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
     return undo
 
 
-def _changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
+def changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
+    """Change values of a layer's `Hybrid`; return a function that restores them."""
     mixer: Any = layer.mixer
     before = mixer.hybrid
     mixer.change(replace(before, **values))
@@ -111,9 +112,9 @@ def _changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
 _REMOVE: Mapping[str, Callable[[LinearAttention], Callable[[], None] | None]] = {
     "kernel": without_kernel,
     "window": lambda layer: (
-        _changed(layer, window=None, sinks=0, exact_keys=0) if _has_kernel_and_window(layer) else None
+        changed(layer, window=None, sinks=0, exact_keys=0) if _has_kernel_and_window(layer) else None
     ),
-    "exact-keys": lambda layer: _changed(layer, exact_keys=0) if layer.hybrid.exact_keys else None,
+    "exact-keys": lambda layer: changed(layer, exact_keys=0) if layer.hybrid.exact_keys else None,
     "attention": lambda layer: (
         layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)).remove
     ),

@@ -20,13 +20,16 @@ from linearize.attention.layer import LinearAttention
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Callback, ignore
-from linearize.fidelity.ablate import without_kernel
+from linearize.fidelity.ablate import changed, without_kernel
 from linearize.fidelity.teacher import last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
 from linearize.modeling.plan import Plan
 
 POINTS = 4
 """Number of steps from softmax to the window."""
+
+WINDOWS = 8
+"""Windows are narrowed so that a row has at least this many: in a row of two windows, few heads look beyond theirs."""
 
 ROWS, TOKENS = 2, 512
 """Most rows per batch, and tokens per row of a causal model, used for the choice: every step needs a backward pass."""
@@ -128,11 +131,16 @@ def keep_heads(
     if causal:
         batches += [repeated(batch) for batch in batches]
     layers = linear_attentions(model)
-    shares = {
-        name: x
-        for name, x in head_shares(model, batches, on_event).items()
-        if hasattr(layers[name].mixer, "softmax_heads")
-    }
+    longest = max((x.shape[1] for batch in batches for x in batch.values() if x.ndim == 2), default=None)
+    narrow = None if longest is None else max(1, longest // WINDOWS)
+    windows = [(layer, layer.hybrid.window) for layer in layers.values()]
+    restores = [changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow]
+    try:
+        found = head_shares(model, batches, on_event)
+    finally:
+        for restore in restores:
+            restore()
+    shares = {name: x for name, x in found.items() if hasattr(layers[name].mixer, "softmax_heads")}
     ranked = sorted(
         ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True
     )

@@ -51,6 +51,17 @@ def test_the_heads_that_matter_are_kept():
     assert [layer.hybrid.softmax_heads for layer in linear_attentions(model).values()] == [(1,), (2,)]
 
 
+def test_a_window_that_holds_the_row_does_not_hide_the_heads():
+    """With `--preset recall`, rows of two windows led to heads that find four needles of ten, others find all."""
+    chosen = []
+    for window in (64, 1):
+        model = converted("llama", CAUSAL, "hedgehog", window=window)
+        after = keep_heads(model, Plan.from_dict(model.config.linearize), 3, [inputs_of(model, tokens=12)])
+        chosen.append([layer.hybrid.softmax_heads for layer in after.converted])
+        assert {layer.hybrid.window for layer in linear_attentions(model).values()} == {window}
+    assert chosen[0] == chosen[1]
+
+
 def test_kept_heads_survive_a_save(tmp_path):
     from transformers import AutoModelForCausalLM
 
