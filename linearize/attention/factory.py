@@ -112,6 +112,21 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
         )
 
 
+def check_exact_keys(info: KernelInfo, config: Any, hybrid: Hybrid) -> None:
+    """Check that exact keys of a new layer have learned scales, by which they are chosen; older checkpoints may not.
+
+    Raises:
+        ConfigError: if they have none; the message says what to choose instead.
+    """
+    if hybrid.exact_keys and hybrid.window is not None and hybrid.scale == SCALES[0]:
+        usual = default_scale(info, config, hybrid.window)
+        other = "choose another kernel" if usual == SCALES[0] else f"use scale={usual}"
+        raise ConfigError(
+            f"exact-keys: got {hybrid.exact_keys} for kernel {info.name!r} without learned scales, by which the keys "
+            f"are chosen; {other}, or use sinks"
+        )
+
+
 def default_scale(info: KernelInfo, config: Any, window: object) -> str:
     """Return the default kind of a new layer's learned log-scales: linear with a window."""
     takes = info.windowed and not info.needs_window and info.is_positive(config)

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.factory import check_hybrid, default_scale
+from linearize.attention.factory import check_exact_keys, check_hybrid, default_scale
 from linearize.attention.shape import HeadShape
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.kernel_options import Additions
-from linearize.core.registry import HYBRID, SCALES, Hybrid, kernel_info, make_config
+from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
 from linearize.modeling.plan import SOFTMAX
 
 _LARGEST = 99_999
@@ -230,14 +230,9 @@ def complete(
         if isinstance(exact, int) and longest is not None and exact > longest:
             raise ConfigError(f"exact-keys: got {exact}, but the model takes {longest} tokens; choose fewer")
         own = {name: value for name, value in arguments.items() if name not in HYBRID}
-        usual = default_scale(info, make_config(info, own), arguments.get("window"))
-        arguments.setdefault("scale", usual)
-        if exact and arguments.get("window") is not None and arguments["scale"] == SCALES[0]:
-            other = "choose another kernel" if usual == SCALES[0] else f"use scale={usual}"
-            raise ConfigError(
-                f"exact-keys: got {exact} for kernel {kernel!r} without learned scales, by which the keys are chosen; "
-                f"{other}, or use sinks"
-            )
+        kernel_config = make_config(info, own)
+        arguments.setdefault("scale", default_scale(info, kernel_config, arguments.get("window")))
+        check_exact_keys(info, kernel_config, Hybrid.of(arguments))
     if info.maximum_positions and arguments.get("max_positions") is None:
         arguments = arguments | {"max_positions": max_length or current_length(model)}
     return kernel, arguments

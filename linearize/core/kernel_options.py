@@ -47,5 +47,9 @@ class Additions:
     @property
     def given(self) -> dict[str, Any]:
         """The values that differ from the defaults, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(Additions)}
+        values = {name: getattr(self, name) for name in ADDITIONS}
         return {name: value for name, value in values.items() if value != getattr(Additions, name)}
+
+
+ADDITIONS = tuple(field.name for field in fields(Additions))
+"""The names of the additions, which `Hybrid` has as well."""

@@ -39,18 +39,7 @@ def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[
 def causal_sums(
     phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
 ) -> tuple[Tensor, Tensor, State]:
-    """Sum up the weighted values that each query sees, like `causal_parallel.parallel_sums`.
-
-    Args:
-        phi_q: [B, H, T, F].
-        phi_k: [B, K, T, F] in fp32, zero at padding.
-        values: [B, K, T, V] in fp32, zero at padding.
-        scale: log-scales of the keys [B, K, T], `FLOOR` at padding; None: all 0.
-        state: the state before these tokens.
-
-    Returns:
-        The sums [B, H, T, V], their log-scales [B, K, T], and the state after the last token.
-    """
+    """Sum up the weighted values that each query sees; arguments and results as in `causal_parallel.parallel_sums`."""
     if values.shape[2] == 1:
         return _one_token(phi_q, phi_k, values, scale, state)
     if values.device.type != "cpu" or is_tracing():

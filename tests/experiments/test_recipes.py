@@ -115,6 +115,7 @@ def load(tiny, write, **changes):
             r"layers.1: softmax takes no arguments",
         ),
         ({"kernels": [{"name": "softmax", "layers": {1: "luna"}}]}, r"softmax takes no arguments and no layers"),
+        ({"kernels": [{"name": "elu", "window": 4, "exact_keys": 2}]}, r"exact-keys: got 2 .* use scale=linear"),
         ({"kernels": [{"nam": "luna"}]}, r"kernels\[0\]: unknown key 'nam'"),
         ({"kernels": ["elu", "elu"]}, r"two rows are called 'elu'"),
         ({"kernels": "elu"}, r"kernels: got 'elu', expected a list"),

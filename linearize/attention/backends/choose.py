@@ -65,7 +65,7 @@ class LinearMixer(FeatureMapMixer):
     """A feature-map mixer whose calls are computed by the first backend that accepts them."""
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Mix -> [B, H, T, V], as `Mixer.forward` does; `linearize.attention.backends.choose` decides how."""
+        """Mix -> [B, H, T, V], as `Mixer.forward` does."""
         if self.softmax_heads is None and not self.counts:
             return choose(self, call).run(self, call)
         exact: Tensor | None = None

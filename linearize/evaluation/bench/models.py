@@ -30,7 +30,7 @@ from linearize.conversion.positions import (
     runs_beyond_limit,
 )
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.kernel_options import Additions
+from linearize.core.kernel_options import ADDITIONS
 from linearize.core.registry import PLAIN, Hybrid
 from linearize.evaluation.bench.meter import DTYPES, Call
 from linearize.evaluation.bench.rows import Row
@@ -178,7 +178,7 @@ class BenchModel:
             ConfigError: if a converted checkpoint takes only shorter inputs, or the kernel does not fit.
         """
         if not self.converted:
-            additions = {field.name: getattr(self.hybrid, field.name) for field in fields(Additions)}
+            additions = {name: getattr(self.hybrid, name) for name in ADDITIONS}
             return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **additions).eval()
         loaded = load_converted(self.model, device=self.device)
         self._check_reads(loaded.modality)

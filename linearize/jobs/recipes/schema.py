@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from linearize.attention.factory import check_hybrid
+from linearize.attention.factory import check_exact_keys, check_hybrid
 from linearize.attention.shape import HeadShape
 from linearize.conversion.layers import kept_layers, parse_heads
 from linearize.conversion.positions import METHODS
@@ -60,7 +60,9 @@ class Kernel(Additions):
             return
         info = kernel_info(self.name)
         shape = HeadShape(1, 1, 1, 1, info.causal)
-        check_hybrid(info, make_config(info, self.args), Hybrid.of(self.arguments()), shape)
+        config, hybrid = make_config(info, self.args), Hybrid.of(self.arguments())
+        check_hybrid(info, config, hybrid, shape)
+        check_exact_keys(info, config, hybrid)
 
     def arguments(self) -> dict[str, object]:
         """The kernel's arguments, including the window and other additions."""
