@@ -56,12 +56,17 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         model = loaded.model.float().eval()
         # None if the inputs are not tokens, or their length is not limited.
         longest = current_length(model) if model.main_input_name == "input_ids" else None
-        for name in ("exact_keys", "softmax_heads"):
-            # A graph can neither choose keys by size nor keep a cache.
-            if any(getattr(layer.hybrid, name) for layer in linear_attentions(model).values()):
+        layers = linear_attentions(model).values()
+        # The state of a decoder's graph has neither exact keys nor the cache of softmax heads.
+        refused = {
+            "exact keys in causal attention": any(x.hybrid.exact_keys and x.shape.causal for x in layers),
+            "softmax heads": any(x.hybrid.softmax_heads for x in layers),
+        }
+        for what, found in refused.items():
+            if found:
                 raise UnsupportedModelError(
-                    f"export: got a model with {name.replace('_', ' ')}, expected at most a window, sinks and scales; "
-                    "convert again without them"
+                    f"export: got a model with {what}, expected at most a window, sinks and scales; convert again "
+                    "without them (--preset causal: with --window 128)"
                 )
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}

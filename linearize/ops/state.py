@@ -156,17 +156,17 @@ def group_queries(phi_q: Tensor, key_heads: int) -> Tensor:
 
 
 def real_first(mask: Tensor) -> Tensor:
-    """Return the order [B, T] that puts the tokens of `mask` [B, T] before the padding and keeps their order."""
+    """Return the order [..., T] that puts the tokens of `mask` [..., T] before the others and keeps their order."""
     real = mask.bool()
     # Count instead of sorting: ONNX has no stable sort.
     place = torch.where(real, real.cumsum(dim=-1), real.sum(dim=-1, keepdim=True) + (~real).cumsum(dim=-1)) - 1
-    return _inverse(place)
+    return inverse(place)
 
 
-def _inverse(order: Tensor) -> Tensor:
-    """Return the order [B, T] that undoes another."""
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    return torch.zeros_like(order).scatter(1, order, places)
+def inverse(order: Tensor) -> Tensor:
+    """Return the order [..., T] that undoes another."""
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.zeros_like(order).scatter(-1, order, places)
 
 
 def take(x: Tensor, order: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def take(x: Tensor, order: Tensor) -> Tensor:
 
 def put_back(x: Tensor, order: Tensor) -> Tensor:
     """Undo `take` with an order of all tokens: [B, H, T, D] -> [B, H, T, D]."""
-    return take(x, _inverse(order))
+    return take(x, inverse(order))
 
 
 def is_tracing() -> bool:

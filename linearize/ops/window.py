@@ -91,8 +91,11 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
-        index = places_of(chosen, window.exact_keys)
-        visible = ((place[:, None] - index[:, :, None]).abs() > half) & chosen.gather(2, index)[:, :, None]
+        # A row may have fewer keys.
+        there = F.pad(chosen, (0, window.exact_keys))
+        index = places_of(there, window.exact_keys)
+        visible = ((place[:, None] - index[:, :, None]).abs() > half) & there.gather(2, index)[:, :, None]
+        index = index.clamp(max=tokens - 1)
         columns.append(Columns(pick(keys.k, index), pick(keys.v, index), visible))
         phi, scale = far.phi.masked_fill(chosen[..., None], 0.0), far.scale.masked_fill(chosen, FLOOR)
         far = far._replace(phi=phi, scale=scale)

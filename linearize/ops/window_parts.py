@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, divide, real_tokens, take, without_padding
+from linearize.ops.state import EPS, FLOOR, divide, inverse, real_first, real_tokens, take, without_padding
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
@@ -198,19 +198,18 @@ def join(parts: list[Part]) -> Tensor:
 
 def strongest(priority: Tensor, candidates: Tensor, slots: int) -> Tensor:
     """Tell which keys are among the `slots` strongest candidates of their row: [..., T] bool from [..., T]."""
-    priority = ranks(priority).masked_fill(~candidates, -torch.inf)
     # Candidates come before other keys, whatever their priority.
-    order = priority.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, candidates.gather(-1, order).long().argsort(dim=-1, descending=True, stable=True))
-    rank = torch.zeros_like(order).scatter(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
-    return candidates & (rank < slots)
+    least = torch.finfo(torch.float32).min
+    priority = ranks(priority).clamp(min=least).masked_fill(~candidates, -torch.inf)
+    # ONNX has no stable sort, but its own puts the first of equal keys first.
+    stable = {} if torch.compiler.is_exporting() else {"stable": True}
+    order = priority.sort(dim=-1, descending=True, **stable).indices
+    return candidates & (inverse(order) < slots)
 
 
 def places_of(chosen: Tensor, slots: int) -> Tensor:
     """Return the places [B, K, S] of the chosen keys [B, K, T] in order, then places of other keys if too few."""
-    return chosen.long().argsort(dim=-1, descending=True, stable=True)[..., :slots]
+    return real_first(chosen)[..., :slots]
 
 
 def ranks(priority: Tensor) -> Tensor:

@@ -69,6 +69,23 @@ def test_models_are_written_down_for_any_length(name):
             torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
 
 
+def test_exact_keys_of_an_encoder_are_chosen_in_the_graph():
+    """Also in rows of fewer tokens than exact keys."""
+    model = converted("bert", window=8, sinks=2, exact_keys=12, config={"max_position_embeddings": 64})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "log_scale" in name:
+                parameter.normal_(generator=generator)
+    graph = graphs_of(model)[0]
+    program = graph.program().module()
+    for batch, tokens in ((2, 5), (4, 13), (3, 40)):
+        inputs = inputs_of(model, batch, tokens)
+        given = [inputs.get(name, torch.zeros_like(inputs["input_ids"])) for name in graph.inputs]
+        for one, two in zip(graph.module(*given), program(*given), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
 OPTIONS = {"linear": {}, "mixed": {"keep_softmax": [0]}, "window": {"window": 4, "sinks": 2}}
 
 
@@ -141,6 +158,13 @@ def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
     linearize.save(converted("bert"), tmp_path / "bert")
     code, _, err = run(capsys, "export", tmp_path / "bert", "--output", tmp_path / "out", "--time", "16")
     assert code == 2 and "unknown option '--time'" in err
+    for options, what in (
+        ({"window": 4, "exact_keys": 2}, "exact keys in causal"),
+        ({"softmax_heads": "0:1"}, "softmax"),
+    ):
+        linearize.save(converted("llama", "AutoModelForCausalLM", **options), tmp_path / what)
+        code, _, err = run(capsys, "export", tmp_path / what, "--output", tmp_path / "out")
+        assert code == 2 and f"got a model with {what}" in err and "--window 128" in err
     code, _, err = run(capsys, "export", tmp_path, "--output", tmp_path / "out", "--format", "tflite")
     assert code == 2 and "tflite" in err and "onnx" in err
 
@@ -156,6 +180,7 @@ def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
         ("llama", "hedgehog", {"keep_softmax": [0]}),
         ("qwen2", "performer", {}),
         ("bert", "flexformer_n", {"window": 8, "sinks": 2}),
+        ("bert", "hedgehog", {"window": 8, "sinks": 2, "exact_keys": 12}),
         ("llama", "flexformer_n", {"window": 8, "sinks": 2}),
     ],
 )
@@ -179,16 +204,17 @@ def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.onnx", "weights.bin", "export.json"} <= files and ("step.onnx" in files) == writes
     if not writes:
-        # Held against the checkpoint as it is loaded, at a size of its own.
+        # Compare with the checkpoint as it is loaded, at other sizes.
         loaded = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
-        inputs = inputs_of(loaded, batch=4, tokens=70)
-        names = {one.name for one in opened.get_inputs()} & inputs.keys()
-        made = torch.from_numpy(
-            opened.run(None, {key: inputs[key].numpy() for key in names} | spare(opened, inputs))[0]
-        )
-        expected = outputs(loaded, inputs)[0]
-        real = inputs.get("attention_mask", torch.ones(expected.shape[:2])).bool()
-        torch.testing.assert_close(made[real], expected[real], rtol=1e-5, atol=1e-5)
+        for tokens in (70, 6):
+            inputs = inputs_of(loaded, batch=4, tokens=tokens)
+            names = {one.name for one in opened.get_inputs()} & inputs.keys()
+            made = torch.from_numpy(
+                opened.run(None, {key: inputs[key].numpy() for key in names} | spare(opened, inputs))[0]
+            )
+            expected = outputs(loaded, inputs)[0]
+            real = inputs.get("attention_mask", torch.ones(expected.shape[:2])).bool()
+            torch.testing.assert_close(made[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
