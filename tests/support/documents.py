@@ -115,7 +115,8 @@ RECIPES = {
     "proof-minilm": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
                      "kernels=[softmax,window only,hedgehog]", "seeds=0",
                      "distil={steps: 2, batch_size: 4, holdout: 8}", "align={steps: 2, batch_size: 4, holdout: 8}"],
-    "proof-minilm-long": ["model={name: MINILM}", "rows.max_length=16", "device=cpu", "kernels=[softmax,window only]",
+    "proof-minilm-long": ["model={name: MINILM}", "rows.max_length=16", "device=cpu",
+                          "kernels=[softmax,window only,hedgehog,hedgehog window scales]",
                           "tasks.opened.options={shortest: 4, held: 0.5, opening: 2}",
                           *[f"tasks.needle-{n}.options={{shortest: 4, held: 0.5, words: 50}}"
                             for n in (512, 2048, 8192)],
@@ -215,7 +216,7 @@ def write_texts(root, rows):
         # No text of one is in another: the same text would be left out of the training rows.
         own = "".join(json.dumps({"text": f"{name} {row['text']}"}) + "\n" for row in rows)
         (root / f"{name}.jsonl.gz").write_bytes(gzip.compress(own.encode()))
-    for name in ("corpus.txt", "sentences.txt", "wiki.valid.txt"):
+    for name in ("corpus.txt", "sentences.txt", "wiki.valid.txt", "wiki.align.txt"):
         (root / name).write_text("".join(row["text"] + "\n" for row in rows))
 
 
@@ -305,6 +306,8 @@ def run_linearize(line, words, capsys, parse_only=False):
         return
     if words[0] == "run":
         words = [*words[:2], *tiny(words[1], words[2:]), *words[2:]]
+    # What was measured on a GPU runs here as well.
+    words = [word.removesuffix("cuda") + "cpu" if word in ("cuda", "device=cuda") else word for word in words]
     searched = SMALL_SEARCH.split() if words[0] == "convert" and "auto" in words else []
     code = main([*words, *quick(words).split(), *searched])
     captured = capsys.readouterr()
