@@ -13,7 +13,7 @@ from support.scripts import script
 import linearize
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.registry import kernel_infos
-from linearize.jobs.config import PRESETS
+from linearize.jobs.presets import PRESETS
 
 DOCUMENTS = ["README.md", *pages()]
 TEXTS = {name: (CHECKOUT / name).read_text(encoding="utf-8") for name in DOCUMENTS}

@@ -8,81 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from linearize.core import kernel_options
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import check, make, option, section
 from linearize.data.config import DataConfig
+from linearize.jobs.presets import PRESETS, preset_options
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, RunConfig
-
-
-@dataclass(frozen=True)
-class Preset:
-    """Options of a conversion, and the kind of model they are for.
-
-    Args:
-        options: the options by name; options given explicitly take precedence.
-        causal: whether they are for causal or for bidirectional attention.
-    """
-
-    options: Mapping[str, object]
-    causal: bool
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "causal": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=True),
-        "recall": Preset(
-            {"kernel": "hedgehog", "window": 256, "sinks": 4, "exact_keys": 64, "keep_softmax_heads": "5%"}, causal=True
-        ),
-        "encoder": Preset({"kernel": "hedgehog", "window": 128, "sinks": 4}, causal=False),
-    }
-)
-"""Presets by name. All have learned log-scales, the default with a window.
-
-`causal` and `recall` are for language models; docs/benchmarks/hybrid.md gives the benefit of each part. With `causal`,
-memory is constant and the model can be exported. `recall` adds exact keys, and softmax heads that look up and copy
-text; their cache grows with the text, and ONNX export refuses both. `encoder` is for bidirectional models: the window
-keeps texts of up to 65 tokens exact, and in longer texts the kernel covers the tokens outside it.
-"""
-
-
-def preset_options(values: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the preset's options that are not given explicitly.
-
-    Raises:
-        UnknownNameError: for an unknown preset.
-    """
-    name = values.get("preset")
-    if name is None:
-        return {}
-    if name not in PRESETS:
-        raise unknown_name("preset", str(name), PRESETS)
-    return {option: value for option, value in PRESETS[str(name)].options.items() if option not in values}
-
-
-def check_preset(name: str | None, model: str, causal: list[bool]) -> None:
-    """Check that a preset suits a model.
-
-    Args:
-        name: the preset, or None.
-        model: the model's name or folder.
-        causal: for each self-attention to convert, whether it is causal.
-
-    Raises:
-        ConfigError: if the preset suits none of the model's attention layers.
-    """
-    if name is None or PRESETS[name].causal in causal:
-        return
-    other = next(other for other, preset in PRESETS.items() if preset.causal != PRESETS[name].causal)
-    sees = "is causal" if PRESETS[other].causal else "is bidirectional"
-    raise ConfigError(f"preset: got {name!r}, but attention of {model!r} {sees}; use --preset {other}, or leave it out")
-
 
 KERNEL = "hedgehog"
 """Default kernel of a conversion."""
@@ -109,7 +45,7 @@ POSITIONS = "how learned positions are extended: tile or interpolate"
 OVERWRITE = "replace an existing folder, if linearize wrote it and it holds nothing else"
 TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
 PRESET = (
-    "kernel, window and sinks that were measured to work well together; options given explicitly take precedence: "
+    "options of the attention that were measured to work well together; options given explicitly take precedence: "
     f"{', '.join(PRESETS)}"
 )
 KEPT = "layers that keep softmax, such as 0,11; or 1/4 for the last of every four"
@@ -358,6 +294,8 @@ class ConvertJob(StageOneJob):
             chosen |= {"--keep-softmax": self.keep_softmax, "--kernel": None if self.kernel == KERNEL else self.kernel}
             _refuse(chosen, "--plan FILE already determines every layer")
         elif self.kernel == AUTO:
+            # After the search, a number of heads can be chosen as in any conversion.
+            chosen["--keep-softmax-heads"] = None if self.chooses_heads else self.keep_softmax_heads
             advice = "give arguments with the candidates, as in --candidates hedgehog,luna:window=32"
             _refuse(chosen, f"--kernel {AUTO} chooses kernel and arguments of every layer; {advice}")
         if self.kernel != AUTO:

@@ -25,8 +25,9 @@ from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import keep_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
-from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, Job, StageOneJob, check_preset
+from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, Job, StageOneJob
 from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
+from linearize.jobs.presets import check_preset, fitting
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
 from linearize.kernel_search.windows import choose_windows
@@ -94,6 +95,7 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             put_in_kernels(context)
             # Stage one starts from the kernels that the search trained.
             result.load_kernels(context.loaded.model)
+            choose_heads(context)
         stages.run_stage_one(context, job.distill)
         if context.source is not None and job.align.steps and under_fsdp():
             text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
@@ -181,13 +183,21 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
     if context.source is None and (job.distill.steps or job.align.steps or job.chooses_heads):
         # The positions are extended now, so rows may be longer.
         stages.open_data(context, length, SKIP)
-    if job.chooses_heads:
-        on_event(Started("finding the heads that need softmax"))
-        rows = context.source.holdout_batches()[:HEAD_BATCHES]
-        count = job.softmax_heads(sum(layer.shape.heads for layer in context.plan.converted))
-        context.plan = keep_heads(loaded.model, context.plan, count, rows, on_event)
-        on_event(Planned(context.plan))
+    choose_heads(context)
     return context
+
+
+def choose_heads(context: Context) -> None:
+    """Make the heads that need softmax most keep it, if the job gives their number."""
+    job = context.job
+    assert isinstance(job, ConvertJob)
+    if not job.chooses_heads:
+        return
+    context.on_event(Started("finding the heads that need softmax"))
+    rows = context.source.holdout_batches()[:HEAD_BATCHES]
+    count = job.softmax_heads(sum(layer.shape.heads for layer in context.plan.converted))
+    context.plan = keep_heads(context.loaded.model, context.plan, count, rows, context.on_event)
+    context.on_event(Planned(context.plan))
 
 
 def check_kernel(job: ConvertJob) -> None:
@@ -229,16 +239,17 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
             "value, or leave --max-length out"
         )
     inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
+    longest = longest_input(job, loaded)
     decided = plan(
         loaded.model,
         STAND_IN if job.kernel == AUTO or job.plan is not None else job.kernel,
         job.kernel_args,
         layers=job.layers,
         keep_softmax=job.keep_softmax,
-        **job.additions.given,
+        **fitting(job.preset, job.additions.given, longest or takes),
         window=job.usual_window,
         softmax_heads=None if job.chooses_heads else job.keep_softmax_heads,
-        max_length=longest_input(job, loaded),
+        max_length=longest,
         seed=job.seed,
         local_as_full=job.local_as_full,
         example_inputs=inputs,

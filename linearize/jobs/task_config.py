@@ -15,7 +15,8 @@ from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import check, option, options_of, parse_names, section
-from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, STEP_ROWS, Job, preset_options, rows_of
+from linearize.jobs.config import AUTO, DEVICES, OVERWRITE, POSITIONS, PRESET, STEP_ROWS, Job, rows_of
+from linearize.jobs.presets import preset_options
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
 
@@ -229,12 +230,14 @@ class LongdocJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the options of a preset that exist here; `convert` also gets the preset's name, for the others."""
-        return {"": {name: x for name, x in preset_options(values).items() if name in options_of(LongdocJob)}}
+        chosen = {name: x for name, x in preset_options(values).items() if name in options_of(LongdocJob)}
+        return {"": {name: x for name, x in chosen.items() if not str(x).startswith(AUTO)}}
 
     def attention(self) -> dict[str, Any]:
         """Return the options of the attention, in the format of `ConvertJob.of`."""
         own = {"kernel": self.kernel, "kernel_arg": self.kernel_args, "preset": self.preset}
-        return own | vars(self.additions)
+        # Without a number here, the window is the preset's, which may differ between layers.
+        return own | {name: value for name, value in vars(self.additions).items() if value is not None}
 
     def target(self) -> Path:
         """Return the output folder: the one given, or `<model-name>-long`."""

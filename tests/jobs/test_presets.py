@@ -8,10 +8,12 @@ from support.checkpoints import make_original
 from support.command_lines import run
 
 import linearize
+from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.core.errors import ConfigError, UnknownNameError
 from linearize.core.options import effective, options_of
-from linearize.jobs.config import PRESETS, ConvertJob
+from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import make_plan
+from linearize.jobs.presets import PRESETS
 from linearize.jobs.task_config import LongdocJob
 from linearize.modeling.plan import SOFTMAX
 
@@ -47,15 +49,19 @@ def test_what_is_given_comes_before_a_preset():
     job = ConvertJob.of(model="m", preset="causal", kernel="elu", window=16, keep_softmax="0")
     assert (job.kernel, job.window, job.keep_softmax, job.additions.sinks) == ("elu", 16, (0,), CAUSAL["sinks"])
     assert job.target() == "m-elu"
+    # Arguments of the preset's kernel do not go to another one.
+    arguments = [ConvertJob.of(model="m", preset="causal", **more).kernel_args for more in ({}, {"kernel": "elu"})]
+    assert arguments == [{"tied": False}, {}]
 
 
 def test_the_layers_of_a_causal_preset(tmp_path):
     make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM", num_hidden_layers=8)
     _, plan, _ = make_plan(ConvertJob.of(model=str(tmp_path / "llama"), preset="causal", keep_softmax="1/4"))
     kept = [layer.index for layer in plan.layers if layer.kernel == SOFTMAX]
+    # Before windows are chosen, every layer is the reference.
     near = {(layer.hybrid.window, layer.hybrid.sinks) for layer in plan.layers if layer.kernel != SOFTMAX}
     assert kept == [3, 7]
-    assert near == {(CAUSAL["window"], CAUSAL["sinks"])}
+    assert near == {(128, CAUSAL["sinks"])}
 
 
 def test_presets_that_are_refused(tmp_path):
@@ -77,10 +83,12 @@ def test_a_preset_for_models_of_another_kind_is_refused(tmp_path, preset, other)
 def test_the_encoder_preset_leaves_short_texts_as_they_were(tmp_path):
     original = make_original(tmp_path / "bert", max_position_embeddings=160)
     loaded, plan, _ = make_plan(ConvertJob.of(model=str(original), preset="encoder"))
-    assert {(layer.kernel, layer.hybrid.window, layer.hybrid.sinks) for layer in plan.layers} == {("hedgehog", 128, 4)}
+    assert {(x.kernel, x.hybrid.window, x.hybrid.sinks, x.hybrid.exact_keys) for x in plan.layers} == {
+        ("hedgehog", 64, 4, 64)
+    }
     loaded.model.eval()
     draws = torch.Generator().manual_seed(0)
-    short, long = (torch.randint(5, 30, (2, length), generator=draws) for length in (65, 150))
+    short, long = (torch.randint(5, 30, (2, length), generator=draws) for length in (68, 150))
     before = [loaded.model(ids).last_hidden_state for ids in (short, long)]
     converted = linearize.apply(loaded.model, plan).eval()
     after = [converted(ids).last_hidden_state for ids in (short, long)]
@@ -88,14 +96,31 @@ def test_the_encoder_preset_leaves_short_texts_as_they_were(tmp_path):
     assert (after[1] - before[1]).abs().max() > 1e-4
 
 
-def test_a_preset_on_the_command_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM", num_hidden_layers=4)
-    line = "convert llama --preset causal --distill-steps 0 --align-steps 0 --device cpu --output made"
-    code = run(capsys, *line.split())[0]
-    assert code == 0
-    from linearize.checkpoint.inspect import inspect_checkpoint
+def test_a_preset_has_no_more_exact_keys_than_the_model_takes_tokens(tmp_path):
+    original = make_original(tmp_path / "bert", max_position_embeddings=50)
+    _, plan, _ = make_plan(ConvertJob.of(model=str(original), preset="encoder"))
+    assert {layer.hybrid.exact_keys for layer in plan.layers} == {50}
+    with pytest.raises(ConfigError, match="got 51, but the model takes 50 tokens; choose fewer"):
+        make_plan(ConvertJob.of(model=str(original), preset="encoder", exact_keys=51))
 
-    plan = inspect_checkpoint("made").plan
-    assert plan is not None
-    assert {layer.hybrid.window for layer in plan.layers if layer.kernel != SOFTMAX} == {CAUSAL["window"]}
+
+def test_the_causal_preset_chooses_windows_and_its_result_loads(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM", max_position_embeddings=64)
+    (tmp_path / "texts.txt").write_text("\n\n".join(f"a text about the number {number}" for number in range(99)))
+    line = (
+        "convert llama --dataset texts.txt --holdout 8 --distill-steps 0 --align-steps 0 --device cpu --preset causal"
+    )
+    plans = {}
+    for folder, more in (("chosen", []), ("same", ["--window", "128"])):
+        code, text = run(capsys, *line.split(), "--output", folder, *more)[:2]
+        assert code == 0
+        assert ("Windows per layer: the last hidden state" in text) == (folder == "chosen")
+        plans[folder] = inspect_checkpoint(folder).plan.converted
+    # In rows of at most 64 tokens a window of 128 is exact, so no other choice is better.
+    assert {layer.hybrid.window for plan in plans.values() for layer in plan} == {128}
+
+
+def test_longdoc_takes_a_window_before_the_presets():
+    job = LongdocJob.of(model="m", task="text-classification", dataset="d", max_length=64, preset="causal", window=16)
+    assert ConvertJob.of(model="m", **job.attention()).window == 16

@@ -94,6 +94,21 @@ def test_search_and_convert_in_one(place, capsys):
 
 
 @pytest.mark.usefixtures("given_costs")
+def test_heads_are_chosen_after_a_search(place, capsys):
+    code, _, err = run(capsys, "convert", "bert", *CONVERT, "--keep-softmax-heads", 3)
+    assert code == 0, err
+    section = json.loads((place / "bert-auto" / "config.json").read_text())["linearize"]
+    heads = [tuple(layer.get("softmax_heads", ())) for layer in section["layers"]]
+    assert sum(map(len, heads)) == 3
+    kernels = [layer["label"].partition(":")[0] for layer in section["provenance"]["search"]["layers"]]
+    assert [layer["kernel"] for layer in section["layers"]] == kernels
+    loaded = linear_attentions(AutoModel.from_pretrained("bert-auto")).values()
+    assert [layer.hybrid.softmax_heads for layer in loaded] == heads
+    code, _, err = run(capsys, "convert", "bert", *CONVERT, "--keep-softmax-heads", "0:1", "--output", "other")
+    assert code == 2 and "--keep-softmax-heads: --kernel auto chooses" in err and not (place / "other").exists()
+
+
+@pytest.mark.usefixtures("given_costs")
 @pytest.mark.parametrize("name", ["vit", "llama"])
 def test_models_of_images_and_those_that_write(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

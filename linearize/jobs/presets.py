@@ -1,0 +1,92 @@
+"""Presets: options of the attention that were measured to work well together (`convert --preset`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from linearize.core.errors import ConfigError, unknown_name
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Options of a conversion, and the kind of model they are for.
+
+    Args:
+        options: the options by name; options given explicitly take precedence.
+        causal: whether they are for causal or for bidirectional attention.
+    """
+
+    options: Mapping[str, object]
+    causal: bool
+
+
+_UNTIED: Mapping[str, object] = {"kernel": "hedgehog", "kernel_arg": {"tied": False}}
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "causal": Preset({**_UNTIED, "window": "auto:128", "sinks": 4}, causal=True),
+        "recall": Preset(
+            {**_UNTIED, "window": 256, "sinks": 4, "exact_keys": 64, "keep_softmax_heads": "5%"}, causal=True
+        ),
+        "encoder": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4, "exact_keys": 64}, causal=False),
+    }
+)
+"""Presets by name. All have learned log-scales, the default with a window.
+
+`causal` and `recall` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With `causal`,
+memory is constant, and every layer gets the window, exact keys and kernel that suit it. With `--window 128` instead,
+the model can be exported: ONNX export refuses a decoder's exact keys and softmax heads. `recall` has both, in order to
+look up and copy text; the cache of its softmax heads grows with the text. `encoder` is for bidirectional models: texts
+of up to 68 tokens stay exact, and in longer texts the kernel covers the tokens outside the window that are no exact
+keys.
+"""
+
+
+def preset_options(values: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the preset's options that are not given explicitly; with another kernel, without arguments of its kernel.
+
+    Raises:
+        UnknownNameError: for an unknown preset.
+    """
+    name = values.get("preset")
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise unknown_name("preset", str(name), PRESETS)
+    options = PRESETS[str(name)].options
+    other = values.get("kernel", options["kernel"]) != options["kernel"]
+    given = {*values, "kernel_arg"} if other else values
+    return {option: value for option, value in options.items() if option not in given}
+
+
+def check_preset(name: str | None, model: str, causal: list[bool]) -> None:
+    """Check that a preset suits a model.
+
+    Args:
+        name: the preset, or None.
+        model: the model's name or folder.
+        causal: for each self-attention to convert, whether it is causal.
+
+    Raises:
+        ConfigError: if the preset suits none of the model's attention layers.
+    """
+    if name is None or PRESETS[name].causal in causal:
+        return
+    other = next(other for other, preset in PRESETS.items() if preset.causal != PRESETS[name].causal)
+    sees = "is causal" if PRESETS[other].causal else "is bidirectional"
+    raise ConfigError(f"preset: got {name!r}, but attention of {model!r} {sees}; use --preset {other}, or leave it out")
+
+
+def fitting(name: str | None, additions: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+    """Return a conversion's additions for a model that takes `tokens` tokens (None: any number).
+
+    A preset suits models for short inputs as well, so it has at most as many exact keys as they take tokens. A larger
+    number that is given explicitly stays, and is refused later.
+    """
+    usual = None if name is None else PRESETS[name].options.get("exact_keys")
+    if tokens is None or usual is None or additions.get("exact_keys") != usual:
+        return dict(additions)
+    return {**additions, "exact_keys": min(additions["exact_keys"], tokens)}
