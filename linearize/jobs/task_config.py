@@ -15,7 +15,17 @@ from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import check, option, options_of, parse_names, section
-from linearize.jobs.config import AUTO, DEVICES, OVERWRITE, POSITIONS, PRESET, STEP_ROWS, Job, rows_of
+from linearize.jobs.config import (
+    DEVICES,
+    OVERWRITE,
+    POSITIONS,
+    PRESET,
+    STEP_ROWS,
+    WINDOWS,
+    Job,
+    parse_window,
+    rows_of,
+)
 from linearize.jobs.presets import preset_options
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
@@ -193,7 +203,8 @@ class LongdocJob(Job):
     kernel: str = option("hedgehog", "kernel for all layers; see `linearize kernels`", group=CONVERSION, metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args(CONVERSION)
     preset: str | None = option(None, PRESET, group=CONVERSION, metavar="NAME")
-    additions: Additions = section(Additions, CONVERSION)
+    window: str | int | None = option(None, WINDOWS, group=CONVERSION, metavar="W", parse=parse_window)
+    additions: Additions = section(Additions, CONVERSION, leave_out=("window",))
     positions: str = option("tile", POSITIONS, group=CONVERSION, metavar="HOW")
     distill_steps: int = option(1000, "steps of stage one; 0 skips it", group=CONVERSION, low=0)
     distill_length: int | None = option(
@@ -230,14 +241,12 @@ class LongdocJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the options of a preset that exist here; `convert` also gets the preset's name, for the others."""
-        chosen = {name: x for name, x in preset_options(values).items() if name in options_of(LongdocJob)}
-        return {"": {name: x for name, x in chosen.items() if not str(x).startswith(AUTO)}}
+        return {"": {name: x for name, x in preset_options(values).items() if name in options_of(LongdocJob)}}
 
     def attention(self) -> dict[str, Any]:
         """Return the options of the attention, in the format of `ConvertJob.of`."""
         own = {"kernel": self.kernel, "kernel_arg": self.kernel_args, "preset": self.preset}
-        # Without a number here, the window is the preset's, which may differ between layers.
-        return own | {name: value for name, value in vars(self.additions).items() if value is not None}
+        return own | vars(self.additions) | {"window": self.window}
 
     def target(self) -> Path:
         """Return the output folder: the one given, or `<model-name>-long`."""

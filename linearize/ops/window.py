@@ -91,9 +91,10 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
-        # A row may have fewer keys.
-        there = F.pad(chosen, (0, window.exact_keys))
-        index = places_of(there, window.exact_keys)
+        # A row may have fewer keys; in a traced graph its length is open.
+        slots = window.exact_keys if isinstance(tokens, torch.SymInt) else min(window.exact_keys, tokens)
+        there = F.pad(chosen, (0, slots))
+        index = places_of(there, slots)
         visible = ((place[:, None] - index[:, :, None]).abs() > half) & there.gather(2, index)[:, :, None]
         index = index.clamp(max=tokens - 1)
         columns.append(Columns(pick(keys.k, index), pick(keys.v, index), visible))

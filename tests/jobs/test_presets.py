@@ -121,6 +121,9 @@ def test_the_causal_preset_chooses_windows_and_its_result_loads(tmp_path, monkey
     assert {layer.hybrid.window for plan in plans.values() for layer in plan} == {128}
 
 
-def test_longdoc_takes_a_window_before_the_presets():
-    job = LongdocJob.of(model="m", task="text-classification", dataset="d", max_length=64, preset="causal", window=16)
-    assert ConvertJob.of(model="m", **job.attention()).window == 16
+@pytest.mark.parametrize("window", [16, "auto:8"])
+def test_longdoc_takes_a_window_before_the_presets(window):
+    job = LongdocJob.of(
+        model="m", task="text-classification", dataset="d", max_length=64, preset="causal", window=window
+    )
+    assert ConvertJob.of(model="m", **job.attention()).window == window
