@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import linearize  # noqa: F401  (loads converted checkpoints)
 from linearize.attention.interface import linear_attentions
 from linearize.fidelity.ablate import ablated
-from linearize.training.stage_two.metrics import RESAMPLES, percentiles
+from linearize.training.stage_two.intervals import RESAMPLES, percentiles
 
 EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 256

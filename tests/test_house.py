@@ -142,15 +142,10 @@ def test_hidden_imports_are_read(tmp_path):
     assert set(imports_of(other)) == {"linearize.core.registry"}
 
 
-def test_no_import_circle():
-    """Whichever of two modules is read first, the other does not need it: function-level imports count too."""
-    assert circles(graph()) == []
-
-
-def test_one_circle_of_types():
-    """A type of task makes the data that name it, and its task."""
-    names = ("metrics", "prepare", "prepared", "task_types.base", "tasks")
-    assert circles(graph(typing=True)) == [[f"linearize.training.stage_two.{name}" for name in names]]
+@pytest.mark.parametrize("typing", [False, True])
+def test_no_import_circle(typing):
+    """Whichever of two modules is read first, the other does not need it: imports in functions and of types count."""
+    assert circles(graph(typing)) == []
 
 
 @pytest.mark.slow

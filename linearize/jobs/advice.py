@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from linearize.jobs.stages import Context
     from linearize.jobs.task_config import TuneJob
-    from linearize.training.stage_two.prepared import TaskData
+    from linearize.training.stage_two.task_types.base import TaskData
 
 
 def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstLayer | None:

@@ -39,7 +39,7 @@ from linearize.training.alignment.loop import AlignResult, align
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, distill
 from linearize.training.stage_one.processes import check_alone
-from linearize.training.stage_two.prepared import Chosen
+from linearize.training.stage_two.rows import Chosen
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.trackers import reporter
 

@@ -22,10 +22,13 @@ from linearize.jobs.events import Advanced, Callback, Started, ignore
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_one.processes import check_alone, under_fsdp
 from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.intervals import BALANCED, Measured
 from linearize.training.stage_two.load import beyond_training, check_trained, length_limit, load_for_task, whole_length
-from linearize.training.stage_two.metrics import BALANCED, Measured, PositionLoss
-from linearize.training.stage_two.prepare import Given, prepare
-from linearize.training.stage_two.prepared import Facts, TaskData
+from linearize.training.stage_two.metrics import PositionLoss
+from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.rows import Facts
+from linearize.training.stage_two.splits import Given
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.task_types.text import TOKENS
 from linearize.training.stage_two.tasks import Task, above_chance, recovery
 from linearize.training.stage_two.trainer import measure_with_interval

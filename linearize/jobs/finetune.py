@@ -21,8 +21,7 @@ from linearize.jobs.stages import reserved
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
 from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher
-from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.save import (
     check_work,
     last_checkpoint,
@@ -31,6 +30,7 @@ from linearize.training.stage_two.save import (
     tuning_files,
     tuning_record,
 )
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import TuneResult, check_options, check_trainable, finetune
 from linearize.training.trackers import check_report_to
 

@@ -41,9 +41,10 @@ from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.run import StateFolder
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit
-from linearize.training.stage_two.prepare import located, open_splits, prepare
-from linearize.training.stage_two.prepared import TaskData
+from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.save import STARTED, check_started, remove_work, without_folders, write_started
+from linearize.training.stage_two.splits import located, open_splits
+from linearize.training.stage_two.task_types.base import TaskData
 
 RESULTS, TIMES = "results.json", "times.json"
 """Output files: the scores, which a seed determines; and the times, which depend on the machine."""

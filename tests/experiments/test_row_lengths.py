@@ -13,8 +13,9 @@ from linearize.jobs.recipes.recipe import check
 from linearize.jobs.recipes.run import run_recipe
 from linearize.jobs.recipes.schema import Row
 from linearize.jobs.recipes.stages import lengthen
+from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.load import load_for_task
-from linearize.training.stage_two.prepare import DataOptions, prepare
+from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import measure_with_interval
 

@@ -13,7 +13,7 @@ from support.command_lines import run
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import IGNORED
+from linearize.training.stage_two.rows import IGNORED
 from linearize.training.stage_two.task_types.chat import encode
 from linearize.training.stage_two.tasks import task
 

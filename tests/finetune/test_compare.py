@@ -20,8 +20,8 @@ from linearize.evaluation.bench import memory
 from linearize.evaluation.report.paired import score_difference
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
-from linearize.training.stage_two import metrics as interval
-from linearize.training.stage_two.metrics import Measured, resampled_scores
+from linearize.training.stage_two import intervals as interval
+from linearize.training.stage_two.intervals import Measured, resampled_scores
 from linearize.training.stage_two.tasks import TASKS
 
 HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}

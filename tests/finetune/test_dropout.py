@@ -12,9 +12,9 @@ from torch import nn
 import linearize
 from linearize.checkpoint.loading import load_processor
 from linearize.training.adapters import LoraConfig, add_lora
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task
-from linearize.training.stage_two.prepare import DataOptions, prepare
+from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import dropping, finetune, places
 from linearize.training.stage_two.tuner import Tuner

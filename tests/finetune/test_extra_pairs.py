@@ -10,8 +10,8 @@ from linearize.checkpoint.loading import load_processor
 from linearize.core.errors import ConfigError
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task
-from linearize.training.stage_two.prepare import check_extra_pairs, prepare
-from linearize.training.stage_two.prepared import IGNORED, hold_out
+from linearize.training.stage_two.prepare import check_extra_pairs, hold_out, prepare
+from linearize.training.stage_two.rows import IGNORED
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.tuner import Tuner
 

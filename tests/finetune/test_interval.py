@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from support.tasks import no_rows, word_tokenizer
 
-from linearize.training.stage_two.metrics import (
+from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.intervals import (
     RESAMPLES,
     balanced_score,
     chance_level,
-    entities,
     percentiles,
     resampled_scores,
 )
-from linearize.training.stage_two.prepare import DataOptions
-from linearize.training.stage_two.prepared import IGNORED, row_facts, tokenise
+from linearize.training.stage_two.metrics import entities
+from linearize.training.stage_two.rows import IGNORED, row_facts, tokenise
 from linearize.training.stage_two.tasks import TASKS, recovery
 
 

@@ -20,8 +20,8 @@ from linearize.jobs.evaluate import evaluate_checkpoint, rows_per_batch
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.stage_two.config import DataOptions, TuneConfig
+from linearize.training.stage_two.intervals import resampled_scores
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, whole_length
-from linearize.training.stage_two.metrics import resampled_scores
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.language import WINDOW
 from linearize.training.stage_two.tasks import TASKS, task

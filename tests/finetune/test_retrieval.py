@@ -13,9 +13,9 @@ from transformers import AutoModel, AutoTokenizer
 from linearize.cli import main
 from linearize.core.errors import ConfigError, DataError
 from linearize.jobs.synthetic.sets import make
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
-from linearize.training.stage_two.prepare import DataOptions, prepare
+from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
 

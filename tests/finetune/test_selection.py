@@ -13,10 +13,10 @@ from linearize.checkpoint.loading import load_processor
 from linearize.core.errors import DataError
 from linearize.data.records import paired_anew
 from linearize.training.adapters import LoraConfig
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task
-from linearize.training.stage_two.prepare import DataOptions, prepare
-from linearize.training.stage_two.prepared import IGNORED, hold_out, selection_size
+from linearize.training.stage_two.prepare import hold_out, prepare, selection_size
+from linearize.training.stage_two.rows import IGNORED
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.stage_two.tuner import Tuner

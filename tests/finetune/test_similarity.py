@@ -10,9 +10,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from linearize.cli import main
 from linearize.core.errors import ConfigError
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.metrics import METRICS
-from linearize.training.stage_two.prepare import DataOptions, prepare
+from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune
 

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from linearize.core.errors import DataError
-from linearize.training.stage_two.prepare import open_splits
+from linearize.training.stage_two.splits import open_splits
 from linearize.training.stage_two.tasks import task
 
 ROWS = [{"sentence": f"sentence number {i}", "label": i % 2} for i in range(40)]

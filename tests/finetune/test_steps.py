@@ -11,9 +11,9 @@ from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
 from linearize.checkpoint.loading import load_processor
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task
-from linearize.training.stage_two.prepare import DataOptions, prepare
+from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import checkpointing, finetune
 

@@ -21,8 +21,8 @@ from linearize.jobs.task_config import TuneJob
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
 from linearize.training.stage_two.load import check_processor, load_for_task, load_teacher
-from linearize.training.stage_two.prepare import prepare
-from linearize.training.stage_two.prepared import IGNORED, hold_out
+from linearize.training.stage_two.prepare import hold_out, prepare
+from linearize.training.stage_two.rows import IGNORED
 from linearize.training.stage_two.tasks import TASKS, task
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.stage_two.tuner import KERNEL_RATE, Tuner

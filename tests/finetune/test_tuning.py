@@ -34,9 +34,9 @@ from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.init import init_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora, parse_lora, target_modules
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task, usual_length
-from linearize.training.stage_two.prepare import DataOptions, prepare
+from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.task_types.language import strided
 from linearize.training.stage_two.tasks import TASKS, recovery, task

@@ -41,7 +41,7 @@ def causal_folder(folder: Path, positions: int) -> Path:
 
 def no_rows(name: str, **changes):
     """The data of a task without rows, for what depends on the task alone."""
-    from linearize.training.stage_two.prepared import TaskData
+    from linearize.training.stage_two.task_types.base import TaskData
     from linearize.training.stage_two.tasks import task
 
     chosen = task(name, **changes)

@@ -1,6 +1,6 @@
 """Differences between two models measured on the same rows, each with a paired 95 % interval.
 
-A task's score has a bootstrap interval over rows (`stage_two.metrics`). A mean over a few inputs has the
+A task's score has a bootstrap interval over rows (`stage_two.intervals`). A mean over a few inputs has the
 interval of Hartigan 1969 ("Using subsample values as typical values", theorem 1), whose ends are means over subsets of
 the inputs: it excludes 0 exactly when Fisher's paired randomisation test rejects at 5 %.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from linearize.training.stage_two.metrics import Score
+    from linearize.training.stage_two.intervals import Score
     from linearize.training.stage_two.tasks import Task
 
 LEVEL = 0.05
@@ -63,7 +63,7 @@ def score_difference(
         ours: score of `side`.
         theirs: score of `minus`.
     """
-    from linearize.training.stage_two.metrics import BALANCED, percentiles
+    from linearize.training.stage_two.intervals import BALANCED, percentiles
 
     if ours is None or theirs is None or ours.units != theirs.units:
         return None

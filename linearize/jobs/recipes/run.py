@@ -23,8 +23,8 @@ from linearize.jobs.recipes.recipe import Cell, cells, plain, resolve
 from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_recipe, read_rows, repair
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.jobs.recipes.stages import RECORD, Runner, softmax_folder
-from linearize.training.stage_two.prepare import located
 from linearize.training.stage_two.save import remove_work
+from linearize.training.stage_two.splits import located
 from linearize.training.stage_two.tasks import recovery
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "tokenizers", "numpy")

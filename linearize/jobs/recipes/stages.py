@@ -46,9 +46,10 @@ from linearize.training.stage_two.load import (
     load_for_task,
     load_teacher,
 )
-from linearize.training.stage_two.prepare import Given, located, prepare, raw_table
-from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record
+from linearize.training.stage_two.splits import Given, located, raw_table
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ def _record_file(record: dict[str, Any]) -> dict[str, str]:
 def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
     """Return a task's rows as batches for stage one and the alignment, which need no labels.
 
-    The held-out rows are those of stage two (`stage_two.prepared`); the validation rows are only for the final score.
+    The held-out rows are those of stage two (`stage_two.prepare`); the validation rows are only for the final score.
     """
     split = hold_out(data, seed=seed)
     assert split.selection is not None

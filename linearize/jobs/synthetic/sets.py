@@ -15,7 +15,7 @@ from linearize.core.options import make as make_config
 from linearize.core.options import option
 from linearize.jobs.synthetic.texts import Articles, Documents, Halves, MadeSet, Needles, Rows
 from linearize.jobs.synthetic.tokenizers import fixed_tokenizer
-from linearize.training.stage_two.prepare import View, open_splits
+from linearize.training.stage_two.splits import View, open_splits
 from linearize.training.stage_two.tasks import task
 
 if TYPE_CHECKING:

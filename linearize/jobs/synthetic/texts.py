@@ -14,7 +14,7 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.options import check, option
 from linearize.data.local import exists
-from linearize.training.stage_two.prepare import Splits, open_splits
+from linearize.training.stage_two.splits import Splits, open_splits
 from linearize.training.stage_two.tasks import task
 
 Rows = Mapping[str, Iterable[Mapping[str, object]]]

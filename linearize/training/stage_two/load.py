@@ -23,7 +23,7 @@ from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.encode import copy_tokenizer
 from linearize.modeling.model import is_linearized
 from linearize.training.alignment.pair import check_teacher
-from linearize.training.stage_two.prepared import TaskData
+from linearize.training.stage_two.task_types.base import TaskData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,39 +1,26 @@
-"""Open a task's data set: its splits, with rows to measure on."""
+"""Make a task's rows: to train on, to measure on, and to choose the state to keep."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
-from linearize.data.columns import column_kinds
-from linearize.data.config import DataConfig
-from linearize.data.hub import cause, load_hub
-from linearize.data.load import make_part, open_records
-from linearize.data.local import exists, looks_local, missing_split, open_local, splits_of
-from linearize.data.records import Example, Records
-from linearize.data.source import without_doubles
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.prepared import TaskData
+from linearize.training.stage_two.rows import Chosen
+from linearize.training.stage_two.splits import Given, located
+from linearize.training.stage_two.task_types.base import TaskData, TaskType
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from linearize.core.heads import Processor
     from linearize.training.stage_two.tasks import Task
 
-
-HELD_OUT = 0.1
-"""Share of the training rows to measure on if a data set has no split for it."""
-MOST_HELD_OUT = 1_000
-
-Given: TypeAlias = "str | Mapping[str, Dataset]"
-"""A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
+SHARE, FEWEST, MOST, LARGEST_SHARE = 0.05, 32, 500, 0.2
+"""Share of the training rows that is held out; at least 32 of them, at most 500, and never over a fifth."""
+_STREAM = 0x5E1E
+"""Separates the choice of held-out rows from other random numbers of the same seed."""
 
 
 def prepare(
@@ -59,7 +46,8 @@ def prepare(
         raise DataError(f"task {task.name} has no data set; name one (--dataset NAME_OR_PATH)")
     if given == "":
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
-    return dataclasses.replace(task.type(task, processor, options).prepare(located(task, given)), options=options)
+    reads = cast("type[TaskType]", task.type)
+    return dataclasses.replace(reads(task, processor, options).prepare(located(task, given)), options=options)
 
 
 def check_extra_pairs(task: Task, options: DataOptions) -> None:
@@ -74,205 +62,48 @@ def check_extra_pairs(task: Task, options: DataOptions) -> None:
         )
 
 
-def located(task: Task, given: Given) -> Given:
-    """Return the task's own folder if a folder of data sets is given; anything else unchanged.
-
-    Raises:
-        DataError: if a path does not exist, or the folder has no folder for the task.
-    """
-    if not isinstance(given, str):
-        return given
-    root = Path(given).expanduser()
-    if not exists(root):
-        if looks_local(given) or given.count("/") > 1:
-            raise DataError(f"data: got {given!r}, which does not exist, expected a file or a folder; check the path")
-        return given
-    if not root.is_dir():
-        return given
-    for name in (*task.folders, task.name):
-        if exists(root / name):
-            return str(root / name)
-    if task.folders and not _holds_data(root):
-        raise DataError(
-            f"data: {given!r} has no folder {task.folders[0]!r} for task {task.name}, expected one with files such as "
-            "train.jsonl.gz and validation.jsonl.gz; add it or leave the task out"
-        )
-    return given
+def selection_size(rows: int, asked: int | None = None) -> int:
+    """Return how many of `rows` training rows are held out: `asked`, or by `SHARE` and its bounds."""
+    if asked is not None:
+        return asked
+    return max(1, min(MOST, max(round(SHARE * rows), min(FEWEST, int(LARGEST_SHARE * rows)))))
 
 
-@dataclass(frozen=True)
-class View:
-    """Some rows of records, in order.
+def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskData:
+    """Move some training rows to `data.selection`, to choose the state to keep.
 
-    Attributes:
-        records: the data set.
-        rows: [N] numbers of the rows.
-    """
-
-    records: Records
-    rows: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def fetch(self, places: Sequence[int]) -> list[Example]:
-        """Return the examples at these places."""
-        return self.records.fetch([int(self.rows[place]) for place in places])
-
-    def select(self, places: np.ndarray) -> View:
-        """Return the view of the rows at these places."""
-        return View(self.records, self.rows[places])
-
-
-class Splits(NamedTuple):
-    """Rows to train on and rows to measure on: two `View`s, or two `datasets.Dataset`s if raw."""
-
-    train: Any
-    validation: Any
-    description: str
-
-
-def open_splits(
-    task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
-) -> Splits:
-    """Open the training and the validation split of a data set.
+    The validation rows are reported, so nothing may be chosen on them. The same seed holds out the same rows, for a
+    teacher and for its student. Rows of one question stay together, and rows without a label that share a text with a
+    held-out row are left out.
 
     Args:
-        task: names the columns and the splits.
-        given: data set.
-        limit: maximum number of training rows.
-        seed: seed for the choice of held-out rows if there is no split to measure on.
-        raw: whether to return the tables unchanged, with all their columns.
-        most: maximum number of rows to measure on.
-
-    Returns:
-        Both splits. Without a split to measure on, a tenth of the training rows (at most 1,000) is set aside for it.
+        data: a task's rows. Data that already has a selection is returned unchanged.
+        rows: how many; None for 5 % of the training rows, 32 to 500 of them, but never over a fifth; 0 for none.
+        seed: seed of the choice.
 
     Raises:
-        DataError: if the data or a column is missing, cannot be read, or is empty.
+        DataError: if no row would be left to train on.
     """
-    called = given if isinstance(given, str) else "tables"
-    open_split: Any = raw_table if raw else lambda given, split: _view(task, given, split)
-    train = open_split(given, task.train)
-    name = _validation_split(task, given)
-    if name is None:
-        order = np.random.default_rng(seed).permutation(len(train))
-        count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(train))))
-        if len(train) < 2:
-            raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
-        kept, held = np.sort(order[count:]), np.sort(order[:count])
-        where = f"{count:,} held-out rows, as it has no validation split"
-        if not raw:
-            # Tables may repeat rows on purpose, so they are counted, not dropped: the score is then too good.
-            records: Records = train.records
-            known, sizes = set(records.digests(held.tolist())), np.unique(records.sizes[held])
-            doubles = len(kept) - len(without_doubles(records, kept, known, sizes))
-            where += f" ({doubles:,} rows to train on have the same text or image as one of them)" if doubles else ""
-        train, validation = train.select(kept), train.select(held)
-    else:
-        validation = open_split(given, name)
-        where = f"{len(validation):,} rows of split {name}"
-    if most is not None and most < len(validation):
-        validation = validation.select(_some(task, len(validation), most))
-        where = f"{most:,} of {where}"
-    if limit is not None and limit < len(train):
-        train = train.select(_some(task, len(train), limit))
-    skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())
-    left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
-    return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}{left_out}")
-
-
-def _some(task: Task, rows: int, count: int) -> np.ndarray:
-    """Choose rows [count]: the first ones of texts; evenly spread ones of images, which are often sorted."""
-    if task.modality == "text":
-        return np.arange(count)
-    return np.linspace(0, rows - 1, count).round().astype(np.int64)
-
-
-def _holds_data(root: Path) -> bool:
-    try:
-        return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
-    except OSError as error:
+    if data.selection is not None or rows == 0:
+        return data
+    total = len(data.train)
+    count = selection_size(total, rows)
+    if count >= total:
         raise DataError(
-            f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one; check it"
-        ) from error
-
-
-def raw_table(given: Given, split: str) -> Dataset:
-    """Open one split as a `datasets.Dataset` with all its columns.
-
-    Raises:
-        DataError: if it cannot be found or read, or has files of different kinds.
-    """
-    if not isinstance(given, str):
-        if split not in given:
-            raise missing_split("tables", split, given)
-        return given[split]
-    path = Path(given).expanduser()
-    if not exists(path) and not looks_local(given):
-        return load_hub(given, split)
-    tables: Sequence[Dataset] = open_local(path, split, "text")
-    if len(tables) > 1:
-        raise DataError(f"{given!r}: got files of {len(tables)} kinds, expected one kind; put them in separate folders")
-    return tables[0]
-
-
-def _view(task: Task, given: Given, split: str) -> View:
-    """Open a split with the task's columns."""
-    first, second = (*task.columns, None, None)[:2]
-    if task.modality == "image":
-        # The column of an image data set differs between Hub and folder; it is found by its type.
-        first = second = None
-    config = DataConfig(split=split, text_column=first, text_pair_column=second)
-    if isinstance(given, str):
-        records, _ = open_records(given, config, task.modality, label=task.label)
-    else:
-        records, _ = make_part([raw_table(given, split)], config, task.modality, "table", label=task.label)
-    return View(records, np.arange(len(records.sizes)))
-
-
-def _validation_split(task: Task, given: Given) -> str | None:
-    """Return the split to measure on; None if the data set has no split that the task names.
-
-    Raises:
-        DataError: if the user named the split and it is missing, listing the existing ones.
-    """
-    wanted = task.validation[0]
-    path = Path(given).expanduser() if isinstance(given, str) else None
-    if path is not None and not exists(path) and not looks_local(str(given)):
-        for name in task.validation:
-            try:
-                load_hub(str(given), name)
-                return name
-            except DataError:
-                # The training split was opened before, so the Hub answers: this split does not exist.
-                if task.exact_validation:
-                    raise
-        return None
-    names = sorted(given) if path is None else splits_of(path)
-    chosen = next((name for name in task.validation if name in names), None)
-    if chosen is None and task.exact_validation:
-        if not names:
-            raise DataError(
-                f"{given!r}: got split {wanted!r}, but the data has no splits, expected no split name; "
-                "leave it out, to measure on held-out rows"
-            )
-        raise missing_split("tables" if path is None else repr(path.name), wanted, names)
-    return chosen
-
-
-def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
-    """Refuse a raw table that lacks a column, or whose column holds something else.
-
-    Raises:
-        DataError: naming the existing columns.
-    """
-    kinds = column_kinds(table)
-    missing = [name for name in names if name not in kinds]
-    if missing:
-        raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")
-    odd = [name for name in names if kind is not None and kinds[name] != kind]
-    if odd:
-        raise DataError(
-            f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; repair it or name another"
+            f"{data.description}: got {total} rows to train on and {count} to choose the kept state on, expected more "
+            "rows than that; lower selection_rows (0: choose on the validation rows)"
         )
+    order = np.random.default_rng([seed, _STREAM]).permutation(total)
+    held = {int(place) for place in order[:count]}
+    if isinstance(data.train, list) and "owner" in data.train[0]:
+        # A long text makes several rows of one question.
+        owners = [row["owner"] for row in data.train]
+        questions = {owners[place] for place in held}
+        held = {place for place in range(total) if owners[place] in questions}
+    kept = [place for place in range(total) if place not in held]
+    if not kept:
+        raise DataError(f"{data.description}: all rows belong to one question; add rows, or set selection_rows to 0")
+    extra = None if data.extra is None else [row for row in data.extra if not held.intersection(row["sources"])]
+    return dataclasses.replace(
+        data, train=Chosen(data.train, kept), selection=Chosen(data.train, sorted(held), still=True), extra=extra
+    )

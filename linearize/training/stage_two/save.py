@@ -25,7 +25,7 @@ from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
 from linearize.training.stage_two.load import RECORD, read_record
-from linearize.training.stage_two.prepared import TaskData
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tasks import above_chance
 
 if TYPE_CHECKING:

@@ -13,15 +13,25 @@ import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from linearize.core.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from linearize.core.heads import Head, Modality
-    from linearize.training.stage_two.task_types.base import TaskType
 
 TYPES = "linearize.training.stage_two.task_types"
+
+
+class Kind(Protocol):
+    """What every type of task says about itself; `task_types.base.TaskType` describes each attribute."""
+
+    head: ClassVar[Head]
+    columns: ClassVar[int]
+    next_token: ClassVar[bool]
+    numeric: ClassVar[bool]
+    row_labels: ClassVar[bool]
+    most_tokens: ClassVar[int | None]
 
 
 @dataclass(frozen=True)
@@ -84,10 +94,10 @@ class Task:
         return f"{100 * score:.2f}" if self.percent else f"{score:.3f}"
 
     @property
-    def type(self) -> type[TaskType]:
-        """The class that reads data for this type of task."""
+    def type(self) -> type[Kind]:
+        """The class that reads data for this type of task, a `TaskType`."""
         module, _, name = self.kind.partition(":")
-        found: type[TaskType] = getattr(importlib.import_module(f"{TYPES}.{module}"), name)
+        found: type[Kind] = getattr(importlib.import_module(f"{TYPES}.{module}"), name)
         return found
 
     @property

@@ -33,9 +33,9 @@ from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_one.processes import Interrupts, under_fsdp
 from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.intervals import Measured, balanced_score, score_of
 from linearize.training.stage_two.load import freeze
-from linearize.training.stage_two.metrics import Measured, balanced_score, score_of
-from linearize.training.stage_two.prepared import TaskData, hold_out
+from linearize.training.stage_two.prepare import hold_out
 from linearize.training.stage_two.save import (
     TuneResult,
     check_started,
@@ -44,6 +44,7 @@ from linearize.training.stage_two.save import (
     last_checkpoint,
     write_started,
 )
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep
 from linearize.training.trackers import callbacks_for
 

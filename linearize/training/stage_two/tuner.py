@@ -40,7 +40,8 @@ from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.prepared import Chosen, Predictions, TaskData, by_length
+from linearize.training.stage_two.rows import Chosen, Predictions, by_length
+from linearize.training.stage_two.task_types.base import TaskData
 
 if TYPE_CHECKING:
     from linearize.training.stage_one.processes import Interrupts

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
 
+from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import Head
 from linearize.data.encode import copy_tokenizer
@@ -18,8 +19,8 @@ from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
-from linearize.training.stage_two.prepare import Given, Splits, View, open_splits
-from linearize.training.stage_two.prepared import IGNORED, Logits, Predictions, Row, TaskData, pad_with_labels
+from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Predictions, Row, RowSet, pad_with_labels
+from linearize.training.stage_two.splits import Given, Splits, View, open_splits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -181,6 +182,57 @@ class TaskType:
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(f"{what}: got a slow tokenizer, expected a fast one, {knows}")
         return self.tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskData:
+    """A task's data set as rows.
+
+    Attributes:
+        type: the task's type, with what it read: the class names, the tokenizer.
+        train: rows to train on.
+        validation: rows to measure on.
+        description: one line.
+        facts: facts needed to read the metrics, such as the stride of a perplexity.
+        selection: rows held out of the training rows, to choose the state to keep; None if not yet held out.
+        extra: rows without a label (`IGNORED`, or NaN for a number) for a teacher to label: new pairs of the texts.
+        options: the user's options for the rows.
+        chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
+    """
+
+    type: TaskType
+    train: RowSet
+    validation: RowSet
+    description: str
+    facts: Facts = dataclasses.field(default_factory=dict)
+    selection: RowSet | None = None
+    extra: list[Row] | None = None
+    options: DataOptions = dataclasses.field(default_factory=DataOptions)
+    chunkable: bool = False
+
+    @property
+    def task(self) -> Task:
+        """The task, with the class names that were found."""
+        return self.type.task
+
+    @property
+    def collate(self) -> Callable[[list[Row]], dict[str, Tensor]]:
+        """The function from rows to a batch of tensors."""
+        return self.type.collate
+
+    @property
+    def num_labels(self) -> int | None:
+        """How many outputs a head needs; None if it is the vocabulary or a span."""
+        if not self.task.head.per_label:
+            return None
+        if self.type.numeric:
+            return 1
+        return None if self.task.labels is None else len(self.task.labels)
+
+    def digest(self) -> str:
+        """Return the hash of the rows, which tells whether a resumed run has the same ones."""
+        parts = (self.train, self.validation, self.selection, self.extra)
+        return data_digest([None if rows is None else rows_digest(rows) for rows in parts])  # type: ignore[arg-type]
 
 
 def first_output(outputs: Any) -> Any:

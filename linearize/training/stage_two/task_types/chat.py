@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError, DataError
-from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import IGNORED, Row, TaskData, row_facts
+from linearize.training.stage_two.rows import IGNORED, Row, row_facts
+from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.task_types.language import CausalType
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import pooled
 from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
-from linearize.training.stage_two.prepare import Given, Splits, View
-from linearize.training.stage_two.prepared import IGNORED, Predictions, Row, TaskData
-from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, first_output
+from linearize.training.stage_two.rows import IGNORED, Predictions, Row
+from linearize.training.stage_two.splits import Given, Splits, View
+from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 from linearize.training.stage_two.task_types.text import Reader, Texts, mean_over_chunks, read_chunks
 
 SPAN = 512

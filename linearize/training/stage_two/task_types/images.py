@@ -11,9 +11,9 @@ from torch import Tensor
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.heads import HEADS
 from linearize.data.encode import ImageEncoder
-from linearize.training.stage_two.prepare import Given, View
-from linearize.training.stage_two.prepared import Row, TaskData, stable_seed
-from linearize.training.stage_two.task_types.base import ClassLabels
+from linearize.training.stage_two.rows import Row, stable_seed
+from linearize.training.stage_two.splits import Given, View
+from linearize.training.stage_two.task_types.base import ClassLabels, TaskData
 
 DIGESTS = 512
 SHIFT = 1 / 8

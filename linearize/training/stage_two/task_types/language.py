@@ -20,18 +20,9 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.columns import column_kinds, find_column
 from linearize.training.stage_two.metrics import PositionLoss, losses_by_position, perplexity, range_sums
-from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import (
-    IGNORED,
-    Logits,
-    Predictions,
-    Row,
-    TaskData,
-    pad_with_labels,
-    row_facts,
-    stable_seed,
-)
-from linearize.training.stage_two.task_types.base import TaskType, first_output
+from linearize.training.stage_two.rows import IGNORED, Logits, Predictions, Row, pad_with_labels, row_facts, stable_seed
+from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.task_types.base import TaskData, TaskType, first_output
 from linearize.training.stage_two.task_types.tokens import most_frequent
 
 if TYPE_CHECKING:

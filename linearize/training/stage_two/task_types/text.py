@@ -18,20 +18,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from linearize.core.errors import ConfigError
 from linearize.core.heads import HEADS
 from linearize.data.records import Example, paired_anew
-from linearize.training.stage_two.prepare import Given
-from linearize.training.stage_two.prepared import (
+from linearize.training.stage_two.rows import (
     IGNORED,
     TOKEN_FIELDS,
     Facts,
     Row,
-    TaskData,
     check_tokens,
     coded,
     pad,
     row_facts,
     tokenise,
 )
-from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskType
+from linearize.training.stage_two.splits import Given
+from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, TaskType
 
 CHUNKS = "chunks"
 """The field of a row that holds a text's chunks."""

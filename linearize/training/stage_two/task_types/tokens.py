@@ -18,19 +18,18 @@ from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
-from linearize.training.stage_two.prepare import Given, need_columns
-from linearize.training.stage_two.prepared import (
+from linearize.training.stage_two.rows import (
     IGNORED,
     TOKEN_FIELDS,
     Facts,
     Logits,
     Predictions,
     Row,
-    TaskData,
     row_facts,
     tokenise,
 )
-from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskType, first_output
+from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, first_output
 
 if TYPE_CHECKING:
     from datasets import Dataset
