@@ -58,15 +58,15 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         longest = current_length(model) if model.main_input_name == "input_ids" else None
         layers = linear_attentions(model).values()
         # The state of a decoder's graph has neither exact keys nor the cache of softmax heads.
-        refused = {
-            "exact keys in causal attention": any(x.hybrid.exact_keys and x.shape.causal for x in layers),
-            "softmax heads": any(x.hybrid.softmax_heads for x in layers),
-        }
-        for what, found in refused.items():
+        exact_keys = any(x.hybrid.exact_keys and x.shape.causal for x in layers)
+        for found, what, way in (
+            (exact_keys, "exact keys in causal attention", "--exact-keys (--preset causal: with --window 128)"),
+            (any(x.hybrid.softmax_heads for x in layers), "softmax heads", "--keep-softmax-heads"),
+        ):
             if found:
                 raise UnsupportedModelError(
                     f"export: got a model with {what}, expected at most a window, sinks and scales; convert again "
-                    "without them (--preset causal: with --window 128)"
+                    f"without {way}"
                 )
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}

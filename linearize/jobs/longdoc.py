@@ -107,14 +107,17 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     start = time.perf_counter()
     check_alone("longdoc")
     target = job.target()
+    work = work_folder(target)
     with claim(target, overwrite=job.overwrite, sources=job.sources()):
         device = check_device(job.device)
         check_options(job)
+        if work.exists() and not job.resume and not job.overwrite:
+            raise interrupted_run(work)
         job = quick(job)
         data, lengths = examine(job)
         for note in lengths.notes:
             on_event(Noted(note))
-        work = begin(job, data)
+        begin(job, work, data)
         for number, (folder, title, step) in enumerate(steps(job, work, lengths), start=1):
             if not (work / folder).exists() and (job.align_steps or folder != ALIGNED):
                 on_event(Started(f"step {number} of {STEPS}: {title}"))
@@ -414,26 +417,21 @@ def work_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}.work")
 
 
-def begin(job: LongdocJob, data: TaskData) -> Path:
+def begin(job: LongdocJob, work: Path, data: TaskData) -> None:
     """Create the work folder, or resume the run in it.
 
     Raises:
-        ConfigError: if it exists and neither `resume` nor `overwrite` is set, or the run was started with other options
-            or other data.
+        ConfigError: if the run was started with other options or other data.
         CheckpointError: if the folder holds something else.
     """
-    work = work_folder(job.target())
     options = {name: value for name, value in recorded(job).items() if name not in FREE}
     options |= {"task": job.task.name, "label column": job.task.label}
     started = fingerprint(data=data, options=options)
-    if work.exists() and not job.resume and not job.overwrite:
-        raise interrupted_run(work)
     if job.resume and (work / STARTED).exists():
         check_started(work, started)
-        return work
+        return
     remove(job, work)
     write_started(work, started)
-    return work
 
 
 def remove(job: LongdocJob, work: Path) -> None:
