@@ -4,22 +4,29 @@ Copying and retrieval look up a single token, which a sum over all tokens cannot
 carry more than 95 % of retrieval: https://arxiv.org/abs/2602.11374). All heads move together, step by step, from
 softmax to their window. Integrated gradients (Sundararajan et al. 2017, https://arxiv.org/abs/1703.01365, eq. 1) along
 this path divide the error among the heads: the shares add up to the error.
+
+Heads look up at different distances, even those that share a key head. So the error is also divided on a row as long as
+those to train on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
-from linearize.core.events import Advanced, Callback, ignore
+from linearize.core.events import Advanced, Callback, Started, ignore
 from linearize.fidelity.ablate import changed, without_kernel
 from linearize.fidelity.teacher import last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
@@ -34,6 +41,9 @@ WINDOWS = 8
 ROWS, TOKENS = 2, 512
 """Most rows per batch, and tokens per row of a causal model, used for the choice: every step needs a backward pass."""
 
+LONGEST, SEGMENT = 4_096, 32
+"""Most tokens of the one long row of a causal model, and tokens of the segments that it repeats."""
+
 
 def shortened(batch: Mapping[str, Tensor], causal: bool) -> dict[str, Tensor]:
     """Return the first `ROWS` rows of a batch; for a causal model, fields [B, T] are cut to `TOKENS` tokens."""
@@ -41,14 +51,44 @@ def shortened(batch: Mapping[str, Tensor], causal: bool) -> dict[str, Tensor]:
     return {name: x[:, :TOKENS] if causal and x.ndim == 2 else x for name, x in rows.items()}
 
 
-def repeated(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rows [B, T] whose second half repeats the first, so that a model must copy; padded rows are unchanged."""
+def repeated(batch: Mapping[str, Tensor], segment: int | None = None) -> dict[str, Tensor]:
+    """Return rows [B, T] whose second half repeats the first, so that a model must copy; padded rows are unchanged.
+
+    With `segment`, the second half has the segments of that many tokens in reverse order, so that distances vary.
+    """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 4 or (mask is not None and not bool(mask.all())):
         return dict(batch)
     half = ids[:, : ids.shape[1] // 2]
-    twice = torch.cat([half, half], dim=1)
+    again = half if segment is None else torch.cat(half.split(segment, dim=1)[::-1], dim=1)
+    twice = torch.cat([half, again], dim=1)
     return {"input_ids": twice} | ({} if mask is None else {"attention_mask": torch.ones_like(twice)})
+
+
+def longest_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the longest row [1, T] of a batch of texts without its padding, up to `LONGEST` tokens; {} for images."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None:
+        return {}
+    longest = 0 if mask is None else int(mask.sum(dim=1).argmax())
+    row = ids[longest] if mask is None else ids[longest, mask[longest].bool()]
+    return {"input_ids": row[None, :LONGEST]}
+
+
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Keep no activations of the model's blocks: the backward pass computes them again.
+
+    Gradient checkpointing of transformers needs training mode, with its dropout.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    try:
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 def head_shares(
@@ -75,7 +115,7 @@ def head_shares(
     restores = [restore for layer in layers.values() if (restore := without_kernel(layer)) is not None]
     power = 0.0
     try:
-        with evaluating(model), torch.enable_grad():
+        with evaluating(model), recomputed(model), torch.enable_grad():
             for number, batch in enumerate(batches):
                 batch = {name: value.to(device) for name, value in batch.items()}
                 with torch.no_grad(), observed(model, lambda *_: None):
@@ -96,7 +136,7 @@ def head_shares(
 
                     with observed(model, mix):
                         error = (_states(model, batch) - wanted).square().sum()
-                    grads = torch.autograd.grad(error, list(gates.values()))
+                        grads = torch.autograd.grad(error, list(gates.values()))
                     for share, grad in zip(shares.values(), grads, strict=True):
                         share += grad.double().cpu() / POINTS
                     on_event(Advanced(number * POINTS + point + 1, len(batches) * POINTS))
@@ -112,6 +152,8 @@ def keep_heads(
     count: int,
     batches: Sequence[Mapping[str, Tensor]],
     on_event: Callback = ignore,
+    *,
+    trained_on: Mapping[str, Tensor] | None = None,
 ) -> Plan:
     """Make the heads with the largest shares in the error keep softmax, in place, and return the changed plan.
 
@@ -121,25 +163,26 @@ def keep_heads(
         count: number of heads.
         batches: model inputs (such as `input_ids` [B, T]), cut by `shortened`; for causal models, rows with repeated
             halves are added.
-        on_event: called with `Advanced` after every step.
+        on_event: called with `Started` for each length of rows, and `Advanced` after every step.
+        trained_on: rows to train on. If the longest has over `TOKENS` tokens, a causal model also reads its first half,
+            and that half's segments in reverse order.
 
     Raises:
         ConfigError: if there are fewer heads in layers that can keep heads, or the model returns no hidden states.
     """
     causal = any(layer.shape.causal for layer in plan.converted)
-    batches = [shortened(batch, causal) for batch in batches]
+    short = [shortened(batch, causal) for batch in batches]
+    groups = [short]
     if causal:
-        batches += [repeated(batch) for batch in batches]
+        groups = [short + [repeated(batch) for batch in short]]
+        row = longest_row(trained_on or {})
+        if row and row["input_ids"].shape[1] > TOKENS:
+            groups.append([repeated(row, SEGMENT)])
     layers = linear_attentions(model)
-    longest = max((x.shape[1] for batch in batches for x in batch.values() if x.ndim == 2), default=None)
-    narrow = None if longest is None else max(1, longest // WINDOWS)
-    windows = [(layer, layer.hybrid.window) for layer in layers.values()]
-    restores = [changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow]
-    try:
-        found = head_shares(model, batches, on_event)
-    finally:
-        for restore in restores:
-            restore()
+    found = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
+    for group in groups:
+        for name, share in _shares_by_window(model, group, on_event).items():
+            found[name] += share
     shares = {name: x for name, x in found.items() if hasattr(layers[name].mixer, "softmax_heads")}
     ranked = sorted(
         ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True
@@ -157,6 +200,24 @@ def keep_heads(
         if layer.module in chosen
     }
     return change_hybrids(model, kept)
+
+
+def _shares_by_window(
+    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback
+) -> dict[str, Tensor]:
+    """Return `head_shares` with windows of at most an eighth of the longest row."""
+    tokens = max((x.shape[1] for batch in batches for x in batch.values() if x.ndim == 2), default=None)
+    on_event(
+        Started("finding the heads that need softmax" + ("" if tokens is None else f", rows of {tokens:,} tokens"))
+    )
+    narrow = None if tokens is None else max(1, tokens // WINDOWS)
+    windows = [(layer, layer.hybrid.window) for layer in linear_attentions(model).values()]
+    restores = [changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow]
+    try:
+        return head_shares(model, batches, on_event)
+    finally:
+        for restore in restores:
+            restore()
 
 
 def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:

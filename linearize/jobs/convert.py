@@ -193,10 +193,10 @@ def choose_heads(context: Context) -> None:
     assert isinstance(job, ConvertJob)
     if not job.chooses_heads:
         return
-    context.on_event(Started("finding the heads that need softmax"))
     rows = context.source.holdout_batches()[:HEAD_BATCHES]
     count = job.softmax_heads(sum(layer.shape.heads for layer in context.plan.converted))
-    context.plan = keep_heads(context.loaded.model, context.plan, count, rows, context.on_event)
+    long = next(context.source.train_batches())
+    context.plan = keep_heads(context.loaded.model, context.plan, count, rows, context.on_event, trained_on=long)
     context.on_event(Planned(context.plan))
 
 

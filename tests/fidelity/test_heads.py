@@ -6,7 +6,7 @@ from support.tiny import converted, inputs_of, outputs
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.core.errors import ConfigError
-from linearize.core.events import Advanced
+from linearize.core.events import Advanced, Started
 from linearize.fidelity import heads
 from linearize.fidelity.heads import ROWS, TOKENS, head_shares, keep_heads, repeated, shortened
 from linearize.modeling.plan import Plan
@@ -45,10 +45,28 @@ def test_the_heads_that_matter_are_kept():
     plan = Plan.from_dict(model.config.linearize)
     told = []
     after = keep_heads(model, plan, 2, [inputs_of(model)], told.append)
-    assert told == [Advanced(step, 8) for step in range(1, 9)]  # Of the row, and of its first half read twice.
+    steps = [Advanced(step, 8) for step in range(1, 9)]  # Of the row, and of its first half read twice.
+    tokens = inputs_of(model)["input_ids"].shape[1]
+    assert told == [Started(f"finding the heads that need softmax, rows of {tokens} tokens"), *steps]
     assert [layer.hybrid.softmax_heads for layer in after.converted] == [(1,), (2,)]
     assert Plan.from_dict(model.config.linearize) == after
     assert [layer.hybrid.softmax_heads for layer in linear_attentions(model).values()] == [(1,), (2,)]
+
+
+def test_a_row_as_long_as_those_to_train_on_is_added(monkeypatch):
+    """SmolLM2's head 18:8 looks up over 4,000 tokens only: with it, `--preset recall` finds numbers that far back."""
+    monkeypatch.setattr(heads, "TOKENS", 6)
+    monkeypatch.setattr(heads, "LONGEST", 12)
+    model = converted("llama", CAUSAL, "hedgehog", window=3)
+    read, told = [], []
+    handle = model.model.layers[0].mlp.register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1]))
+    rows = inputs_of(model, tokens=16)
+    keep_heads(model, Plan.from_dict(model.config.linearize), 2, [rows], told.append, trained_on=rows)
+    handle.remove()
+    started = [event.what for event in told if isinstance(event, Started)]
+    assert started == [f"finding the heads that need softmax, rows of {tokens} tokens" for tokens in (6, 12)]
+    assert {tokens: read.count(tokens) for tokens in read} == {6: 2 * (1 + 2 * 4), 12: 1 + 2 * 4}
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
 
 
 def test_a_window_that_holds_the_row_does_not_hide_the_heads():
@@ -89,5 +107,6 @@ def test_long_rows_are_shortened():
 def test_rows_are_repeated():
     ids = torch.arange(10)[None]
     assert repeated({"input_ids": ids})["input_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
+    assert repeated({"input_ids": ids}, segment=2)["input_ids"].tolist() == [[0, 1, 2, 3, 4, 4, 2, 3, 0, 1]]
     padded = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 9 + [0]])}
     assert repeated(padded)["input_ids"].tolist() == ids.tolist()
