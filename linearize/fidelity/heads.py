@@ -82,13 +82,17 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
     Gradient checkpointing of transformers needs training mode, with its dropout.
     """
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    # Accelerate's hooks replace `forward` of the instance.
+    hooked = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         yield
     finally:
-        for block in blocks:
+        for block, forward in zip(blocks, hooked, strict=True):
             del block.forward
+            if forward is not None:
+                block.forward = forward
 
 
 def head_shares(
