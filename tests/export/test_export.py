@@ -158,13 +158,13 @@ def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
     linearize.save(converted("bert"), tmp_path / "bert")
     code, _, err = run(capsys, "export", tmp_path / "bert", "--output", tmp_path / "out", "--time", "16")
     assert code == 2 and "unknown option '--time'" in err
-    for options, what in (
-        ({"window": 4, "exact_keys": 2}, "exact keys in causal"),
-        ({"softmax_heads": "0:1"}, "softmax"),
+    for options, what, way in (
+        ({"window": 4, "exact_keys": 2}, "exact keys in causal attention", "without --exact-keys"),
+        ({"softmax_heads": "0:1"}, "softmax heads", "without --keep-softmax-heads"),
     ):
         linearize.save(converted("llama", "AutoModelForCausalLM", **options), tmp_path / what)
         code, _, err = run(capsys, "export", tmp_path / what, "--output", tmp_path / "out")
-        assert code == 2 and f"got a model with {what}" in err and "--window 128" in err
+        assert code == 2 and f"got a model with {what}" in err and way in err
     code, _, err = run(capsys, "export", tmp_path, "--output", tmp_path / "out", "--format", "tflite")
     assert code == 2 and "tflite" in err and "onnx" in err
 
