@@ -23,7 +23,7 @@ from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.search import search_checkpoint
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main
-from linearize.training.stage_one.run import StateFolder
+from linearize.training.stage_one.states import StateFolder
 from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.tasks import above_chance
 

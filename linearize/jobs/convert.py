@@ -15,7 +15,7 @@ from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, 
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.layers import ConversionConfig
-from linearize.conversion.plan import convert_model, plan
+from linearize.conversion.plan import change_hybrids, convert_model, plan
 from linearize.conversion.plan_file import apply_file, check_plan_target, read_plan, write_plan
 from linearize.conversion.positions import PositionReport, current_length, extend_processor, tokens_of_image_size
 from linearize.core.errors import ConfigError, TrainingError
@@ -96,6 +96,7 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             # Stage one starts from the kernels that the search trained.
             result.load_kernels(context.loaded.model)
             choose_heads(context)
+            stages.keep_choices(context)
         stages.run_stage_one(context, job.distill)
         if context.source is not None and job.align.steps and under_fsdp():
             text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
@@ -171,13 +172,19 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     if job.chooses_windows:
         stages.open_data(context, shorter, "a number to --window")
-        on_event(Started("choosing the windows"))
-        chosen = choose_windows(loaded.model, context.source, context.plan)
-        context.provenance["plan"] = {"why": {str(number): why for number, why in chosen.why.items()}}
-        on_event(Noted(f"{chosen.text}."))
-        context.plan = chosen.plan
+
+        def windows() -> dict[str, Any]:
+            on_event(Started("choosing the windows"))
+            found = choose_windows(loaded.model, context.source, context.plan)
+            why = {str(number): text for number, text in found.why.items()}
+            return {"plan": found.plan.to_dict(), "why": why, "text": found.text}
+
+        chosen = stages.choose(context, "window", job.window, windows)
+        context.provenance["plan"] = {"why": chosen["why"]}
+        on_event(Noted(f"{chosen['text']}."))
+        context.plan = Plan.from_dict(chosen["plan"])
         if job.plan_out is not None and is_main():
-            write_plan(job.plan_out, chosen.plan, chosen.why)
+            write_plan(job.plan_out, context.plan, {int(number): text for number, text in chosen["why"].items()})
     on_event(Planned(context.plan))
     put_in_kernels(context)
     if context.source is None and (job.distill.steps or job.align.steps or job.chooses_heads):
@@ -193,10 +200,15 @@ def choose_heads(context: Context) -> None:
     assert isinstance(job, ConvertJob)
     if not job.chooses_heads:
         return
-    rows = context.source.holdout_batches()[:HEAD_BATCHES]
     count = job.softmax_heads(sum(layer.shape.heads for layer in context.plan.converted))
-    long = next(context.source.train_batches())
-    context.plan = keep_heads(context.loaded.model, context.plan, count, rows, context.on_event, trained_on=long)
+
+    def heads() -> dict[str, Any]:
+        rows, long = context.source.holdout_batches()[:HEAD_BATCHES], next(context.source.train_batches())
+        model, plan = context.loaded.model, context.plan
+        return {"plan": keep_heads(model, plan, count, rows, context.on_event, trained_on=long).to_dict()}
+
+    kept = Plan.from_dict(stages.choose(context, "keep_softmax_heads", count, heads)["plan"])
+    context.plan = change_hybrids(context.loaded.model, {layer.module: layer.hybrid for layer in kept.converted})
     context.on_event(Planned(context.plan))
 
 

@@ -38,7 +38,7 @@ from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import LongdocJob, TuneJob, quick
 from linearize.training.stage_one.processes import check_alone
-from linearize.training.stage_one.run import StateFolder
+from linearize.training.stage_one.states import StateFolder
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit
 from linearize.training.stage_two.prepare import prepare

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from linearize.checkpoint.fingerprint import check_same, fingerprint
 from linearize.checkpoint.loading import Loaded, move, pools_first, quiet
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.provenance import add_command
@@ -28,7 +29,7 @@ from linearize.training.alignment.loop import AlignResult, AlignStep, align
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
 from linearize.training.stage_one.processes import is_main, several, wait_for_all
-from linearize.training.stage_one.run import StateFolder, keep_states
+from linearize.training.stage_one.states import StateFolder, keep_states
 from linearize.training.trackers import reporter
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Context:
         searched: result of the search for a plan, or None.
         distillation: result of stage one, or None.
         alignment: result of the alignment, or None.
+        choices: what was chosen before the first step, as plain data (see `choose`).
         merit: the benefit of the kernels over their windows alone after stage one, or None.
         failure: why the alignment failed, if the result of stage one is saved nevertheless.
         start: when the job began.
@@ -80,6 +82,7 @@ class Context:
     searched: SearchResult | None = None
     distillation: DistillResult | None = None
     alignment: AlignResult | None = None
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     merit: KernelMerit | None = None
     failure: TrainingError | None = None
     start: float = field(default_factory=time.perf_counter)
@@ -140,11 +143,44 @@ def check_states(job: AnyJob) -> None:
         folder.check_free(overwrite=job.overwrite)
 
 
+def choose(context: Context, what: str, asked: object, now: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Choose a part of the plan, or take what the run to resume chose.
+
+    A choice takes minutes, and another machine or number of threads can change it by rounding.
+
+    Args:
+        context: the job; its data are open.
+        what: the part's name.
+        asked: the option for it.
+        now: makes the choice and returns it as plain data.
+
+    Raises:
+        ConfigError: if the run was started with another plan, option or other data.
+    """
+    job, source = context.job, context.source
+    options = {what: asked, **{f"data {name}": value for name, value in source.options.items()}}
+    identity = fingerprint(data=source, options={**options, "plan": context.plan.to_dict()})
+    kept = states_of(job)[0].choices().get(what) if job.keeps_states and job.stage.resume else None
+    if kept is None:
+        kept = {**now(), "fingerprint": identity}
+    else:
+        check_same(kept["fingerprint"], identity)
+    context.choices[what] = kept
+    return kept
+
+
 def make_room(context: Context) -> None:
     """Check the free disk space and remove old states: the last step before training, after all other checks."""
     if is_main():
         check_room(context.target, size_of(context.loaded.model))
         clear_states(context.job)
+    keep_choices(context)
+
+
+def keep_choices(context: Context) -> None:
+    """Write what was chosen into the first state folder, in the main process of a run with states."""
+    if context.choices and context.job.keeps_states and is_main():
+        states_of(context.job)[0].save_choices(context.choices)
 
 
 def clear_states(job: AnyJob) -> None:

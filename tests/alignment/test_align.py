@@ -18,7 +18,7 @@ from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
 from linearize.training.alignment.objective import Objective, Share, measure, size_of, variance
 from linearize.training.alignment.pair import OUTPUT, find_blocks, make_pair
-from linearize.training.stage_one.run import StateFolder
+from linearize.training.stage_one.states import StateFolder
 
 
 def state(model):

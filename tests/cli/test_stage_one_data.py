@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.checkpoints import WORDS
 from support.command_lines import run
 
+from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.jobs import convert
 from linearize.training.stage_one import observer
 
 
@@ -79,6 +83,39 @@ def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypa
     code, _, err = run(capsys, *line, "--resume", "--packing")
     assert (code, "started with data packing=False, now it is True" in err) == (2, True)
     assert run(capsys, *line, "--resume")[0] == 0
+
+
+@pytest.mark.parametrize(("option", "value", "other"), [("keep-softmax-heads", 2, 3), ("window", "auto:4", "auto:8")])
+def test_a_resumed_run_keeps_what_was_chosen(folders, tmp_path, capsys, monkeypatch, option, value, other):
+    """Choosing takes minutes, and rounding elsewhere may choose differently, which would refuse to resume."""
+    more = ["--align-steps", 0, "--distill-length", 24, *(["--window", 3] if option != "window" else [])]
+    line = [*base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--save-every", 1), *more, f"--{option}"]
+    real = observer.KernelTrainer.step
+
+    def cut(self, batches, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return real(self, batches, step)
+
+    def again(*args, **options):
+        raise AssertionError("chosen again")
+
+    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
+    assert run(capsys, *line, value)[0] == 130
+    monkeypatch.undo()
+    for name in ("keep_heads", "choose_windows"):
+        monkeypatch.setattr(convert, name, again)
+    code, _, err = run(capsys, *line, other, "--resume")
+    assert (code, f"started with {option.replace('-', '_')}={value!r}, now it is {other!r}" in err) == (2, True)
+    code, _, err = run(capsys, *line, value, "--resume")
+    assert code == 0, err
+    assert not (tmp_path / "out.stage1").exists()
+    monkeypatch.undo()
+    assert run(capsys, *line, value, "--output", tmp_path / "whole")[0] == 0
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    plans = [inspect_checkpoint(tmp_path / name).plan for name in ("out", "whole")]
+    assert plans[0] == plans[1]
 
 
 def test_a_kernel_with_nothing_to_learn_says_so(folders, tmp_path, capsys):

@@ -19,7 +19,7 @@ from linearize.checkpoint.log import read_log
 from linearize.core.errors import ConfigError
 from linearize.training.stage_one import DistillConfig, observer
 from linearize.training.stage_one.loop import distill
-from linearize.training.stage_one.run import StateFolder
+from linearize.training.stage_one.states import StateFolder
 
 
 def test_a_fingerprint_changes_with_every_part():

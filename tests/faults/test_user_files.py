@@ -14,7 +14,7 @@ from linearize.checkpoint.loading import load_model
 from linearize.checkpoint.output import atomic_folder, check_target, claim, clear_leftovers
 from linearize.checkpoint.ownership import MARKER, check_links, check_ours, mark
 from linearize.core.errors import CheckpointError
-from linearize.training.stage_one.run import RunState, StateFolder
+from linearize.training.stage_one.states import RunState, StateFolder
 from linearize.training.stage_two.save import check_work, write_started
 
 STARTED = {"data contents": "0123"}

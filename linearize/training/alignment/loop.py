@@ -27,15 +27,8 @@ from linearize.training.alignment.objective import Closeness, Objective, Share, 
 from linearize.training.alignment.pair import Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import Interrupts, autocast
-from linearize.training.stage_one.run import (
-    Batches,
-    Report,
-    Run,
-    RunState,
-    Trainer,
-    check_inputs,
-    frozen,
-)
+from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, frozen
+from linearize.training.stage_one.states import RunState
 
 
 def trained_parameters(student: nn.Module, blocks: Mapping[str, str], train: str) -> dict[str, nn.Parameter]:

@@ -30,8 +30,9 @@ from linearize.training.alignment.pair import find_blocks
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
-from linearize.training.stage_one.run import Batches, Report, Run, RunState, check_inputs, frozen
+from linearize.training.stage_one.run import Batches, Report, Run, check_inputs, frozen
 from linearize.training.stage_one.start import start_scales
+from linearize.training.stage_one.states import RunState
 
 
 @dataclass(frozen=True)

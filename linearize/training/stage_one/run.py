@@ -1,37 +1,29 @@
 """The training loop of stage one, the alignment and the kernel search: parts that are trained one after the other.
 
-Each part ends with the weights that were best on held-out data. A run writes complete states to disk and resumes from
-them bit for bit; an interrupt keeps what was learned. States are complete or absent (`StateFolder`), so that a
-killed run can always be resumed.
+Each part ends with the weights that were best on held-out data. A run writes complete states to disk
+(`stage_one.states`) and resumes from them bit for bit; an interrupt keeps what was learned.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import re
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint
-from linearize.checkpoint.output import atomic_folder
-from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, remove_parts
-from linearize.core.errors import CheckpointError, ConfigError, NotSavedError, TrainingError, interrupted_run
-from linearize.core.parsing import MOST_TEXT, read_json
+from linearize.core.errors import ConfigError, TrainingError
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_one.config import RunConfig
 from linearize.training.stage_one.processes import Interrupts
+from linearize.training.stage_one.states import RunState, StateFolder
 
 
 class Batches(Protocol):
@@ -376,118 +368,3 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.grad = None
         for module, mode in modes.items():
             module.training = mode
-
-
-TENSORS, RECORD = "state.safetensors", "state.json"
-PARTS = re.compile(r"step-\d+|\.(new|old)-step-\d+-[0-9a-f]{8}|\.lock-step-\d+")
-"""Names in a folder of states: complete states, and parts of one from a killed process."""
-CALLED = "the states of stage one"
-
-
-def _old_state(folder: Path) -> bool:
-    """Tell whether a folder is a state of an earlier version, which wrote no marker."""
-    return is_run(folder / RECORD) and holds_only(folder, re.compile(f"{RECORD}|{TENSORS}"))
-
-
-@dataclass(frozen=True)
-class RunState:
-    """Everything that a run needs to resume.
-
-    Attributes:
-        record: plain data (step, best loss, history, the fingerprint of the run's inputs).
-        tensors: kernels, the optimizer's moments, the best kernels so far, the sampler's random state.
-    """
-
-    record: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return int(self.record["step"])
-
-
-class StateFolder:
-    """A folder with the last few states of a run, one folder per step."""
-
-    def __init__(self, folder: str | Path, keep: int) -> None:
-        self.folder, self.keep = Path(folder), keep
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a state, ascending. Hidden folders are unfinished and ignored."""
-        paths = self.folder.glob("step-*")
-        return sorted(int(path.name.removeprefix("step-")) for path in paths if path.name[5:].isdigit())
-
-    def save(self, step: int, state: RunState) -> None:
-        """Write a state, rename it when it is complete, then delete the oldest."""
-        with atomic_folder(self.folder / f"step-{step}", overwrite=True) as fresh:
-            save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, fresh / TENSORS)
-            (fresh / RECORD).write_text(json.dumps(state.record), encoding="utf-8")
-        for old in self.steps()[: -self.keep]:
-            if is_part(path := self.folder / f"step-{old}", PARTS, _old_state):
-                discard(path)
-
-    def load(self) -> RunState | None:
-        """Return the newest state, or None.
-
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
-        steps = self.steps()
-        if not steps:
-            return None
-        path = self.folder / f"step-{steps[-1]}"
-        try:
-            record = read_json(path / RECORD, MOST_TEXT)
-            return RunState(record, load_file(path / TENSORS))
-        except Exception as error:
-            raise CheckpointError(
-                f"the state {path.name!r} in {str(self.folder)!r} cannot be read ({type(error).__name__}); remove that "
-                "folder to resume from the one before, or start again without --resume"
-            ) from error
-
-    def check_free(self, *, overwrite: bool) -> None:
-        """Check that a new run may start here; nothing is deleted yet.
-
-        Raises:
-            ConfigError: if the folder has states of an interrupted run and `overwrite` is false.
-            CheckpointError: if the folder holds something else.
-        """
-        if self.steps() and not overwrite:
-            raise interrupted_run(self.folder)
-        remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state, check_only=True)
-
-    def remove(self) -> None:
-        """Delete the folder after the result was saved, or before the run starts again.
-
-        Raises:
-            CheckpointError: if it holds something else; then nothing is deleted.
-        """
-        remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state)
-
-
-def keep_states(error: CheckpointError, output: str, states: Mapping[str, RunState | None]) -> CheckpointError:
-    """Save the trained states if the result could not be written: next to the output, or in a temporary folder.
-
-    Args:
-        error: why the result could not be written.
-        output: the output folder.
-        states: the last state of each stage, by the ending of its folder's name.
-
-    Returns:
-        The error to raise: a `NotSavedError` that names the folder, or `error` if nothing could be saved.
-    """
-    trained = {ending: state for ending, state in states.items() if state is not None}
-    if not trained:
-        return error
-    elsewhere: str | None = None
-    for temporary in (False, True):
-        try:
-            if temporary:
-                output = elsewhere = str(Path(tempfile.mkdtemp(prefix="linearize-")) / Path(output).name)
-            for ending, state in trained.items():
-                StateFolder(f"{output.rstrip('/')}.{ending}", len(trained)).save(state.step, state)
-            return NotSavedError(str(error), f"{output.rstrip('/')}.{next(reversed(trained))}", elsewhere)
-        except (CheckpointError, OSError):
-            continue
-    return error
