@@ -42,7 +42,8 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argp
             group.add_argument(option.name, **({} if option.required else {"nargs": "?"}) | how)
             continue
         if option.kind is bool:
-            how["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
+            switch = option.default or metadata.get("negatable")
+            how["action"] = argparse.BooleanOptionalAction if switch else "store_true"
         else:
             how = {"metavar": METAVARS.get(option.kind, "NAME"), "required": option.required} | how
             if option.kind in METAVARS:

@@ -285,7 +285,7 @@ def option(
         **more: for the command line only: `metavar`; `shown`, the default as the help shows it; `group`, the title of
             its group; `name`, if it is not the field's; `parse`, which converts the typed text to the value;
             `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
-            `second`, a second field, whose value is typed after a comma.
+            `second`, a second field, whose value is typed after a comma; `negatable`, whether --no-NAME exists too.
     """
     limits: dict[str, Any] = {"low": low, "high": high, "above": above, "below": below, "multiple_of": multiple_of}
     limits["choices"] = choices and tuple(choices)

@@ -50,7 +50,7 @@ class DataConfig:
         low=0,
         shown="64, at most a quarter of them",
     )
-    packing: bool = option(False, "join short texts into rows of full length (causal language models)")
+    packing: bool = option(False, "join short texts into rows of full length (causal language models)", negatable=True)
     streaming: bool = option(False, f"read only the first {STREAMED:,} rows, for sets too large to load")
 
     def __post_init__(self) -> None:

@@ -45,8 +45,7 @@ POSITIONS = "how learned positions are extended: tile or interpolate"
 OVERWRITE = "replace an existing folder, if linearize wrote it and it holds nothing else"
 TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
 PRESET = (
-    "options of the attention that were measured to work well together; options given explicitly take precedence: "
-    f"{', '.join(PRESETS)}"
+    f"options that were measured to work well together; options given explicitly take precedence: {', '.join(PRESETS)}"
 )
 KEPT = "layers that keep softmax, such as 0,11; or 1/4 for the last of every four"
 KEPT_HEADS = (
@@ -61,6 +60,11 @@ WINDOWS = (
     f"{AUTO}:{WINDOW})"
 )
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or fewer if the model takes fewer"
+ROW_WINDOWS, ROW_TOKENS = 8, 4096
+"""Default length of rows with a window: `ROW_WINDOWS` windows, at most `ROW_TOKENS` tokens, at least two windows."""
+ROWS = f"{LENGTH}; with a window of W, {ROW_WINDOWS} W up to {ROW_TOKENS:,}; see --preset"
+SAMPLED = 256
+"""Default number of queries per row whose loss is computed, in rows that are much longer because of a window."""
 EXAMPLE_INPUTS = (
     "inputs for the trial run, if they cannot be generated: a .safetensors or .npz file with tensors named like the "
     "arguments of the model's forward"
@@ -112,6 +116,21 @@ def rows_of(length: object, tokens: int) -> int:
     while isinstance(length, int) and rows > 1 and rows * length > tokens:
         rows //= 2
     return rows
+
+
+def rows_for(window: object) -> dict[str, object]:
+    """Return the default options of the training rows for a window: longer ones, as a kernel learns nothing inside it.
+
+    Raises:
+        ConfigError: if the window is text with another meaning.
+    """
+    parsed = parse_window(window) if isinstance(window, str) else window
+    width = int(parsed.partition(":")[2] or WINDOW) if isinstance(parsed, str) else parsed
+    if not isinstance(width, int):
+        return {}
+    length = max(DISTILL_LENGTH, min(ROW_WINDOWS * width, ROW_TOKENS), 2 * width)
+    sampled = {"query_sample": SAMPLED} if length > 2 * SAMPLED else {}
+    return {"distill_length": length, **sampled} if length > DISTILL_LENGTH else {}
 
 
 def _folder(values: Mapping[str, Any], ending: str) -> str:
@@ -213,6 +232,8 @@ class StageOneJob(TrainingJob):
 @dataclass(frozen=True, kw_only=True)
 class ConvertJob(StageOneJob):
     """Options of `convert`."""
+
+    distill_length: int | None = option(None, ROWS, group=STAGE_ONE, low=1)
 
     endings: ClassVar[Mapping[str, str]] = {"distill": ".stage1", "align": ".align", "search": ".search"}
 
@@ -317,7 +338,9 @@ class ConvertJob(StageOneJob):
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that depend on other options, including a preset's and the alignment's steps."""
-        preset = preset_options(values)
+        preset = preset_options(values, rows=True)
+        if "distill_length" not in {**preset, **values}:
+            preset = {**preset, **rows_for({**preset, **values}.get("window"))}
         derived = super().derive({"kernel": KERNEL, **preset, **values})
         steps = values.get("distill_steps", DistillConfig.steps)
         # Steps of another type are refused by stage one's own checks.

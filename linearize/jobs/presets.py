@@ -1,9 +1,9 @@
-"""Presets: options of the attention that were measured to work well together (`convert --preset`)."""
+"""Presets: options that were measured to work well together (`convert --preset`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -15,21 +15,26 @@ class Preset:
     """Options of a conversion, and the kind of model they are for.
 
     Args:
-        options: the options by name; options given explicitly take precedence.
+        options: the options of the attention by name; options given explicitly take precedence.
         causal: whether they are for causal or for bidirectional attention.
+        rows: options of the rows that `convert` trains on; `longdoc` has its own.
     """
 
     options: Mapping[str, object]
     causal: bool
+    rows: Mapping[str, object] = field(default_factory=dict)
 
 
 _UNTIED: Mapping[str, object] = {"kernel": "hedgehog", "kernel_arg": {"tied": False}}
+_LONG: Mapping[str, object] = {"distill_length": 2048, "query_sample": 256, "packing": True}
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "causal": Preset({**_UNTIED, "window": "auto:128", "sinks": 4}, causal=True),
+        "causal": Preset({**_UNTIED, "window": "auto:128", "sinks": 4}, causal=True, rows=_LONG),
         "recall": Preset(
-            {**_UNTIED, "window": 256, "sinks": 4, "exact_keys": 64, "keep_softmax_heads": "5%"}, causal=True
+            {**_UNTIED, "window": 256, "sinks": 4, "exact_keys": 64, "keep_softmax_heads": "5%"},
+            causal=True,
+            rows={**_LONG, "distill_length": 4096},
         ),
         "encoder": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4, "exact_keys": 64}, causal=False),
     }
@@ -39,14 +44,19 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 `causal` and `recall` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With `causal`,
 memory is constant, and every layer gets the window, exact keys and kernel that suit it. With `--window 128` instead,
 the model can be exported: ONNX export refuses a decoder's exact keys and softmax heads. `recall` has both, in order to
-look up and copy text; the cache of its softmax heads grows with the text. `encoder` is for bidirectional models: texts
-of up to 68 tokens stay exact, and in longer texts the kernel covers the tokens outside the window that are no exact
-keys.
+look up and copy text; the cache of its softmax heads grows with the text. Both train on long rows: a kernel learns
+nothing inside the window, and heads that look up far back do nothing in short rows. `encoder` is for bidirectional
+models: texts of up to 68 tokens stay exact, and in longer texts the kernel covers the tokens outside the window that
+are no exact keys.
 """
 
 
-def preset_options(values: Mapping[str, object]) -> Mapping[str, object]:
+def preset_options(values: Mapping[str, object], *, rows: bool = False) -> Mapping[str, object]:
     """Return the preset's options that are not given explicitly; with another kernel, without arguments of its kernel.
+
+    Args:
+        values: the options given explicitly.
+        rows: whether to include the options of the training rows; pairs of texts cannot be packed.
 
     Raises:
         UnknownNameError: for an unknown preset.
@@ -56,9 +66,12 @@ def preset_options(values: Mapping[str, object]) -> Mapping[str, object]:
         return {}
     if name not in PRESETS:
         raise unknown_name("preset", str(name), PRESETS)
-    options = PRESETS[str(name)].options
-    other = values.get("kernel", options["kernel"]) != options["kernel"]
-    given = {*values, "kernel_arg"} if other else values
+    preset, given = PRESETS[str(name)], set(values)
+    options = {**preset.options, **(preset.rows if rows else {})}
+    if values.get("kernel", options["kernel"]) != options["kernel"]:
+        given.add("kernel_arg")
+    if values.get("text_pair_column") or "," in str(values.get("text_column")):
+        given.add("packing")
     return {option: value for option, value in options.items() if option not in given}
 
 

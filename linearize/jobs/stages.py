@@ -22,7 +22,7 @@ from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, SearchJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
-from linearize.modeling.plan import Plan
+from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
@@ -209,6 +209,18 @@ def open_data(context: Context, length: int | None, skip: str) -> None:
         context.on_event(Noted(text))
     context.source = batches_for(context.loaded, context.job.data, length, skip)
     context.on_event(DataOpened(context.source.description))
+    tokens = context.source.options["max_length"]
+    exact = [_exact_tokens(layer) for layer in context.plan.converted]
+    if context.loaded.modality == "text" and exact and tokens <= min(exact):
+        option = f"--{context.job.row_length.replace('_', '-')}"
+        text = f"Rows of {tokens:,} tokens fit into the window, where attention is exact, so nothing is learned"
+        context.on_event(Noted(f"{text}; give a larger {option}"))
+
+
+def _exact_tokens(layer: LayerPlan) -> int:
+    """Return the tokens of the longest row that a layer's window covers; half of a bidirectional window lies ahead."""
+    width = layer.hybrid.window or 0
+    return width if layer.shape.causal or not width else width // 2 + 1
 
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:

@@ -128,6 +128,10 @@ def test_the_next_command_follows_from_what_was_done():
     assert advice.next_command(context(job)) == (
         "to bring the whole model closer", "linearize align out --text-column x,y",
     )  # fmt: skip
+    long = ConvertJob.of(model="llama", preset="recall")
+    assert advice.next_command(context(long)) == (
+        "to bring the whole model closer", "linearize align out --batch-size 2 --packing --length 4096",
+    )  # fmt: skip
     report = ("to look at every layer", "linearize report out --original bert --text-column x")
     assert advice.next_command(context(job, alignment=True)) == report
     job, tuned = AlignJob.of(model="out", teacher="mine"), {"finetuning": {}, "base_model": "theirs"}

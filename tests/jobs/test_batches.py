@@ -85,6 +85,13 @@ def test_rows_longer_than_the_model_takes_are_said_to_be_cut(place):
     assert taught(place, distill_length=80) == (64, [note])
 
 
+def test_rows_that_fit_into_the_window_are_noted(place):
+    """BERT's window of 64 has 32 tokens before each token, and 32 after it."""
+    note = "Rows of 33 tokens fit into the window, where attention is exact, so nothing is learned"
+    assert taught(place, window=64, distill_length=33) == (33, [f"{note}; give a larger --distill-length"])
+    assert taught(place, window=64, distill_length=34) == (34, [])
+
+
 def test_packed_rows_are_full(tmp_path):
     """The few held-out ones may be shorter; a causal hybrid fades after what it was trained on."""
     make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM")

@@ -11,6 +11,7 @@ import linearize
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.core.errors import ConfigError, UnknownNameError
 from linearize.core.options import effective, options_of
+from linearize.jobs import longdoc
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import make_plan
 from linearize.jobs.presets import PRESETS
@@ -22,9 +23,10 @@ CAUSAL = PRESETS["causal"].options
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_options_that_it_stands_for(name):
-    assert set(PRESETS[name].options) <= set(options_of(ConvertJob))
+    preset = PRESETS[name]
+    assert {*preset.options, *preset.rows} <= set(options_of(ConvertJob))
     with_preset = effective(ConvertJob.of(model="m", preset=name))
-    written_out = effective(ConvertJob.of(model="m", **PRESETS[name].options))
+    written_out = effective(ConvertJob.of(model="m", **preset.options, **preset.rows))
     assert with_preset.pop("preset") == name
     assert written_out.pop("preset") is None
     assert with_preset == written_out != effective(ConvertJob.of(model="m"))
@@ -35,6 +37,39 @@ def test_longdoc_hands_a_preset_on(name):
     job = LongdocJob.of(model="m", task="text-classification", dataset="d", max_length=64, preset=name)
     made = ConvertJob.of(model="m", **job.attention())
     assert effective(made).items() >= PRESETS[name].options.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "rows", "sampled", "packing"),
+    [
+        ({}, None, 32, None, False),
+        ({"window": 16}, None, 32, None, False),
+        ({"window": 128}, 1024, 8, 256, False),
+        ({"window": "auto:128"}, 1024, 8, 256, False),
+        ({"window": 1024}, 4096, 2, 256, False),
+        ({"window": 4096}, 8192, 1, 256, False),
+        ({"window": 128, "distill_length": 64}, 64, 32, None, False),
+        ({"preset": "encoder"}, 512, 16, None, False),
+        ({"preset": "causal"}, 2048, 4, 256, True),
+        ({"preset": "recall"}, 4096, 2, 256, True),
+        ({"preset": "recall", "distill_length": 512, "packing": False}, 512, 16, 256, False),
+        ({"preset": "recall", "text_column": "a,b"}, 4096, 2, 256, False),
+    ],
+)
+def test_rows_are_longer_than_the_window(options, length, rows, sampled, packing):
+    """Inside its window an attention is exact, so a kernel learns nothing from rows that fit into it."""
+    job = ConvertJob.of(model="m", **options)
+    found = (job.distill_length, job.data.batch_size, job.distill.query_sample, job.data.packing)
+    assert found == (length, rows, sampled, packing)
+
+
+def test_longdoc_has_its_own_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(longdoc, "write_texts", lambda job, work: (tmp_path / "t", None, 40))
+    lengths = longdoc.Lengths(original=64, linear=128, longest=128, notes=())
+    job = LongdocJob.of(model="m", task="text-classification", dataset="d", max_length=128, preset="recall")
+    made = next(made for _, _, made in longdoc.steps(job, tmp_path, lengths) if isinstance(made, ConvertJob))
+    assert (made.distill_length, made.distill.query_sample, made.data.packing) == (64, None, False)
 
 
 def test_softmax_heads_are_a_number_or_a_share():

@@ -48,7 +48,7 @@ class RunState:
 
 
 class StateFolder:
-    """A folder with the last few states of a run, one folder per step."""
+    """A folder with the last few states of a run, one folder per step, and what was chosen before the first step."""
 
     def __init__(self, folder: str | Path, keep: int) -> None:
         self.folder, self.keep = Path(folder), keep
