@@ -62,7 +62,7 @@ def check_ours(folder: Path, shown: str) -> None:
     if listed is not None:
         why = f"holds {some(names)}, which linearize did not write, or which has changed since"
         advice = "move that elsewhere, or choose another folder"
-    elif (folder / MARKER).is_file() or _read(folder / "config.json").get("model_type") == "linearize":
+    elif (folder / MARKER).is_file() or read_mapping(folder / "config.json").get("model_type") == "linearize":
         why = "does not list the sizes of its files (earlier versions did not)"
         advice = "remove it yourself, or choose another folder"
     else:
@@ -72,7 +72,7 @@ def check_ours(folder: Path, shown: str) -> None:
 
 def _listed(folder: Path) -> dict[str, int] | None:
     """Return the sizes of the files that a marker lists; None without a marker of ours."""
-    values = _read(folder / MARKER)
+    values = read_mapping(folder / MARKER)
     files = values.get("files")
     marked = values.get("written_by") == "linearize" and re.fullmatch("[0-9a-f]{32}", str(values.get("mark")))
     return files if marked and isinstance(files, dict) else None
@@ -104,7 +104,7 @@ def replace_listed(folder: Path, name: str, text: str) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    file, marker = folder / name, _read(folder / MARKER)
+    file, marker = folder / name, read_mapping(folder / MARKER)
     listed = _listed(folder)
     temporary = spare_name(file)
     try:
@@ -154,7 +154,8 @@ def check_links(name: str | os.PathLike[str]) -> None:
         folders[:] = [name for name in folders if not name.startswith(".")]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file; {} if the file cannot be read or holds something else."""
     try:
         values = read_json(path, MOST_TEXT)
     except (OSError, ValueError):
@@ -236,6 +237,6 @@ def holds_only(folder: Path, names: re.Pattern[str]) -> bool:
 
 def is_run(record: Path) -> bool:
     """Tell whether a file is the fingerprint of a run of ours (`linearize.checkpoint.fingerprint`)."""
-    values = _read(record)
+    values = read_mapping(record)
     fingerprint = values.get("fingerprint", values)
     return isinstance(fingerprint, dict) and "data contents" in fingerprint

@@ -118,14 +118,19 @@ def rows_of(length: object, tokens: int) -> int:
     return rows
 
 
+def width_of(window: str | int | None) -> int | None:
+    """Return the window of every layer, or of the reference when windows are chosen; None without a window."""
+    return int(window.partition(":")[2] or WINDOW) if isinstance(window, str) else window
+
+
 def rows_for(window: object) -> dict[str, object]:
     """Return the default options of the training rows for a window: longer ones, as a kernel learns nothing inside it.
 
     Raises:
         ConfigError: if the window is text with another meaning.
     """
-    parsed = parse_window(window) if isinstance(window, str) else window
-    width = int(parsed.partition(":")[2] or WINDOW) if isinstance(parsed, str) else parsed
+    # A window of another type is refused by the checks of the options.
+    width = width_of(parse_window(window)) if isinstance(window, str) else window
     if not isinstance(width, int):
         return {}
     length = max(DISTILL_LENGTH, min(ROW_WINDOWS * width, ROW_TOKENS), 2 * width)
@@ -233,10 +238,9 @@ class StageOneJob(TrainingJob):
 class ConvertJob(StageOneJob):
     """Options of `convert`."""
 
-    distill_length: int | None = option(None, ROWS, group=STAGE_ONE, low=1)
-
     endings: ClassVar[Mapping[str, str]] = {"distill": ".stage1", "align": ".align", "search": ".search"}
 
+    distill_length: int | None = option(None, ROWS, group=STAGE_ONE, low=1)
     model: str = option(help="Hub name, folder or GGUF file of a model", positional=True, metavar="MODEL")
     kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
@@ -284,7 +288,7 @@ class ConvertJob(StageOneJob):
     @property
     def usual_window(self) -> int | None:
         """The window of every layer, or of the reference when windows are chosen."""
-        return int(self.window.partition(":")[2] or WINDOW) if isinstance(self.window, str) else self.window
+        return width_of(self.window)
 
     @property
     def chooses_heads(self) -> bool:
@@ -338,14 +342,14 @@ class ConvertJob(StageOneJob):
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that depend on other options, including a preset's and the alignment's steps."""
-        preset = preset_options(values, rows=True)
-        if "distill_length" not in {**preset, **values}:
-            preset = {**preset, **rows_for({**preset, **values}.get("window"))}
-        derived = super().derive({"kernel": KERNEL, **preset, **values})
+        usual = dict(preset_options(values, rows=True))
+        if "distill_length" not in {**usual, **values}:
+            usual |= rows_for(values.get("window", usual.get("window")))
+        derived = super().derive({"kernel": KERNEL, **usual, **values})
         steps = values.get("distill_steps", DistillConfig.steps)
         # Steps of another type are refused by stage one's own checks.
         derived["align"]["steps"] = round(ALIGN_SHARE * steps) if isinstance(steps, int) else 0
-        return {**derived, "": dict(preset)}
+        return {**derived, "": usual}
 
 
 @dataclass(frozen=True, kw_only=True)

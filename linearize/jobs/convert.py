@@ -207,6 +207,7 @@ def choose_heads(context: Context) -> None:
         model, plan = context.loaded.model, context.plan
         return {"plan": keep_heads(model, plan, count, rows, context.on_event, trained_on=long).to_dict()}
 
+    # A resumed run has only the plan: the model does not keep its heads yet.
     kept = Plan.from_dict(stages.choose(context, "keep_softmax_heads", count, heads)["plan"])
     context.plan = change_hybrids(context.loaded.model, {layer.module: layer.hybrid for layer in kept.converted})
     context.on_event(Planned(context.plan))

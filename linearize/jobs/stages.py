@@ -63,7 +63,7 @@ class Context:
         searched: result of the search for a plan, or None.
         distillation: result of stage one, or None.
         alignment: result of the alignment, or None.
-        choices: what was chosen before the first step, as plain data (see `choose`).
+        choices: what a run with states chose before the first step, as plain data (see `choose`).
         merit: the benefit of the kernels over their windows alone after stage one, or None.
         failure: why the alignment failed, if the result of stage one is saved nevertheless.
         start: when the job began.
@@ -158,9 +158,11 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], dict[st
         ConfigError: if the run was started with another plan, option or other data.
     """
     job, source = context.job, context.source
+    if not job.keeps_states:
+        return now()
     options = {what: asked, **{f"data {name}": value for name, value in source.options.items()}}
     identity = fingerprint(data=source, options={**options, "plan": context.plan.to_dict()})
-    kept = states_of(job)[0].choices().get(what) if job.keeps_states and job.stage.resume else None
+    kept = states_of(job)[0].choices().get(what) if job.stage.resume else None
     if kept is None:
         kept = {**now(), "fingerprint": identity}
     else:
@@ -178,8 +180,8 @@ def make_room(context: Context) -> None:
 
 
 def keep_choices(context: Context) -> None:
-    """Write what was chosen into the first state folder, in the main process of a run with states."""
-    if context.choices and context.job.keeps_states and is_main():
+    """Write what was chosen into the first state folder, in the main process."""
+    if context.choices and is_main():
         states_of(context.job)[0].save_choices(context.choices)
 
 

@@ -18,6 +18,18 @@ def base(folder, root, *arguments):
     return ["convert", root / "gpt2", *options, "--output", folder / "out", *arguments]
 
 
+def cut_at(monkeypatch, last):
+    """Interrupt stage one at a step."""
+    real = observer.KernelTrainer.step
+
+    def cut(self, batches, step):
+        if step == last:
+            raise KeyboardInterrupt
+        return real(self, batches, step)
+
+    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
+
+
 def two_files(folder):
     """Short texts in one file, texts of all lengths in another; names with their weights."""
     short = [json.dumps({"text": f"{WORDS[i % 20]} {WORDS[i % 19]}"}) for i in range(30)]
@@ -68,14 +80,7 @@ def test_stage_one_without_held_out_rows_names_the_option(folders, tmp_path, cap
 
 def test_resuming_with_other_data_is_refused(folders, tmp_path, capsys, monkeypatch):
     line = base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--save-every", 1)
-    real = observer.KernelTrainer.step
-
-    def cut(self, batches, step):
-        if step == 3:
-            raise KeyboardInterrupt
-        return real(self, batches, step)
-
-    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
+    cut_at(monkeypatch, 3)
     assert run(capsys, *line)[0] == 130
     monkeypatch.undo()
     code, _, err = run(capsys, *line, "--resume", "--batch-size", 8)
@@ -90,17 +95,11 @@ def test_a_resumed_run_keeps_what_was_chosen(folders, tmp_path, capsys, monkeypa
     """Choosing takes minutes, and rounding elsewhere may choose differently, which would refuse to resume."""
     more = ["--align-steps", 0, "--distill-length", 24, *(["--window", 3] if option != "window" else [])]
     line = [*base(tmp_path, folders, "--dataset", folders / "data.jsonl", "--save-every", 1), *more, f"--{option}"]
-    real = observer.KernelTrainer.step
-
-    def cut(self, batches, step):
-        if step == 3:
-            raise KeyboardInterrupt
-        return real(self, batches, step)
 
     def again(*args, **options):
         raise AssertionError("chosen again")
 
-    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
+    cut_at(monkeypatch, 3)
     assert run(capsys, *line, value)[0] == 130
     monkeypatch.undo()
     for name in ("keep_heads", "choose_windows"):
@@ -125,14 +124,7 @@ def test_a_kernel_with_nothing_to_learn_says_so(folders, tmp_path, capsys):
 
 
 def test_the_last_states_are_kept(folders, tmp_path, capsys, monkeypatch):
-    real = observer.KernelTrainer.step
-
-    def cut(self, batches, step):
-        if step == 7:
-            raise KeyboardInterrupt
-        return real(self, batches, step)
-
-    monkeypatch.setattr(observer.KernelTrainer, "step", cut)
+    cut_at(monkeypatch, 7)
     states = ["--save-every", 1, "--keep-states", 3]
     assert run(capsys, *base(tmp_path, folders, "--dataset", folders / "data.jsonl", *states))[0] == 130
     assert sorted(path.name for path in (tmp_path / "out.stage1").iterdir()) == ["step-4", "step-5", "step-6"]

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from linearize.checkpoint.output import atomic_folder
-from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, remove_parts
+from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, read_mapping, remove_parts
 from linearize.core.errors import CheckpointError, NotSavedError, interrupted_run
 from linearize.core.parsing import MOST_TEXT, read_json
 
 TENSORS, RECORD, CHOICES = "state.safetensors", "state.json", "choices"
-PARTS = re.compile(rf"(step-\d+|{CHOICES})|\.(new|old)-(step-\d+|{CHOICES})-[0-9a-f]{{8}}|\.lock-(step-\d+|{CHOICES})")
+_NAME = rf"(step-\d+|{CHOICES})"
+PARTS = re.compile(rf"{_NAME}|\.(new|old)-{_NAME}-[0-9a-f]{{8}}|\.lock-{_NAME}")
 """Names in a folder of states: complete states, and parts of one from a killed process."""
 CALLED = "the states of stage one"
 
@@ -93,10 +94,7 @@ class StateFolder:
 
     def choices(self) -> dict[str, Any]:
         """Return what `save_choices` wrote, or {}; a folder that cannot be read counts as missing."""
-        try:
-            return dict(read_json(self.folder / CHOICES / RECORD, MOST_TEXT))
-        except (OSError, ValueError, TypeError):
-            return {}
+        return read_mapping(self.folder / CHOICES / RECORD)
 
     def check_free(self, *, overwrite: bool) -> None:
         """Check that a new run may start here; nothing is deleted yet.
