@@ -96,7 +96,7 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def head_shares(
-    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback = ignore
+    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback = ignore, points: int = POINTS
 ) -> dict[str, Tensor]:
     """Return the share of each head in the error of a conversion whose kernels are untrained.
 
@@ -104,6 +104,7 @@ def head_shares(
         model: a converted model; it is unchanged afterwards. Layers with a window are judged by the window alone.
         batches: model inputs; they are moved to the model's device.
         on_event: called with `Advanced` after every step.
+        points: number of steps from softmax to the window.
 
     Returns:
         [H] per converted layer, by host module. The shares add up to the squared relative error of the last hidden
@@ -125,9 +126,9 @@ def head_shares(
                 with torch.no_grad(), observed(model, lambda *_: None):
                     wanted = _states(model, batch)
                 power += float(wanted.square().sum())
-                for point in range(POINTS):
+                for point in range(points):
                     gates = {
-                        name: torch.full((len(share),), (point + 0.5) / POINTS, device=device, requires_grad=True)
+                        name: torch.full((len(share),), (point + 0.5) / points, device=device, requires_grad=True)
                         for name, share in shares.items()
                     }
 
@@ -142,8 +143,8 @@ def head_shares(
                         error = (_states(model, batch) - wanted).square().sum()
                         grads = torch.autograd.grad(error, list(gates.values()))
                     for share, grad in zip(shares.values(), grads, strict=True):
-                        share += grad.double().cpu() / POINTS
-                    on_event(Advanced(number * POINTS + point + 1, len(batches) * POINTS))
+                        share += grad.double().cpu() / points
+                    on_event(Advanced(number * points + point + 1, len(batches) * points))
     finally:
         for restore in restores:
             restore()
@@ -158,6 +159,7 @@ def keep_heads(
     on_event: Callback = ignore,
     *,
     trained_on: Mapping[str, Tensor] | None = None,
+    points: int = POINTS,
 ) -> Plan:
     """Make the heads with the largest shares in the error keep softmax, in place, and return the changed plan.
 
@@ -170,6 +172,7 @@ def keep_heads(
         on_event: called with `Started` for each length of rows, and `Advanced` after every step.
         trained_on: rows to train on. If the longest has over `TOKENS` tokens, a causal model also reads its first half,
             and that half's segments in reverse order.
+        points: number of steps from softmax to the window; time is proportional to it.
 
     Raises:
         ConfigError: if there are fewer heads in layers that can keep heads, or the model returns no hidden states.
@@ -185,7 +188,7 @@ def keep_heads(
     layers = linear_attentions(model)
     found = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
     for group in groups:
-        for name, share in _shares_by_window(model, group, on_event).items():
+        for name, share in _shares_by_window(model, group, on_event, points).items():
             found[name] += share
     shares = {name: x for name, x in found.items() if hasattr(layers[name].mixer, "softmax_heads")}
     ranked = sorted(
@@ -207,7 +210,7 @@ def keep_heads(
 
 
 def _shares_by_window(
-    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback
+    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback, points: int
 ) -> dict[str, Tensor]:
     """Return `head_shares` with windows of at most an eighth of the longest row."""
     tokens = max((x.shape[1] for batch in batches for x in batch.values() if x.ndim == 2), default=None)
@@ -218,7 +221,7 @@ def _shares_by_window(
     windows = [(layer, layer.hybrid.window) for layer in linear_attentions(model).values()]
     restores = [changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow]
     try:
-        return head_shares(model, batches, on_event)
+        return head_shares(model, batches, on_event, points)
     finally:
         for restore in restores:
             restore()

@@ -14,7 +14,6 @@ from linearize.jobs.config import ConvertJob, StageOneJob
 from linearize.jobs.events import Findings, Lengths, WorstLayer
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
-from linearize.training.stage_one.config import DISTILL_LENGTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,10 +90,7 @@ def next_command(context: Context) -> tuple[str, str]:
         # Stage one imitates the checkpoint's own softmax, which is still the original's.
         if context.distillation is None and isinstance(job, StageOneJob):
             return "to train the kernels", line("distill", target, data | {"distill_length": job.distill_length})
-        # By default it would read shorter rows, which teach nothing if they fit into a window.
-        read = getattr(job, "distill_length", None) or 0
-        length = read if read > DISTILL_LENGTH else None
-        return "to bring the whole model closer", line("align", target, data | {"length": length})
+        return "to bring the whole model closer", line("align", target, data)
     original = job.model if isinstance(job, ConvertJob) else getattr(job, "teacher", None)
     options: dict[str, object] = {"original": original or context.provenance.get("base_model") or "ORIGINAL"}
     options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}

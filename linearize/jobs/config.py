@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from linearize.core import kernel_options
-from linearize.core.errors import ConfigError
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.kernel_options import Additions
-from linearize.core.options import check, make, option, section
+from linearize.core.options import check, make, option, options_of, section
 from linearize.data.config import DataConfig
-from linearize.jobs.presets import PRESETS, preset_options
+from linearize.jobs.presets import PRESETS, preset_options, reads_pairs
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, RunConfig
@@ -62,6 +62,7 @@ WINDOWS = (
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or fewer if the model takes fewer"
 ROW_WINDOWS, ROW_TOKENS = 8, 4096
 """Default length of rows with a window: `ROW_WINDOWS` windows, at most `ROW_TOKENS` tokens, at least two windows."""
+LATER = f"tokens per training row; by default as many as the checkpoint was trained on, at least {DISTILL_LENGTH}"
 ROWS = f"{LENGTH}; with a window of W, {ROW_WINDOWS} W up to {ROW_TOKENS:,}; see --preset"
 SAMPLED = 256
 """Default number of queries per row whose loss is computed, in rows that are much longer because of a window."""
@@ -138,6 +139,36 @@ def rows_for(window: object) -> dict[str, object]:
     return {"distill_length": length, **sampled} if length > DISTILL_LENGTH else {}
 
 
+def rows_of_training(job: type[TrainingJob], values: Mapping[str, Any]) -> dict[str, object]:
+    """Return the options with which a job reads rows like those that its checkpoint was trained on.
+
+    Args:
+        job: the kind of job.
+        values: the options given explicitly; with a row length among them, nothing is returned. A teacher may limit it.
+
+    Returns:
+        {} as well if these rows have at most `DISTILL_LENGTH` tokens, or are unknown.
+    """
+    from linearize.checkpoint.loading import read_config
+    from linearize.checkpoint.provenance import Provenance, Record
+    from linearize.training.stage_two.load import length_limit
+
+    teacher = values.get("teacher")
+    try:
+        record = Record(read_config(values["model"])).part("linearize").part("provenance")
+        length = Provenance(record.values).longest_row_length or 0
+        length = min(length, (length_limit(teacher) if teacher else None) or length)
+    except CheckpointError:
+        # A missing checkpoint is refused elsewhere.
+        return {}
+    if job.row_length in values or length <= DISTILL_LENGTH:
+        return {}
+    options = record.part("options")
+    packing = options.is_true("packing") and not reads_pairs(values)
+    usual = {job.row_length: length, "packing": packing, "query_sample": options.whole("query_sample")}
+    return {name: value for name, value in usual.items() if value and name in options_of(job)}
+
+
 def _folder(values: Mapping[str, Any], ending: str) -> str:
     """Return the output folder: the one given, or `<model-name>-<ending>`."""
     return values.get("output") or f"{Path(values['model']).name.removesuffix('.gguf')}-{ending}"
@@ -166,11 +197,13 @@ class TrainingJob(Job):
         ending: suffix of the default output folder.
         endings: suffixes of the state folders, by section; the first one is the job's stage.
         row_length: name of the option with the tokens per row.
+        continues: whether the job continues to train a converted checkpoint.
     """
 
     ending: ClassVar[str]
     endings: ClassVar[Mapping[str, str]]
     row_length: ClassVar[str] = "distill_length"
+    continues: ClassVar[bool] = False
 
     model: str
     seed: int = option(0, "seed of kernels, data order and sampling", metavar="S")
@@ -217,12 +250,13 @@ class TrainingJob(Job):
 
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the defaults that depend on other options: the state folders, and the rows per batch."""
+        """Return the defaults that depend on other options: state folders, rows per batch, rows as in training."""
         base = cls.folder(values).rstrip("/")
         keeps = values.get("save_every") is not None or values.get("resume")
         derived = {part: {"folder": f"{base}{ending}" if keeps else None} for part, ending in cls.endings.items()}
-        rows = rows_of(values.get(cls.row_length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)
-        return {**derived, "data": {"batch_size": rows}}
+        usual = rows_of_training(cls, values) if cls.continues else {}
+        rows = rows_of({**usual, **values}.get(cls.row_length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)
+        return {**derived, "": usual, "data": {"batch_size": rows}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +392,9 @@ class DistillJob(StageOneJob):
 
     ending: ClassVar[str] = "distilled"
     endings: ClassVar[Mapping[str, str]] = {"distill": ".stage1"}
+    continues: ClassVar[bool] = True
 
+    distill_length: int | None = option(None, LATER, group=STAGE_ONE, low=1)
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
     output: str | None = option(None, "output folder (<folder>-distilled)", group=OUTPUT, metavar="DIR")
 
@@ -370,12 +406,13 @@ class AlignJob(TrainingJob):
     ending: ClassVar[str] = "aligned"
     endings: ClassVar[Mapping[str, str]] = {"align": ".align"}
     row_length: ClassVar[str] = "length"
+    continues: ClassVar[bool] = True
 
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
     teacher: str | None = option(
         None, "the softmax model it was made from, tuned or not; by default its own weights", metavar="ORIGINAL"
     )
-    length: int | None = option(None, LENGTH, group=DATA, low=1)
+    length: int | None = option(None, LATER, group=DATA, low=1)
     align: AlignConfig = section(AlignConfig, "alignment", leave_out=("folder",))
     report_to: str = option("none", TENSORBOARD, group="alignment")
     output: str | None = option(None, "output folder (<folder>-aligned)", group=OUTPUT, metavar="DIR")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.options import name_of, recorded
 from linearize.core.parsing import finite
 from linearize.core.registry import kernel_info, make_config
-from linearize.fidelity.heads import keep_heads
+from linearize.fidelity.heads import POINTS, keep_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
-from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, Job, StageOneJob
+from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
 from linearize.jobs.presets import check_preset, fitting
 from linearize.jobs.search import check_search, choose_plan
@@ -148,10 +148,15 @@ def _open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
     return Context(job, loaded, Plan.from_dict(section), on_event, dict(section.get("provenance") or {}), earlier)
 
 
-def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
+def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False) -> Context:
     """Load the model, install the kernels and open the data: everything before the first step.
 
     With `--kernel auto` the model is not converted yet, and the plan is the starting point of the search.
+
+    Args:
+        job: the options.
+        on_event: called with every event.
+        trial: whether this is a dry run, which chooses the heads in a single step.
     """
     check_kernel(job)
     loaded, decided, inputs = make_plan(job)
@@ -160,6 +165,7 @@ def open_conversion(job: ConvertJob, on_event: Callback) -> Context:
     if job.image_size is not None:
         made_from["image_size"] = job.image_size
     context = Context(job, loaded, decided, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
+    context.trial = trial
     length = job.distill_length or within(loaded)
     # Kernels and windows are chosen on rows that the model takes now; positions are extended later (`put_in_kernels`).
     shorter = length if job.max_length is None else within(loaded, length)
@@ -205,7 +211,9 @@ def choose_heads(context: Context) -> None:
     def heads() -> dict[str, Any]:
         rows, long = context.source.holdout_batches()[:HEAD_BATCHES], next(context.source.train_batches())
         model, plan = context.loaded.model, context.plan
-        return {"plan": keep_heads(model, plan, count, rows, context.on_event, trained_on=long).to_dict()}
+        points = 1 if context.trial else POINTS
+        kept = keep_heads(model, plan, count, rows, context.on_event, trained_on=long, points=points)
+        return {"plan": kept.to_dict()}
 
     # A resumed run has only the plan: the model does not keep its heads yet.
     kept = Plan.from_dict(stages.choose(context, "keep_softmax_heads", count, heads)["plan"])
@@ -392,11 +400,3 @@ def open_alignment(job: AlignJob, on_event: Callback) -> Context:
             "out: the checkpoint's own softmax has the extended positions"
         )
     return context
-
-
-OPEN: Mapping[type[Job], Callable[[Any, Callback], Context]] = {
-    ConvertJob: open_conversion,
-    DistillJob: open_distillation,
-    AlignJob: open_alignment,
-}
-"""What a job does before its first step."""

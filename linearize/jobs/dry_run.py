@@ -26,8 +26,16 @@ from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import TrainingError
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
+from linearize.fidelity.heads import POINTS
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.convert import OPEN, longest_input, put_in_kernels
+from linearize.jobs.convert import (
+    choose_heads,
+    longest_input,
+    open_alignment,
+    open_conversion,
+    open_distillation,
+    put_in_kernels,
+)
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import Opened, open_tuning
 from linearize.jobs.stages import Context, check_states
@@ -51,6 +59,8 @@ TIMED = 3
 """Steps of each stage: the first one is a warm-up, and an evaluation follows the last one."""
 TIMED_IN_SEARCH = 7
 """Steps of a search, so that each of up to three rounds has at least one."""
+CHOICES = {"window": ("choosing the windows", 1), "keep_softmax_heads": ("choosing the heads", POINTS)}
+"""What `stages.choose` chooses: its name in the estimate, and how much longer than the dry run the job takes for it."""
 NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False}
 ONCE = 10**6
 """Steps between evaluations; so many that there is one only after the last step."""
@@ -83,6 +93,8 @@ class StageBill:
     @property
     def text(self) -> str:
         """The cost in one line."""
+        if not self.steps:
+            return f"{self.stage}: {duration(self.seconds)}"
         measured = f", evaluated {self.evaluations:,} times" if self.evaluations else ""
         return (
             f"{self.stage}: {self.steps:,} steps of {self.rows:,} rows at {self.seconds_per_step:.3g} s{measured}: "
@@ -244,7 +256,10 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
     # This refuses unknown names; nothing is opened before the first step.
     with reporter(job.report_to, job.target()):
         pass
-    context = OPEN[type(job)](job, on_event)
+    if isinstance(job, ConvertJob):
+        context = open_conversion(job, on_event, trial=True)
+    else:
+        context = open_distillation(job, on_event) if isinstance(job, DistillJob) else open_alignment(job, on_event)
     model, source = context.loaded.model, context.source
     trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
     if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
@@ -252,6 +267,10 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
     if isinstance(job, ConvertJob) and job.kernel == AUTO:
         trial.run("the search", lambda: [_search(context, job)])
         how += SEARCHED
+    trial.stages += [
+        StageBill(CHOICES[choice][0], 0, 0, 0.0, 0, 0, CHOICES[choice][1] * seconds)
+        for choice, seconds in context.choosing.items()
+    ]
     if source is not None and isinstance(job, StageOneJob) and job.distill.steps:
         trial.run("stage one", lambda: _trained(context, job.distill))
     alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
@@ -282,6 +301,7 @@ def _search(context: Context, job: ConvertJob) -> StageBill:
     wall = time.perf_counter() - start
     context.plan = result.plan
     put_in_kernels(context)
+    choose_heads(context)
     timed = len(seconds) - 1
     step = (seconds[-1] - seconds[0]) / timed
     training = (config.steps - timed) * step

@@ -17,8 +17,10 @@ from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of
 from linearize.jobs.advice import after_tuning
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
-from linearize.jobs.stages import reserved
+from linearize.jobs.stages import note_exact_rows, reserved
 from linearize.jobs.task_config import TuneJob
+from linearize.modeling.model import is_linearized
+from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
 from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import hold_out, prepare
@@ -120,6 +122,10 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     model = move(load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed), device)
     if (note := fit_positions(model, data.type.processor, job.task, data_options.max_length)) is not None:
         on_event(Noted(note))
+    if job.task.modality == "text" and is_linearized(model):
+        note_exact_rows(
+            on_event, Plan.from_dict(model.config.linearize), data_options.max_length, "give a larger --max-length"
+        )
     teacher = None if job.teacher is None else load_teacher(job.teacher, data, model)
     check_trainable(model, data, job.tune)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)

@@ -51,6 +51,11 @@ are no exact keys.
 """
 
 
+def reads_pairs(values: Mapping[str, object]) -> bool:
+    """Tell whether options name two columns of texts, whose rows cannot be packed."""
+    return bool(values.get("text_pair_column")) or "," in str(values.get("text_column"))
+
+
 def preset_options(values: Mapping[str, object], *, rows: bool = False) -> Mapping[str, object]:
     """Return the preset's options that are not given explicitly; with another kernel, without arguments of its kernel.
 
@@ -70,7 +75,7 @@ def preset_options(values: Mapping[str, object], *, rows: bool = False) -> Mappi
     options = {**preset.options, **(preset.rows if rows else {})}
     if values.get("kernel", options["kernel"]) != options["kernel"]:
         given.add("kernel_arg")
-    if values.get("text_pair_column") or "," in str(values.get("text_column")):
+    if reads_pairs(values):
         given.add("packing")
     return {option: value for option, value in options.items() if option not in given}
 

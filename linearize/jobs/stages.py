@@ -22,7 +22,7 @@ from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, SearchJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
-from linearize.modeling.plan import LayerPlan, Plan
+from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
@@ -64,6 +64,8 @@ class Context:
         distillation: result of stage one, or None.
         alignment: result of the alignment, or None.
         choices: what a run with states chose before the first step, as plain data (see `choose`).
+        choosing: seconds that each of these choices took.
+        trial: whether this is a dry run, which chooses with less computation.
         merit: the benefit of the kernels over their windows alone after stage one, or None.
         failure: why the alignment failed, if the result of stage one is saved nevertheless.
         start: when the job began.
@@ -83,6 +85,8 @@ class Context:
     distillation: DistillResult | None = None
     alignment: AlignResult | None = None
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    choosing: dict[str, float] = field(default_factory=dict)
+    trial: bool = False
     merit: KernelMerit | None = None
     failure: TrainingError | None = None
     start: float = field(default_factory=time.perf_counter)
@@ -158,13 +162,20 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], dict[st
         ConfigError: if the run was started with another plan, option or other data.
     """
     job, source = context.job, context.source
+
+    def choice() -> dict[str, Any]:
+        start = time.perf_counter()
+        chosen = now()
+        context.choosing[what] = time.perf_counter() - start
+        return chosen
+
     if not job.keeps_states:
-        return now()
+        return choice()
     options = {what: asked, **{f"data {name}": value for name, value in source.options.items()}}
     identity = fingerprint(data=source, options={**options, "plan": context.plan.to_dict()})
     kept = states_of(job)[0].choices().get(what) if job.stage.resume else None
     if kept is None:
-        kept = {**now(), "fingerprint": identity}
+        kept = {**choice(), "fingerprint": identity}
     else:
         check_same(kept["fingerprint"], identity)
     context.choices[what] = kept
@@ -205,24 +216,33 @@ def first_device(job: AnyJob) -> str:
 
 
 def open_data(context: Context, length: int | None, skip: str) -> None:
-    """Open the data, with a note if rows are cut to the model's limit; `length` and `skip` are as in `batches_for`."""
+    """Open the data, with notes if their lengths are not those to train on; arguments as in `batches_for`."""
     if length is not None and (most := within(context.loaded, length)) < length:
         text = f"Rows are cut to {most:,} tokens, the most the model takes (got {length:,}); convert with --max-length"
         context.on_event(Noted(text))
     context.source = batches_for(context.loaded, context.job.data, length, skip)
     context.on_event(DataOpened(context.source.description))
-    tokens = context.source.options["max_length"]
-    exact = [_exact_tokens(layer) for layer in context.plan.converted]
-    if context.loaded.modality == "text" and exact and tokens <= min(exact):
-        option = f"--{context.job.row_length.replace('_', '-')}"
-        text = f"Rows of {tokens:,} tokens fit into the window, where attention is exact, so nothing is learned"
-        context.on_event(Noted(f"{text}; give a larger {option}"))
+    most = context.source.options["max_length"]
+    seen = longest_row(context.source.holdout_batches()) if context.loaded.modality == "text" else None
+    if seen is None:
+        return
+    if context.source.row_length > seen:
+        text = f"Held-out rows have up to {seen:,} tokens, training rows {most:,}; hold out more texts (--holdout)"
+        context.on_event(Noted(f"{text}, as the best state is chosen on them"))
+        seen = most
+    longer = f"give a larger --{context.job.row_length.replace('_', '-')}" if seen >= most else "train on longer texts"
+    note_exact_rows(context.on_event, context.plan, seen, longer)
 
 
-def _exact_tokens(layer: LayerPlan) -> int:
-    """Return the tokens of the longest row that a layer's window covers; half of a bidirectional window lies ahead."""
-    width = layer.hybrid.window or 0
-    return width if layer.shape.causal or not width else width // 2 + 1
+def note_exact_rows(on_event: Callback, plan: Plan, tokens: int, advice: str) -> None:
+    """Send a note with advice if the windows of all converted layers cover rows of `tokens` tokens."""
+    widths = [(layer.hybrid.window or 0, layer.shape.causal) for layer in plan.converted]
+    # Half of a bidirectional window lies ahead.
+    if widths and all(tokens <= (width if causal else width // 2 + 1) for width, causal in widths):
+        text = (
+            f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact, so kernels learn nothing"
+        )
+        on_event(Noted(f"{text}; {advice}"))
 
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:

@@ -130,7 +130,7 @@ def test_the_next_command_follows_from_what_was_done():
     )  # fmt: skip
     long = ConvertJob.of(model="llama", preset="recall")
     assert advice.next_command(context(long)) == (
-        "to bring the whole model closer", "linearize align out --batch-size 2 --packing --length 4096",
+        "to bring the whole model closer", "linearize align out --batch-size 2 --packing",
     )  # fmt: skip
     report = ("to look at every layer", "linearize report out --original bert --text-column x")
     assert advice.next_command(context(job, alignment=True)) == report

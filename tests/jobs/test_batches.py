@@ -6,11 +6,12 @@ import json
 import random
 
 import pytest
-from support.checkpoints import WORDS, make_original
+from support.checkpoints import WORDS, make_original, make_text
 
 from linearize.core.events import Noted
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
 from linearize.jobs.convert import convert_checkpoint
+from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
 
 
@@ -87,9 +88,12 @@ def test_rows_longer_than_the_model_takes_are_said_to_be_cut(place):
 
 def test_rows_that_fit_into_the_window_are_noted(place):
     """BERT's window of 64 has 32 tokens before each token, and 32 after it."""
-    note = "Rows of 33 tokens fit into the window, where attention is exact, so nothing is learned"
+    note = "Rows of up to 33 tokens fit into the window, where attention is exact, so kernels learn nothing"
     assert taught(place, window=64, distill_length=33) == (33, [f"{note}; give a larger --distill-length"])
     assert taught(place, window=64, distill_length=34) == (34, [])
+    (place / "texts.txt").write_text("\n".join([" ".join(WORDS[:5])] * 3 + [" ".join(WORDS[5:8])] * 24) + "\n")
+    note = "Rows of up to 5 tokens fit into the window, where attention is exact, so kernels learn nothing"
+    assert taught(place, window=64, distill_length=64) == (5, [f"{note}; train on longer texts"])
 
 
 def test_packed_rows_are_full(tmp_path):
@@ -100,7 +104,50 @@ def test_packed_rows_are_full(tmp_path):
     options = {"dataset": str(tmp_path / "texts.txt"), "output": str(tmp_path / "out"), "device": "cpu"}
     steps = {"distill_steps": 1, "align_steps": 0, "batch_size": 2, "holdout": 2}
     form = {"window": 4, "packing": True, "distill_length": 48}
-    convert_checkpoint(ConvertJob.of(model=str(tmp_path / "llama"), **options, **steps, **form))
+    notes = []
+    convert_checkpoint(ConvertJob.of(model=str(tmp_path / "llama"), **options, **steps, **form), notes.append)
+    seen = [note.text for note in notes if isinstance(note, Noted) and "Held-out rows" in note.text]
+    assert len(seen) == 1 and "training rows 48; hold out more texts (--holdout)" in seen[0]
     section = json.loads((tmp_path / "out" / "config.json").read_text())["linearize"]
     assert section["provenance"]["longest_row"] == 48
     assert {layer["trained_length"] for layer in section["layers"]} == {48}
+
+
+def test_later_stages_read_rows_as_long_as_those_trained_on(tmp_path):
+    """They read 256 unpacked tokens, which fit into a window of 256, so that nothing was learned."""
+    section = {"provenance": {"longest_row": 4096, "options": {"packing": True, "query_sample": 256}}}
+    values = {"model_type": "linearize", "linearize": section}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = str(tmp_path)
+    job = DistillJob.of(model=model)
+    rows = (job.distill_length, job.data.packing, job.data.batch_size, job.distill.query_sample)
+    assert rows == (4096, True, 2, 256)
+    job = AlignJob.of(model=model, batch_size=1)
+    assert (job.length, job.data.packing, job.data.batch_size) == (4096, True, 1)
+    # Options given explicitly take precedence, pairs cannot be packed, and the teacher may take less.
+    given = {"packing": False, "query_sample": None}
+    job = DistillJob.of(model=model, distill_length=64, **given)
+    assert (job.distill_length, job.data.packing, job.data.batch_size) == (64, False, 32)
+    job = DistillJob.of(model=model, **given)
+    assert (job.distill_length, job.data.packing, job.distill.query_sample) == (4096, False, None)
+    assert not AlignJob.of(model=model, text_column="a,b").data.packing
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 1024}')
+    job = AlignJob.of(model=model, teacher=str(tmp_path / "teacher"))
+    assert (job.length, job.data.batch_size) == (1024, 8)
+    section["provenance"]["longest_row"] = 200
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    job = DistillJob.of(model=model)
+    assert (job.distill_length, job.data.packing, job.data.batch_size) == (None, False, 32)
+
+
+def test_tuning_on_rows_inside_the_window_is_noted(tmp_path):
+    make_text(tmp_path / "linear", "llama", head="AutoModelForCausalLM", window=16)
+    (tmp_path / "texts.txt").write_text("\n".join([" ".join(WORDS)] * 40) + "\n")
+    notes = []
+    for length in (16, 17):
+        options = {"max_length": length, "steps": 1, "device": "cpu", "selection_rows": 0}
+        data = {"task": "causal-lm", "dataset": str(tmp_path / "texts.txt"), "output": str(tmp_path / str(length))}
+        finetune_checkpoint(TuneJob.of(model=str(tmp_path / "linear"), **data, **options), notes.append)
+        text = "Rows of up to 16 tokens fit into the window, where attention is exact, so kernels learn nothing"
+        assert [note.text for note in notes if isinstance(note, Noted)] == [f"{text}; give a larger --max-length"]

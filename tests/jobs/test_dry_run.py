@@ -9,6 +9,8 @@ from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
 from linearize.core.errors import CheckpointError, ConfigError
+from linearize.fidelity.heads import POINTS, keep_heads
+from linearize.jobs import convert
 from linearize.jobs import dry_run as module
 from linearize.jobs.config import DistillJob
 from linearize.jobs.dry_run import Bill, StageBill, _step_and_evaluation, dry_run, duration
@@ -134,3 +136,26 @@ def test_a_bill_in_words():
     assert lines[1] == "Time, stage one: 1,000 steps of 32 rows at 2.5 s, evaluated 10 times: 43 min"
     assert "Time, total: 87 min" in lines and lines[-1].startswith("It does not fit: memory")
     assert (duration(119), duration(7300)) == ("119 s", "2 h 02 min")
+
+
+def test_choosing_windows_and_heads_is_part_of_the_bill(tmp_path, monkeypatch, capsys):
+    """They took minutes that the bill left out; a dry run chooses the heads in one step, a quarter of the job's."""
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path, 60)
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM")
+    points = []
+
+    def keep(*args, **options):
+        points.append(options["points"])
+        return keep_heads(*args, **options)
+
+    monkeypatch.setattr(convert, "keep_heads", keep)
+    line = "convert llama --window auto:4 --keep-softmax-heads 2 --dataset texts.jsonl --distill-length 24 --holdout 8"
+    code, out, err = run(
+        capsys, *line.split(), *["--distill-steps", "2", "--align-steps", "0", "--device", "cpu", "--json"], "--dry-run"
+    )
+    assert code == 0, err
+    stages = {stage["stage"]: stage["seconds"] for stage in json.loads(out)["bill"]["stages"]}
+    assert list(stages) == ["choosing the windows", "choosing the heads", "stage one"] and min(stages.values()) > 0
+    assert points == [1] and module.CHOICES["keep_softmax_heads"][1] == POINTS == 4
+    assert "Time, choosing the heads: " in err
