@@ -193,11 +193,11 @@ def row_blocks(places: Tensor, keys: int, size: int, *, causal: bool) -> Iterato
         yield Rows(part, places[part], int(places[part][-1]) + 1 if causal else keys, causal)
 
 
-def all_rows(q: Tensor, causal: bool) -> Iterator[Rows]:
-    """Cut the queries q [B, H, T, D] of all T tokens into blocks that fit into the cache."""
+def all_rows(q: Tensor, causal: bool, every: int = 1) -> Iterator[Rows]:
+    """Cut the queries q [B, H, T, D] of T tokens, or of every n-th token, into blocks that fit into the cache."""
     batch, heads, tokens, _ = q.shape
     size = max(1, min(tokens, BLOCK_NUMBERS // max(1, batch * heads * tokens)))
-    return row_blocks(torch.arange(tokens, device=q.device), tokens, size, causal=causal)
+    return row_blocks(torch.arange(every - 1, tokens, every, device=q.device), tokens, size, causal=causal)
 
 
 def score_rows(q: Tensor, k: Tensor, rows: Rows, scaling: float) -> Tensor:

@@ -33,6 +33,8 @@ RIDGE = 1e-2
 """Penalty on squared parameters, as a share of the mean diagonal of the normal equations."""
 ROWS = 4
 """Most rows that are fitted."""
+QUERIES = 1024
+"""Queries per row that are fitted, evenly spaced, in rows of at least twice as many tokens."""
 JUDGED = 2
 """Held-out batches on which a fit is compared with zero scales."""
 SMALL = 1e-3
@@ -163,14 +165,17 @@ def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterato
     for batch, tokens in pieces(targets.key_padding_mask):
         q, k = (take(x, batch, tokens) for x in (targets.q, targets.k))
         queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
-        key_scale, query_scale = keys.log_scale, group_queries(queries.log_scale[..., None], count)
-        near = NearKeys(window, key_scale)
-        for rows in all_rows(q, targets.causal):
+        key_scale, near, every = keys.log_scale, NearKeys(window, keys.log_scale), max(1, q.shape[2] // QUERIES)
+        some, phi_q, query_scale = (
+            group_queries(side[:, :, every - 1 :: every], count)
+            for side in (q, queries.phi, queries.log_scale[..., None])
+        )
+        for rows in all_rows(q, targets.causal, every):
             hidden = near.rows(rows.places, rows.seen)
             hidden = hidden.unflatten(0, (-1, count)) if hidden.ndim == 4 else hidden
-            x, phi = (group_queries(side.float(), count)[:, :, :, rows.part] for side in (q, queries.phi))
+            x, phi = (side[:, :, :, rows.part].float() for side in (some, phi_q))
             seen, phi_k = (side[:, :, : rows.seen].float() for side in (k, keys.phi))
-            scores = score_rows(group_queries(q, count), k, rows, targets.scaling)
+            scores = score_rows(some, k, rows, targets.scaling)
             if rows.visible is not None:
                 hidden = hidden | ~rows.visible
             total = scores.logsumexp(dim=-1, keepdim=True)
