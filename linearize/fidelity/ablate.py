@@ -122,6 +122,10 @@ _REMOVE: Mapping[str, Callable[[LinearAttention], Callable[[], None] | None]] = 
 """How to remove each part from a layer; returns a function that restores it, or None if the layer lacks the part."""
 
 
+EXACT = 0.0005
+"""An error below this is 0 in three digits."""
+
+
 @dataclass(frozen=True)
 class KernelMerit:
     """How much kernels add to their windows, measured at the last hidden state of the whole model, or in one layer.
@@ -141,6 +145,8 @@ class KernelMerit:
     @property
     def text(self) -> str:
         """The result in one sentence."""
+        if self.window_only < EXACT:
+            return "the last hidden state has no error even without the kernel, so these rows cannot show its gain"
         if self.interval is None:
             gain = f"a gain of {self.difference:.3f}, on one row and so without an interval"
         else:

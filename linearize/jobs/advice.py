@@ -10,6 +10,7 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.heads import HEADS, head_of_class
 from linearize.core.options import effective, options_of
+from linearize.fidelity.ablate import EXACT
 from linearize.jobs.config import ConvertJob, StageOneJob
 from linearize.jobs.events import Findings, Lengths, WorstLayer
 from linearize.modeling.model import is_linearized
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstLayer | None:
-    """Return the module with the largest figure; None if there are fewer than two modules.
+    """Return the module with the largest figure; None if there are fewer than two modules, or if all figures are 0.
 
     Args:
         figures: the figure of each attention layer, or of each block, by module name.
@@ -35,6 +36,8 @@ def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstL
         return None
     module = max(figures, key=lambda name: figures[name])
     value, mean = figures[module], sum(figures.values()) / len(figures)
+    if value < EXACT:
+        return None
     # The plan's module names start at the base model, those of the figures at the whole model.
     parts = module.split(".")
     inner = tuple(f"{'.'.join(parts[start:])}." for start in range(len(parts)))

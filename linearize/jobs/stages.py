@@ -22,7 +22,7 @@ from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, SearchJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
-from linearize.modeling.plan import Plan
+from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
@@ -235,14 +235,19 @@ def open_data(context: Context, length: int | None, skip: str) -> None:
 
 
 def note_exact_rows(on_event: Callback, plan: Plan, tokens: int, advice: str) -> None:
-    """Send a note with advice if the windows of all converted layers cover rows of `tokens` tokens."""
-    widths = [(layer.hybrid.window or 0, layer.shape.causal) for layer in plan.converted]
-    # Half of a bidirectional window lies ahead.
-    if widths and all(tokens <= (width if causal else width // 2 + 1) for width, causal in widths):
+    """Send a note with advice if attention is exact in all converted layers for rows of `tokens` tokens."""
+    if plan.converted and all(tokens <= _exact_tokens(layer) for layer in plan.converted):
         text = (
             f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact, so kernels learn nothing"
         )
         on_event(Noted(f"{text}; {advice}"))
+
+
+def _exact_tokens(layer: LayerPlan) -> int:
+    """Return the tokens of the longest row in which no query of a layer needs the kernel."""
+    width, chosen = layer.hybrid.window or 0, layer.hybrid.sinks + layer.hybrid.exact_keys
+    # Causal, keys are chosen among those that left the window; else half of the window lies ahead.
+    return width + chosen if layer.shape.causal else max(width // 2 + 1, chosen)
 
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:

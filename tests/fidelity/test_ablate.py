@@ -114,6 +114,8 @@ def test_merit_is_the_difference_of_two_errors():
     assert found.difference <= found.interval[1] + 1e-9
     assert ("cannot be told from noise" in found.text) == (found.interval[0] <= 0)
     assert kernel_merit(model, batches, original("llama", CAUSAL)) == found
+    short = kernel_merit(model, [{"input_ids": batch["input_ids"][:, :3]} for batch in batches])
+    assert short.text.startswith("the last hidden state has no error even without the kernel")
     one = kernel_merit(model, [{"input_ids": batches[0]["input_ids"][:1]}])
     assert one.interval is None and one.text.endswith("on one row and so without an interval")
     longer = [{"input_ids": torch.cat([batch["input_ids"]] * 20, dim=1)} for batch in batches]

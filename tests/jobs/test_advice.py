@@ -34,7 +34,7 @@ def test_the_worst_layer():
     plan = Plan("BertModel", "bert", tuple(layer(i) for i in range(4)))
     found = worst(plan, 0.1, 0.1, 0.9, 0.1)
     assert (found.index, found.figure, found.value, found.mean) == (2, "KL", 0.9, pytest.approx(0.3))
-    assert worst(plan, 0.1) is None
+    assert worst(plan, 0.1) is None and worst(plan, 0.0, -1e-9, 1e-7, 0.0) is None
     assert advice.Findings(found, None, "load", "next", "why").lines()[0] == (
         "Worst layer: 2 (bert.encoder.layer.2.attention.self), KL 0.900, 0.300 on average; --keep-softmax 2 keeps it "
         "softmax."

@@ -91,6 +91,10 @@ def test_rows_that_fit_into_the_window_are_noted(place):
     note = "Rows of up to 33 tokens fit into the window, where attention is exact, so kernels learn nothing"
     assert taught(place, window=64, distill_length=33) == (33, [f"{note}; give a larger --distill-length"])
     assert taught(place, window=64, distill_length=34) == (34, [])
+    more = {"window": 8, "sinks": 2, "exact_keys": 30, "distill_length": 32}
+    note = "Rows of up to 32 tokens fit into the window, where attention is exact, so kernels learn nothing"
+    assert taught(place, **more) == (32, [f"{note}; give a larger --distill-length"])
+    assert taught(place, **{**more, "distill_length": 33}) == (33, [])
     (place / "texts.txt").write_text("\n".join([" ".join(WORDS[:5])] * 3 + [" ".join(WORDS[5:8])] * 24) + "\n")
     note = "Rows of up to 5 tokens fit into the window, where attention is exact, so kernels learn nothing"
     assert taught(place, window=64, distill_length=64) == (5, [f"{note}; train on longer texts"])
