@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
+from linearize.training.stage_two.intervals import Measured
 from linearize.training.stage_two.load import RECORD, read_record
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tasks import above_chance
@@ -34,35 +35,27 @@ if TYPE_CHECKING:
     from linearize.core.heads import Processor
 
 
-@dataclass
-class TuneResult:
-    """The result of stage two.
+@dataclass(frozen=True, kw_only=True)
+class TuneResult(Measured):
+    """The result of stage two: those of the kept weights on the validation rows, and how these were found.
 
     Attributes:
-        metrics: the task's metrics of the kept weights, on the validation rows.
-        score: the task's main figure.
         steps: optimizer steps done.
         best_step: the step whose weights were kept; 0 if none measured better than those before the first step.
         selection: how that step was chosen: `by` (figure), `on` (rows), `rows` (their number), `value`.
         stopped: "steps" or "early stopping".
         history: the trainer's log.
         seconds: duration; after a resume, of the last part only.
-        interval: 95 % bootstrap interval of the score.
-        chance: the score of the best answer that ignores the input; None if undefined.
         adapter: files of the low-rank updates in peft's format, by name; None if not requested.
     """
 
-    metrics: dict[str, float]
-    score: float
     steps: int
     best_step: int
+    selection: dict[str, object]
     stopped: str
-    history: list[dict[str, float]] = field(default_factory=list)
-    seconds: float = 0.0
-    selection: dict[str, object] = field(default_factory=dict)
-    interval: tuple[float, float] | None = None
-    chance: float | None = None
-    adapter: dict[str, bytes] | None = None
+    history: list[dict[str, float]]
+    seconds: float
+    adapter: dict[str, bytes] | None
 
 
 def save_model(

@@ -105,11 +105,11 @@ class Tuner(Trainer):
             self.loss_is_scaled_for_ga = False
 
     def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Return the task's metrics and its score, and keep both with the predictions."""
+        """Return the task's metrics and its score, and keep the metrics with the predictions and the labels."""
         predictions, labels = (self._as_given(values) for values in (prediction.predictions, prediction.label_ids))
-        self.predicted: tuple[Predictions, Predictions] = (predictions, labels)
-        metrics = self.data.type.compute_metrics(*self.predicted)
-        self.measured = {name: float(value) for name, value in metrics.items()}
+        found = self.data.type.compute_metrics(predictions, labels)
+        metrics = {name: float(value) for name, value in found.items()}
+        self.measured: tuple[dict[str, float], Predictions, Predictions] = (metrics, predictions, labels)
         return metrics | {"score": self.data.task.mean_of(metrics)}
 
     def _as_given(self, values: Any) -> Any:
@@ -122,7 +122,7 @@ class Tuner(Trainer):
         """Return the task's metrics on the validation rows, the predictions, and the labels."""
         with quiet():
             self.evaluate()
-        return self.measured, *self.predicted
+        return self.measured
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Return the optimizer; kernels with a separate rate get separate parameter groups."""
