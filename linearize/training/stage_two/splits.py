@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,7 @@ from linearize.data.load import make_part, open_records
 from linearize.data.local import exists, looks_local, missing_split, open_local, splits_of
 from linearize.data.records import Example, Records
 from linearize.data.source import without_doubles
+from linearize.training.stage_two.config import DataOptions
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -89,18 +91,14 @@ class Splits(NamedTuple):
     description: str
 
 
-def open_splits(
-    task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
-) -> Splits:
+def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = False) -> Splits:
     """Open the training and the validation split of a data set.
 
     Args:
         task: names the columns and the splits.
         given: data set.
-        limit: maximum number of training rows.
-        seed: seed for the choice of held-out rows if there is no split to measure on.
+        options: limits of both splits, and the seed for the choice of held-out rows if there is no split to measure on.
         raw: whether to return the tables unchanged, with all their columns.
-        most: maximum number of rows to measure on.
 
     Returns:
         Both splits. Without a split to measure on, a tenth of the training rows (at most 1,000) is set aside for it.
@@ -109,11 +107,11 @@ def open_splits(
         DataError: if the data or a column is missing, cannot be read, or is empty.
     """
     called = given if isinstance(given, str) else "tables"
-    open_split: Any = raw_table if raw else lambda given, split: _view(task, given, split)
+    open_split: Any = raw_table if raw else partial(_view, task)
     train = open_split(given, task.train)
     name = _validation_split(task, given)
     if name is None:
-        order = np.random.default_rng(seed).permutation(len(train))
+        order = np.random.default_rng(options.seed).permutation(len(train))
         count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(train))))
         if len(train) < 2:
             raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
@@ -129,11 +127,12 @@ def open_splits(
     else:
         validation = open_split(given, name)
         where = f"{len(validation):,} rows of split {name}"
+    most = options.validation_limit
     if most is not None and most < len(validation):
         validation = validation.select(_some(task, len(validation), most))
         where = f"{most:,} of {where}"
-    if limit is not None and limit < len(train):
-        train = train.select(_some(task, len(train), limit))
+    if options.limit is not None and options.limit < len(train):
+        train = train.select(_some(task, len(train), options.limit))
     skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())
     left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
     return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}{left_out}")

@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linearize.core.errors import ConfigError, unknown_name
 
@@ -23,15 +23,29 @@ if TYPE_CHECKING:
 TYPES = "linearize.training.stage_two.task_types"
 
 
-class Kind(Protocol):
-    """What every type of task says about itself; `task_types.base.TaskType` describes each attribute."""
+class Kind:
+    """What every type of task says about itself.
+
+    Attributes:
+        head: the head that a model needs.
+        columns: the largest number of columns that are read.
+        label_fields: the fields of a batch that hold the labels.
+        next_token: whether the prediction at a position is of the next token.
+        numeric: whether labels are numbers, rather than classes.
+        row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
+            added for a teacher to label.
+        most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
+        distance: name of the distance of the logits from a teacher's, in the records of stage two.
+    """
 
     head: ClassVar[Head]
-    columns: ClassVar[int]
-    next_token: ClassVar[bool]
-    numeric: ClassVar[bool]
-    row_labels: ClassVar[bool]
-    most_tokens: ClassVar[int | None]
+    columns: ClassVar[int] = 1
+    label_fields: ClassVar[tuple[str, ...]] = ("labels",)
+    next_token: ClassVar[bool] = False
+    numeric: ClassVar[bool] = False
+    row_labels: ClassVar[bool] = False
+    most_tokens: ClassVar[int | None] = None
+    distance: ClassVar[str] = "divergence from the teacher"
 
 
 @dataclass(frozen=True)

@@ -6,61 +6,39 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
-from linearize.core.heads import Head
 from linearize.data.encode import copy_tokenizer
 from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Predictions, Row, RowSet, pad_with_labels
-from linearize.training.stage_two.splits import Given, Splits, View, open_splits
+from linearize.training.stage_two.splits import Given, View
+from linearize.training.stage_two.tasks import Kind, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from linearize.training.stage_two.tasks import Task
 
 MOST_CLASSES = 100_000
 """Labels must be below this number: a head with a million outputs would be a mistake."""
 
 
-class TaskType:
+class TaskType(Kind):
     """One type of task: its rows, labels, predictions and metrics. An instance reads one data set.
 
-    A subclass sets the class attributes, and implements `prepare` and `units`; all else has a default.
+    A subclass sets the class attributes of `Kind`, and implements `prepare` and `units`; all else has a default.
 
     Args:
         task: the task.
         processor: the model's tokenizer or image processor.
         options: options of the rows.
-
-    Attributes:
-        head: the head that a model needs.
-        columns: the largest number of columns that are read.
-        label_fields: the fields of a batch that hold the labels.
-        next_token: whether the prediction at a position is of the next token.
-        numeric: whether labels are numbers, rather than classes.
-        row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
-            added for a teacher to label.
-        most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
-        distance: name of the distance of the logits from a teacher's, in the records of stage two.
     """
-
-    head: ClassVar[Head]
-    columns: ClassVar[int] = 1
-    label_fields: ClassVar[tuple[str, ...]] = ("labels",)
-    next_token: ClassVar[bool] = False
-    numeric: ClassVar[bool] = False
-    row_labels: ClassVar[bool] = False
-    most_tokens: ClassVar[int | None] = None
-    distance: ClassVar[str] = "divergence from the teacher"
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
         self.task, self.processor, self.options = task, processor, options or DataOptions()
@@ -167,11 +145,6 @@ class TaskType:
         if cls.next_token:
             mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
         return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)
-
-    def open_splits(self, given: Given, *, raw: bool = False) -> Splits:
-        """Return both splits with the task's columns, or as tables with all their columns if raw."""
-        limits: Any = {"limit": self.options.limit, "most": self.options.validation_limit, "seed": self.options.seed}
-        return open_splits(self.task, given, raw=raw, **limits)
 
     def fast_tokenizer(self, what: str, knows: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer.

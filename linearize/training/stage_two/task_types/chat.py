@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.rows import IGNORED, Row, row_facts
-from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.task_types.language import CausalType
 
@@ -40,7 +40,7 @@ class Chat(CausalType):
                 "the tokenizer of a chat model, or write the conversations as text and use task causal-lm"
             )
         self.fast_tokenizer("chat", "which maps tokens to places in the text")
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         train, _, left_out = self._rows(splits.train)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too

@@ -20,7 +20,7 @@ from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import pooled
 from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
 from linearize.training.stage_two.rows import IGNORED, Predictions, Row
-from linearize.training.stage_two.splits import Given, Splits, View
+from linearize.training.stage_two.splits import Given, Splits, View, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 from linearize.training.stage_two.task_types.text import Reader, Texts, mean_over_chunks, read_chunks
 
@@ -99,7 +99,7 @@ class EmbeddedPairs(Texts):
         Raises:
             DataError: if rows have only one text, or a label does not fit the task.
         """
-        splits = self.open_splits(given)
+        splits = open_splits(self.task, given, self.options)
         return self.rows(splits, splits.description)
 
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
@@ -180,7 +180,7 @@ class Retrieval(EmbeddedPairs):
         Raises:
             DataError: if a text has only one word, or there is only one text.
         """
-        splits = self.open_splits(given)
+        splits = open_splits(self.task, given, self.options)
         if len(splits.validation) < 2:
             raise DataError(
                 f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to "

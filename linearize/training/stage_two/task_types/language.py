@@ -21,7 +21,7 @@ from linearize.core.heads import HEADS
 from linearize.data.columns import column_kinds, find_column
 from linearize.training.stage_two.metrics import PositionLoss, losses_by_position, perplexity, range_sums
 from linearize.training.stage_two.rows import IGNORED, Logits, Predictions, Row, pad_with_labels, row_facts, stable_seed
-from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import TaskData, TaskType, first_output
 from linearize.training.stage_two.task_types.tokens import most_frequent
 
@@ -87,7 +87,7 @@ class LanguageType(TaskType):
         Raises:
             DataError: if there is no text column.
         """
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         named = self.task.columns[0] if self.task.columns else None
         column = find_column(column_kinds(splits.train), named, "text", "text")
         for table in (splits.train, splits.validation):
@@ -339,7 +339,7 @@ class Recall(LanguageType):
         Raises:
             DataError: if a column is missing or a sequence does not fit the length.
         """
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         train, validation = self._rows(splits.train), self._rows(splits.validation)
         facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)

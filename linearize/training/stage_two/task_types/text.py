@@ -15,21 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from linearize.core.errors import ConfigError
+from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.records import Example, paired_anew
-from linearize.training.stage_two.rows import (
-    IGNORED,
-    TOKEN_FIELDS,
-    Facts,
-    Row,
-    check_tokens,
-    coded,
-    pad,
-    row_facts,
-    tokenise,
-)
-from linearize.training.stage_two.splits import Given
+from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Facts, Row, coded, pad, row_facts, tokenise
+from linearize.training.stage_two.splits import Given, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, TaskType
 
 CHUNKS = "chunks"
@@ -142,10 +132,16 @@ class Texts(TaskType):
         """Return texts, or pairs of texts, as token fields.
 
         Raises:
-            DataError: if a text has no token.
+            DataError: naming the place of a text without tokens.
         """
         rows = tokenise(self.tokenizer, first, second, self.options.max_length)
-        check_tokens(self.task, rows, self.tokenizer)
+        around, special = self.tokenizer.num_special_tokens_to_add(), set(self.tokenizer.all_special_ids)
+        for place, row in enumerate(rows):
+            if len(row["input_ids"]) <= around and special.issuperset(row["input_ids"]):
+                raise DataError(
+                    f"task {self.task.name}: got a text without any token (number {place} of {len(rows)}, from 0; the "
+                    "tokenizer drops all its characters), expected text; remove the row"
+                )
         return rows
 
     def measured(self, first: Sequence[str], second: Sequence[str] | None = None) -> tuple[list[Row], Facts]:
@@ -182,7 +178,7 @@ class _TextRows(Texts):
         Raises:
             DataError: if a column is missing, a regression's label is text, or a class is not among the task's.
         """
-        splits = self.open_splits(given)
+        splits = open_splits(self.task, given, self.options)
         self.read_labels(splits.train)
         examples = splits.train.fetch(range(len(splits.train)))
         held = splits.validation.fetch(range(len(splits.validation)))

@@ -28,7 +28,7 @@ from linearize.training.stage_two.rows import (
     row_facts,
     tokenise,
 )
-from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, first_output
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class TokenClassification(TaskType):
             ConfigError: if the tokenizer cannot tell which word a token belongs to.
         """
         self.fast_tokenizer("token classification", "which maps tokens to words")
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits.train, (words, label), "token classification")
         if self.task.labels is None:
@@ -150,7 +150,7 @@ class QuestionAnswering(TaskType):
             ConfigError: if the tokenizer does not map tokens to characters.
         """
         self.fast_tokenizer("question answering", "which maps tokens to characters")
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         held = splits.validation
         question, context = self.task.columns
         for table in (held, splits.train):
