@@ -64,13 +64,12 @@ def reporter(
         UnknownNameError: for an unknown name.
         ConfigError: if a tracker's package is not installed.
     """
-    kinds: list[Any] = []
-    trackers: list[GeneralTracker] = []
-    if value.strip() not in ("", NONE):
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-        installed = [str(name) for name in get_available_trackers()]
-        kinds = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
+    installed = [str(name) for name in get_available_trackers()]
+    names = check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)
+    kinds: list[Any] = [LOGGER_TYPE_TO_CLASS[name] for name in names]
+    trackers: list[GeneralTracker] = []
 
     def write(report: StepReport | AlignStep) -> None:
         # Start at the first step: trackers need the process's state, which the loop's Accelerator sets up.

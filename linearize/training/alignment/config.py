@@ -41,10 +41,7 @@ class AlignConfig(RunConfig):
     hidden_weight: float = option(1.0, "weight of the hidden states' error", low=0, high=LARGEST)
     pooled_weight: float = option(1.0, "weight of the pooled output's distance (1 - cosine)", low=0, high=LARGEST)
     pooling: str = option(
-        "mean",
-        "pooled output: the mean over tokens, or the first token's state",
-        choices=POOLINGS,
-        metavar="HOW",
+        "mean", "pooled output: the mean over tokens, or the first token's state", choices=POOLINGS, metavar="HOW"
     )
     logits_weight: float = option(
         1.0, "weight of the logits' divergence, where the model has a head", low=0, high=LARGEST

@@ -33,12 +33,8 @@ from linearize.training.stage_one.states import RunState
 
 def trained_parameters(student: nn.Module, blocks: Mapping[str, str], train: str) -> dict[str, nn.Parameter]:
     """Return the trained weights by name: kernels always, others according to the option `train`."""
-    within = {
-        "kernels": (),
-        "lora": (),
-        "attention": tuple(f"{attention}." for attention in blocks.values()),
-        "blocks": tuple(f"{name}." for name in blocks),
-    }[train]
+    modules = {"attention": blocks.values(), "blocks": blocks.keys()}.get(train, ())
+    within = tuple(f"{name}." for name in modules)
     return {
         name: parameter
         for name, parameter in student.named_parameters()

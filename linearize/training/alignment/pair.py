@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +64,10 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
     hosts = list(linear_attentions(model))
     blocks: dict[str, str] = {}
     for host in hosts:
-        parts = host.split(".")
-        candidates = []
-        for depth in range(1, len(parts)):
-            inside, block = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
-            if isinstance(model.get_submodule(inside), (nn.ModuleList, nn.Sequential)):
-                candidates.append(block)
+        # "a.b.c" is inside "a.b", which is inside "a".
+        nested = list(accumulate(host.split("."), "{}.{}".format))
+        lists = (nn.ModuleList, nn.Sequential)
+        candidates = [name for above, name in pairwise(nested) if isinstance(model.get_submodule(above), lists)]
         unshared = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
         if not candidates:
             raise ConfigError(
@@ -76,8 +75,8 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
                 "skip the alignment (--align-steps 0)"
             )
         name = (unshared or candidates[-1:])[0]
-        below = host.removeprefix(f"{name}.").split(".")[0] if host != name else ""
-        blocks.setdefault(name, f"{name}.{below}" if below else name)
+        child = nested.index(name) + 1
+        blocks.setdefault(name, nested[child] if name != host else name)
     return blocks
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from linearize.checkpoint.loading import explained, load_processor, move, read_config
+from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config
 from linearize.checkpoint.ownership import check_links
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
@@ -54,12 +54,7 @@ def read_record(name: str | Path) -> dict[str, object] | None:
 
 
 def load_for_task(
-    name: str,
-    data: TaskData,
-    *,
-    new_head: bool = False,
-    seed: int = 0,
-    changes: Mapping[str, object] | None = None,
+    name: str, data: TaskData, *, new_head: bool = False, seed: int = 0, changes: Mapping[str, object] | None = None
 ) -> PreTrainedModel:
     """Load a checkpoint with the head of a task; a missing head is drawn from the seed, a missing padding token is set.
 
@@ -354,8 +349,6 @@ def load_teacher(name: str, data: TaskData, student: PreTrainedModel) -> PreTrai
     check_teacher(student, teacher)
     length = data.type.options.max_length
     check_length(teacher, data.task, length, advice="name a teacher that takes more")
-    if getattr(teacher.config, "pad_token_id", 0) is None:
-        teacher.config.pad_token_id = student.config.pad_token_id
     return freeze(teacher, student)
 
 
@@ -372,9 +365,8 @@ def check_tuned(name: str, data: TaskData) -> None:
     Raises:
         ConfigError: if it is converted, has no trained head for the task, or was tuned for another task.
     """
-    values = read_config(name)
     called, task = f"teacher {Path(name).name!r}", data.task
-    if values.get("model_type") == "linearize":
+    if model_type(name) == "linearize":
         raise ConfigError(
             f"{called}: got a converted model, expected a softmax one; tune the original: linearize finetune ORIGINAL "
             f"--task {task.name}"

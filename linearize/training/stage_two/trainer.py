@@ -24,7 +24,7 @@ from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.alignment.pair import check_teacher
-from linearize.training.stage_one.processes import Interrupts, under_fsdp
+from linearize.training.stage_one.processes import under_fsdp
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.intervals import Measured, measured
 from linearize.training.stage_two.load import freeze
@@ -105,7 +105,7 @@ def finetune(
     trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
     for tracker in callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(tracker)
-    _train(trainer, Path(folder), last, started, on_step)
+    _train(trainer, last, started, on_step)
     kept = _kept(trainer)
     found = measured(data, *trainer.measure())
     adapter = end_training(model, config, adapter_of)
@@ -113,22 +113,18 @@ def finetune(
 
 
 def _train(
-    trainer: Tuner,
-    folder: Path,
-    last: Path | None,
-    started: dict[str, object],
-    on_step: Callable[[TuneStep], None] | None,
+    trainer: Tuner, last: Path | None, started: dict[str, object], on_step: Callable[[TuneStep], None] | None
 ) -> None:
     """Train from the last checkpoint, if there is one, with the switches and states that the options ask for."""
-    config, model = trainer.tune, trainer.model
+    config, model, folder = trainer.tune, trainer.model, Path(str(trainer.args.output_dir))
     assert isinstance(model, PreTrainedModel)
-    interrupts = Interrupts()
-    trainer.add_callback(Hooks(trainer, interrupts, on_step))
+    hooks = Hooks(trainer, on_step)
+    trainer.add_callback(hooks)
     share = config.dropout
     if share is None and trainer.teacher is not None and not config.final_labels_weight:
         # A student that learns only from a teacher cannot overfit labels, and dropout moves it away from its teacher.
         share = 0.0
-    with interrupts, checkpointing(model, config.gradient_checkpointing), dropping(model, share):
+    with hooks.interrupts, checkpointing(model, config.gradient_checkpointing), dropping(model, share):
         try:
             if last is None and trainer.is_world_process_zero():
                 write_started(folder, started)

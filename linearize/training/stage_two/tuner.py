@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,12 +39,10 @@ from linearize.checkpoint.loading import quiet
 from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
+from linearize.training.stage_one.processes import Interrupts
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.rows import Chosen, Predictions, by_length
 from linearize.training.stage_two.task_types.base import TaskData
-
-if TYPE_CHECKING:
-    from linearize.training.stage_one.processes import Interrupts
 
 WEIGHTS = "model.safetensors"
 """The file of the weights in a checkpoint."""
@@ -166,22 +164,20 @@ class Tuner(Trainer):
             return self._selection_loss(model, inputs)
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        weight, hidden = self.label_weight(), self.tune.teacher_hidden_weight > 0
-        outputs, taught = self._outputs(model, inputs, labelled=weight > 0, hidden=hidden)
+        tune, label_weight = self.tune, self.label_weight()
+        weights = {"hidden": tune.teacher_hidden_weight, "logits": tune.teacher_logits_weight, "task": label_weight}
+        outputs, taught = self._outputs(model, inputs, labelled=label_weight > 0, hidden=weights["hidden"] > 0)
         parts = {}
-        if hidden:
+        if weights["hidden"]:
             mask = inputs.get("attention_mask")
             parts["hidden"] = hidden_state_loss(layer_states(outputs), layer_states(taught), mask)
-        if self.tune.teacher_logits_weight:
-            parts["logits"] = self.data.type.teacher_loss(outputs, taught, inputs, temperature=self.tune.temperature)
-        loss = sum(
-            (getattr(self.tune, f"teacher_{name}_weight") * part for name, part in parts.items()),
-            start=torch.zeros((), device=self.args.device),
-        )
-        if weight:
+        if weights["logits"]:
+            parts["logits"] = self.data.type.teacher_loss(outputs, taught, inputs, temperature=tune.temperature)
+        if weights["task"]:
             parts["task"] = self.data.type.label_loss(outputs, inputs)
-            loss = loss + weight * parts["task"]
+        loss = torch.zeros((), device=self.args.device)
         for name, part in parts.items():
+            loss = loss + weights[name] * part
             self._parts.setdefault(name, []).append(part.detach().float())
         return (loss, outputs) if return_outputs else loss
 
@@ -433,12 +429,14 @@ class Hooks(TrainerCallback):
 
     Args:
         trainer: the trainer of the run.
-        interrupts: entered while the trainer runs; it raises once the state is written completely.
         on_step: called after every step, or None.
+
+    Attributes:
+        interrupts: to be entered while the trainer runs; it raises once the state is written completely.
     """
 
-    def __init__(self, trainer: Tuner, interrupts: Interrupts, on_step: Callable[[TuneStep], None] | None) -> None:
-        self.trainer, self.interrupts, self.on_step = trainer, interrupts, on_step
+    def __init__(self, trainer: Tuner, on_step: Callable[[TuneStep], None] | None) -> None:
+        self.trainer, self.on_step, self.interrupts = trainer, on_step, Interrupts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Note the first step, which is a later one in a resumed run; keep the start of a run that is not resumed."""

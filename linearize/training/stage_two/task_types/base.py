@@ -213,6 +213,11 @@ def first_output(outputs: Any) -> Any:
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
+def class_numbers(names: Sequence[str]) -> dict[object, int]:
+    """Return the numbers of classes: by their names, and by the numbers themselves, of any type."""
+    return {name: number for number, name in enumerate(names)} | {number: number for number in range(len(names))}
+
+
 class ClassLabels(TaskType):
     """Rows that each have a class."""
 
@@ -229,7 +234,7 @@ class ClassLabels(TaskType):
         if names is None:
             # The classes are those of the whole table: a rare one may occur only in the rows to measure on.
             every = view.records.labels(range(len(view.records.sizes)))
-            numbers = [x for x in every if isinstance(x, int | float) and _whole(x) and 0 <= x < MOST_CLASSES]
+            numbers = [x for x in every if isinstance(x, int | float) and 0 <= x < MOST_CLASSES and x == int(x)]
             if odd := set(every).difference(numbers):
                 raise DataError(
                     f"task {name}: got the label {next(x for x in every if x in odd)!r} in column {column!r}, "
@@ -252,20 +257,15 @@ class ClassLabels(TaskType):
             DataError: if a label is not among the task's classes.
         """
         names = self.task.labels or ()
-        places = {name: number for number, name in enumerate(names)}
-        numbers = []
-        for label in (example.label for example in examples):
-            if isinstance(label, str):
-                number = places.get(label, -1)
-            else:
-                number = int(label) if label is not None and _whole(label) else -1
-            if not 0 <= number < len(names):
-                raise DataError(
-                    f"task {self.task.name}: got label {label!r}, expected one of its {len(names)} classes: "
-                    f"{', '.join(names[:20])}"
-                )
-            numbers.append(number)
-        return numbers
+        known = class_numbers(names)
+        labels = [example.label for example in examples]
+        unknown = [label for label in labels if label not in known]
+        if unknown:
+            raise DataError(
+                f"task {self.task.name}: got label {unknown[0]!r}, expected one of its {len(names)} classes: "
+                f"{', '.join(names[:20])}"
+            )
+        return [known[label] for label in labels]
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return predicted classes and true ones; predictions are logits [N, C] or classes [N]."""
@@ -307,7 +307,3 @@ class NumberLabels(TaskType):
     def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
         """Return the mean as the answer for all rows."""
         yield np.full((len(labels), 1), float(np.mean(labels)))
-
-
-def _whole(number: float) -> bool:
-    return math.isfinite(number) and number == int(number)

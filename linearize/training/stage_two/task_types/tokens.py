@@ -29,7 +29,7 @@ from linearize.training.stage_two.rows import (
     tokenise,
 )
 from linearize.training.stage_two.splits import Given, need_columns, open_splits
-from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, first_output
+from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, class_numbers, first_output
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -97,8 +97,7 @@ class TokenClassification(TaskType):
     def _rows(self, table: Dataset) -> list[Row]:
         words, label = self.task.columns[0], str(self.task.label)
         names = self.task.labels or ()
-        places: dict[str | int, int] = {name: number for number, name in enumerate(names)}
-        places |= {number: number for number in range(len(names))}
+        known = class_numbers(names)
         rows = []
         for texts, tags in zip(table[words], table[label], strict=True):
             if not isinstance(tags, list) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
@@ -106,7 +105,7 @@ class TokenClassification(TaskType):
                     f"task {self.task.name}: got {str(texts)[:60]!r} with {str(tags)[:60]!r}, expected a list of words "
                     f"in column {words!r} and a list of tags in {label!r}; repair the row"
                 )
-            unknown = [tag for tag in tags if tag not in places]
+            unknown = [tag for tag in tags if tag not in known]
             if unknown or len(tags) != len(texts):
                 problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
                 raise DataError(
@@ -117,7 +116,7 @@ class TokenClassification(TaskType):
             )
             owners = coded.word_ids()
             labels = [
-                IGNORED if owner is None or owner == before else places[tags[owner]]
+                IGNORED if owner is None or owner == before else known[tags[owner]]
                 for owner, before in zip(owners, [None, *owners], strict=False)
             ]
             rows.append({**{name: coded[name] for name in TOKEN_FIELDS if name in coded}, "labels": labels})
