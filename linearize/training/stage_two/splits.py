@@ -217,18 +217,20 @@ def _validation_split(task: Task, given: Given) -> str | None:
     return chosen
 
 
-def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
-    """Refuse a raw table that lacks a column, or whose column holds something else.
+def need_columns(tables: Splits, names: Sequence[str], origin: str, kind: str | None = None) -> None:
+    """Refuse raw tables that lack a column, or whose column holds something else.
 
     Raises:
         DataError: naming the existing columns.
     """
-    kinds = column_kinds(table)
-    missing = [name for name in names if name not in kinds]
-    if missing:
-        raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")
-    odd = [name for name in names if kind is not None and kinds[name] != kind]
-    if odd:
-        raise DataError(
-            f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; repair it or name another"
-        )
+    for kinds in map(column_kinds, (tables.train, tables.validation)):
+        missing = [name for name in names if name not in kinds]
+        if missing:
+            raise DataError(
+                f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}"
+            )
+        odd = [name for name in names if kind is not None and kinds[name] != kind]
+        if odd:
+            raise DataError(
+                f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; repair it or name another"
+            )

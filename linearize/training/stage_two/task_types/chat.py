@@ -41,6 +41,7 @@ class Chat(CausalType):
             )
         self.fast_tokenizer("chat", "which maps tokens to places in the text")
         splits = open_splits(self.task, given, self.options, raw=True)
+        need_columns(splits, self.task.columns, "chat")
         train, _, left_out = self._rows(splits.train)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too
@@ -51,7 +52,6 @@ class Chat(CausalType):
     def _rows(self, table: Dataset) -> tuple[list[Row], list[int], int]:
         """Return the rows, the lengths of the whole conversations, and how many have nothing to learn."""
         column, most = self.task.columns[0], self.options.max_length
-        need_columns(table, [column], "chat")
         rows, lengths, silent = [], [], 0
         for messages in table[column]:
             ids, spoken = encode(self.tokenizer, _checked(messages, column))

@@ -7,7 +7,7 @@ one token, so that every token but the very first is predicted once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -77,12 +77,14 @@ class LanguageType(TaskType):
     next_token = True
     most_tokens: ClassVar[int | None] = WINDOW
 
-    def read_tokens(self, given: Given, fit: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray, int, str]:
-        """Return training and validation texts, each as one row of tokens [N], the latter's word count, a description.
+    def read_tokens(self, given: Given, readings: int = 1) -> tuple[np.ndarray, np.ndarray, str]:
+        """Return training and validation texts, each as one row of tokens [N], and a description.
+
+        Without a length from the user (`auto_length`), rows are no longer than the tokens to measure on fill.
 
         Args:
             given: the data set.
-            fit: tokens to measure on -> the longest useful row, for options without a length (`auto_length`).
+            readings: how often every token stands in its row.
 
         Raises:
             DataError: if there is no text column.
@@ -90,14 +92,13 @@ class LanguageType(TaskType):
         splits = open_splits(self.task, given, self.options, raw=True)
         named = self.task.columns[0] if self.task.columns else None
         column = find_column(column_kinds(splits.train), named, "text", "text")
-        for table in (splits.train, splits.validation):
-            need_columns(table, [column], "text", kind="text")
+        need_columns(splits, [column], "text", kind="text")
         train, _ = tokens_of(splits.train, column, self.tokenizer)
-        valid, words = tokens_of(splits.validation, column, self.tokenizer)
+        valid, self.words = tokens_of(splits.validation, column, self.tokenizer)
         if self.options.auto_length:
-            length = fit(len(valid))
-            self.options = dataclasses.replace(self.options, max_length=min(self.options.max_length, length))
-        return train, valid, words, splits.description
+            most = min(self.options.max_length, readings * max(2, len(valid)))
+            self.options = dataclasses.replace(self.options, max_length=most)
+        return train, valid, splits.description
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the sum of the losses and the count of the tokens of each row [N]."""
@@ -132,7 +133,7 @@ class CausalLanguage(CausalType):
             DataError: if there is no text column or too little text for one window.
             ConfigError: if the stride does not fit.
         """
-        train, valid, self.words, description = self.read_tokens(given, lambda tokens: max(2, tokens))
+        train, valid, description = self.read_tokens(given)
         length = self.options.max_length
         _need_tokens(description, f"a window of {length}", min(length, 2), train, valid)
         stride = self.options.stride or length - 1
@@ -173,7 +174,7 @@ class MaskedLanguage(LanguageType):
             DataError: if there is no text column or too little text for one window.
             ConfigError: if the tokenizer has no mask token.
         """
-        train, valid, _, description = self.read_tokens(given, lambda tokens: max(2, tokens))
+        train, valid, description = self.read_tokens(given)
         options = self.options
         _need_tokens(description, f"a window of {options.max_length}", min(options.max_length, 2), train, valid)
         if self.tokenizer.mask_token_id is None:
@@ -290,7 +291,7 @@ class Copying(LanguageType):
             DataError: if there is no text column, or too little text for one passage.
             ConfigError: if `max_length` is below 4.
         """
-        train, valid, _, description = self.read_tokens(given, lambda tokens: max(4, 2 * tokens))
+        train, valid, description = self.read_tokens(given, readings=2)
         length = self.options.max_length // 2
         if length < 2:
             raise ConfigError(
@@ -340,6 +341,7 @@ class Recall(LanguageType):
             DataError: if a column is missing or a sequence does not fit the length.
         """
         splits = open_splits(self.task, given, self.options, raw=True)
+        need_columns(splits, ("text", "positions"), "recall")
         train, validation = self._rows(splits.train), self._rows(splits.validation)
         facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
@@ -364,7 +366,6 @@ class Recall(LanguageType):
         return most_frequent(labels)
 
     def _rows(self, table: Dataset) -> list[Row]:
-        need_columns(table, ("text", "positions"), "recall")
         most = self.options.max_length
         rows = []
         for text, positions in zip(table["text"], table["positions"], strict=True):

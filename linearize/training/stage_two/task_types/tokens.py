@@ -51,7 +51,7 @@ class TokenClassification(TaskType):
         self.fast_tokenizer("token classification", "which maps tokens to words")
         splits = open_splits(self.task, given, self.options, raw=True)
         words, label = self.task.columns[0], str(self.task.label)
-        need_columns(splits.train, (words, label), "token classification")
+        need_columns(splits, (words, label), "token classification")
         if self.task.labels is None:
             self.task = dataclasses.replace(self.task, labels=self._tag_names(splits.train, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
@@ -152,8 +152,8 @@ class QuestionAnswering(TaskType):
         splits = open_splits(self.task, given, self.options, raw=True)
         held = splits.validation
         question, context = self.task.columns
+        need_columns(splits, (question, context, str(self.task.label)), "question answering")
         for table in (held, splits.train):
-            need_columns(table, (question, context, str(self.task.label)), "question answering")
             for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
                 if not all(isinstance(text, str) for text in texts):
                     raise DataError(
