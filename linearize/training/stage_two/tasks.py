@@ -10,7 +10,7 @@ names, and a new metric a function in `metrics.METRICS`.
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -110,8 +110,7 @@ class Task:
     @property
     def type(self) -> type[Kind]:
         """The class that reads data for this type of task, a `TaskType`."""
-        module, _, name = self.kind.partition(":")
-        found: type[Kind] = getattr(importlib.import_module(f"{TYPES}.{module}"), name)
+        found: type[Kind] = pkgutil.resolve_name(f"{TYPES}.{self.kind}")
         return found
 
     @property
@@ -285,10 +284,9 @@ def task(
         raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
     if label is not None and known.label is None:
         raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
-    given = {"dataset": dataset, "columns": tuple(columns), "label": label, "labels": tuple(labels)}
-    changes: dict[str, object] = {name: value for name, value in given.items() if value not in (None, ())}
-    if score:
-        changes["score"] = tuple(score)
+    given: dict[str, object] = {"dataset": dataset, "label": label}
+    given |= {"columns": tuple(columns), "labels": tuple(labels), "score": tuple(score)}
+    changes = {name: value for name, value in given.items() if value not in (None, ())}
     if validation is not None:
         changes |= {"validation": (validation,), "exact_validation": True}
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
