@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -102,10 +102,8 @@ class AlignTrainer(Trainer):
         self.set_rates(step, self.steps, self.factor)
         for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
-        micro_batches = [
-            {name: value.to(self.device, non_blocking=True) for name, value in next(batches).items()}
-            for _ in range(self.config.gradient_accumulation)
-        ]
+        given = [next(batches) for _ in range(self.config.gradient_accumulation)]
+        micro_batches = send_to_device(given, self.device, non_blocking=True)
         sizes = [size_of(batch) for batch in micro_batches]
         tokens, rows = self.reduce(torch.tensor(sizes, dtype=torch.float64, device=self.device).sum(dim=0)).tolist()
         terms: dict[str, float] = {}
@@ -261,10 +259,7 @@ class _Run(Run):
         """Measure, train, measure again."""
         self.pair, self.objective = pair, Objective(pair, self.config)
         self.identify(pair.student)
-        held_out = [
-            {name: value.to(self.accelerator.device) for name, value in batch.items()}
-            for batch in self.data.holdout_batches()
-        ]
+        held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
         with frozen(pair.student):
             self.objective.measure_scales(held_out)
             before = measure(self.objective, held_out)

@@ -169,10 +169,8 @@ def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
 def label_options(task: Task, count: int) -> dict[str, object]:
     """Return the config values of a head with `count` outputs."""
     names = task.labels or tuple(f"LABEL_{number}" for number in range(count))
-    options: dict[str, object] = {
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
+    numbers = {name: number for number, name in enumerate(names)}
+    options: dict[str, object] = {"id2label": dict(enumerate(names)), "label2id": numbers}
     if task.head.name == "text-classification":
         options["problem_type"] = "regression" if task.type.numeric else "single_label_classification"
     return options

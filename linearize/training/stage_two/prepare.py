@@ -47,7 +47,7 @@ def prepare(
     if given == "":
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
     reads = cast("type[TaskType]", task.type)
-    return dataclasses.replace(reads(task, processor, options).prepare(located(task, given)), options=options)
+    return reads(task, processor, options).prepare(located(task, given))
 
 
 def check_extra_pairs(task: Task, options: DataOptions) -> None:

@@ -63,8 +63,8 @@ def save_model(
     target: str | Path,
     processor: Processor | None,
     *,
+    stage: Mapping[str, object],
     overwrite: bool = False,
-    stage: Mapping[str, object] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Save a softmax or converted model, completely or not at all.
@@ -73,31 +73,25 @@ def save_model(
         model: the model; it is moved to the CPU.
         target: folder to write.
         processor: tokenizer or image processor.
-        overwrite: whether an existing folder may be replaced.
         stage: additions to a converted model's provenance.
+        overwrite: whether an existing folder may be replaced.
         extra_files: more files, text or bytes by name; names may contain folders.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.
     """
     move(model, "cpu")
-    files = dict(extra_files or {})
     if is_linearized(model):
-        provenance = {**(model.config.linearize.get("provenance") or {}), **(stage or {})}
+        provenance = {**(model.config.linearize.get("provenance") or {}), **stage}
         with quiet():
             return save(
-                model,
-                target,
-                processor=processor,
-                overwrite=overwrite,
-                provenance=provenance or None,
-                extra_files=files,
+                model, target, processor=processor, overwrite=overwrite, provenance=provenance, extra_files=extra_files
             )
     with quiet(), atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder)
         if processor is not None:
             processor.save_pretrained(folder)
-        write_files(folder, files)
+        write_files(folder, extra_files or {})
     return Path(target)
 
 
@@ -111,9 +105,9 @@ def tuning_record(
         "columns": list(data.task.columns),
         "label_column": data.task.label,
         "split": data.task.validation[0] if data.task.exact_validation else None,
-        "seed": data.options.seed,
+        "seed": data.type.options.seed,
         "facts": data.facts,
-        "max_length": data.options.max_length,
+        "max_length": data.type.options.max_length,
         **{name: getattr(result, name) for name in ("metrics", "score", "interval", "chance")},
         "above_chance": above_chance(data.task, result.score, chance=result.chance, interval=result.interval),
         **{name: getattr(result, name) for name in ("steps", "best_step", "selection", "stopped")},
@@ -178,14 +172,11 @@ def remove_work(folder: Path, *, check_only: bool = False) -> None:
     Raises:
         CheckpointError: if the folder holds something else; nothing is removed then.
     """
-    remove_parts(
-        folder,
-        PARTS,
-        CALLED,
-        record=STARTED,
-        unmarked=lambda checkpoint: holds_only(checkpoint, TRAINERS),
-        check_only=check_only,
-    )
+    remove_parts(folder, PARTS, CALLED, record=STARTED, unmarked=_is_checkpoint, check_only=check_only)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return holds_only(folder, TRAINERS)
 
 
 def describe(
@@ -194,7 +185,8 @@ def describe(
     """Return the fingerprint of a tuning run, before its first step and before low-rank updates are added."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options |= {"task": data.task.name, "score": data.task.score}
-    options |= {f"data {name}": value for name, value in asdict(data.options).items() if name not in MEASURED_ONLY}
+    rows = asdict(data.type.options)
+    options |= {f"data {name}": value for name, value in rows.items() if name not in MEASURED_ONLY}
     if teacher is not None:
         options["teacher weights"] = weights_digest(teacher)
     return fingerprint(model=model, data=data, options=options)

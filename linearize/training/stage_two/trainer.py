@@ -227,7 +227,7 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
         ConfigError: if the task can only be measured, gradient checkpointing is wanted and not supported, or images
             should be grouped by length.
     """
-    if not data.type.trains:
+    if not data.type.trains or data.type.options.chunks:
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
             "`linearize align`, and measure it with `linearize evaluate`"

@@ -55,11 +55,6 @@ class TaskType(Kind):
         copied.padding_side = "right"
         return copied
 
-    @property
-    def trains(self) -> bool:
-        """Whether the rows can be trained on; texts in chunks can only be measured."""
-        return not self.options.chunks
-
     def prepare(self, given: Given) -> TaskData:
         """Read a data set.
 
@@ -169,7 +164,6 @@ class TaskData:
         facts: facts needed to read the metrics, such as the stride of a perplexity.
         selection: rows held out of the training rows, to choose the state to keep; None if not yet held out.
         extra: rows without a label (`IGNORED`, or NaN for a number) for a teacher to label: new pairs of the texts.
-        options: the user's options for the rows.
         chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
     """
 
@@ -180,7 +174,6 @@ class TaskData:
     facts: Facts = dataclasses.field(default_factory=dict)
     selection: RowSet | None = None
     extra: list[Row] | None = None
-    options: DataOptions = dataclasses.field(default_factory=DataOptions)
     chunkable: bool = False
 
     @property

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.rows import IGNORED, Row, row_facts
 from linearize.training.stage_two.splits import Given, need_columns, open_splits
@@ -113,15 +115,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
     return list(coded["input_ids"]), spoken
 
 
-def _written(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
-) -> str:
-    from jinja2 import TemplateError
-
+def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: bool) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except TemplateError as error:
         raise DataError(
             f"chat: the chat template refuses a conversation ({error}), expected roles that it supports; repair the row"

@@ -87,11 +87,7 @@ class EmbeddedPairs(Texts):
     """
 
     head = HEADS["feature-extraction"]
-
-    @property
-    def trains(self) -> bool:
-        """Whether the rows can be trained on: no, as there is no head to train."""
-        return False
+    trains = False
 
     def prepare(self, given: Given) -> TaskData:
         """Read rows of two texts and their labels.

@@ -139,14 +139,10 @@ class CausalLanguage(CausalType):
         stride = self.options.stride or length - 1
         if stride >= length:
             raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
-        starts, fresh = strided(len(valid), length, stride)
-        return TaskData(
-            self,
-            Windows(train, length),
-            Windows(valid, length, starts, fresh),
-            f"{description}; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}",
-            facts={"context": length, "stride": stride, "words": self.words},
-        )
+        validation = Windows(valid, length, *strided(len(valid), length, stride))
+        description += f"; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}"
+        facts = {"context": length, "stride": stride, "words": self.words}
+        return TaskData(self, Windows(train, length), validation, description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return windows [B, T]; a shorter last window is padded with labels that do not count."""
@@ -185,19 +181,12 @@ class MaskedLanguage(LanguageType):
             raise ConfigError(
                 f"data, max_length: got {options.max_length}, expected more than the {around} special tokens"
             )
-        held = Windows(valid, length, fixed=True)
-        return TaskData(
-            self,
-            Windows(train, length),
-            held,
-            f"{description}; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}",
-            facts={
-                "context": options.max_length,
-                "mask_share": options.mask_share,
-                # Windows do not overlap, and tokens that do not fill the last one are not measured.
-                "left_out_share": round(1 - min(1.0, len(held) * length / max(1, len(valid))), 4),
-            },
-        )
+        validation = Windows(valid, length, fixed=True)
+        description += f"; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}"
+        # Windows do not overlap, and tokens that do not fill the last one are not measured.
+        left_out = round(1 - min(1.0, len(validation) * length / max(1, len(valid))), 4)
+        facts = {"context": options.max_length, "mask_share": options.mask_share, "left_out_share": left_out}
+        return TaskData(self, Windows(train, length), validation, description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return rows with tokens replaced as in BERT: 80 % by the mask, 10 % by a random token, 10 % unchanged."""
@@ -298,13 +287,9 @@ class Copying(LanguageType):
                 f"data, max_length: got {self.options.max_length}, expected at least 4: each passage appears twice"
             )
         _need_tokens(description, f"a passage of {length}", length, train, valid)
-        return TaskData(
-            self,
-            Copies(train, length),
-            Copies(valid, length),
-            f"{description}; passages of {length:,} tokens, each twice",
-            facts={"context": 2 * length},
-        )
+        description += f"; passages of {length:,} tokens, each twice"
+        facts = {"context": 2 * length}
+        return TaskData(self, Copies(train, length), Copies(valid, length), description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return rows of both readings [B, T]."""

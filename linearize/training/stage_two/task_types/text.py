@@ -72,15 +72,10 @@ def read_chunks(read: Callable[..., Tensor], fields: Mapping[str, Tensor]) -> Te
     Returns:
         [chunks, C], fp32.
     """
-    fields = {name: field for name, field in fields.items() if name in TOKEN_FIELDS}
-    chunks, length = fields["input_ids"].shape
-    rows = max(1, TOKENS // length)
-    return torch.cat(
-        [
-            read(**{name: field[begin : begin + rows] for name, field in fields.items()}).float()
-            for begin in range(0, chunks, rows)
-        ]
-    )
+    names = [name for name in TOKEN_FIELDS if name in fields]
+    rows = max(1, TOKENS // fields["input_ids"].shape[1])
+    parts = zip(*(fields[name].split(rows) for name in names), strict=True)
+    return torch.cat([read(**dict(zip(names, part, strict=True))).float() for part in parts])
 
 
 def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
@@ -189,17 +184,12 @@ class _TextRows(Texts):
             )
         rows, facts = self.measured(*_columns(held))
         validation = self._labelled(rows, held)
+        train = self._labelled(self.checked(*_columns(examples)), examples)
         extra = self._new_pairs(examples) if self.options.extra_pairs else None
         note = f", {len(extra):,} new pairs" if extra else ""
-        return TaskData(
-            self,
-            self._labelled(self.checked(*_columns(examples)), examples),
-            validation,
-            splits.description + note,
-            facts=facts,
-            extra=extra,
-            chunkable=getattr(self.tokenizer, "is_fast", False) and not paired,
-        )
+        chunkable = getattr(self.tokenizer, "is_fast", False) and not paired
+        description = splits.description + note
+        return TaskData(self, train, validation, description, facts=facts, extra=extra, chunkable=chunkable)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return padded token fields, of chunks if the rows are read as chunks, and labels [B]."""
