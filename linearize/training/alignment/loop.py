@@ -8,7 +8,7 @@ output and logits, on unlabelled data. The student never ends up worse than it b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,8 +33,8 @@ from linearize.training.stage_one.states import RunState
 
 def trained_parameters(student: nn.Module, blocks: Mapping[str, str], train: str) -> dict[str, nn.Parameter]:
     """Return the trained weights by name: kernels always, others according to the option `train`."""
-    modules = {"attention": blocks.values(), "blocks": blocks.keys()}.get(train, ())
-    within = tuple(f"{name}." for name in modules)
+    modules: dict[str, Iterable[str]] = {"attention": blocks.values(), "blocks": blocks}
+    within = tuple(f"{name}." for name in modules.get(train, ()))
     return {
         name: parameter
         for name, parameter in student.named_parameters()

@@ -223,6 +223,19 @@ def check_started(folder: Path, now: Mapping[str, object]) -> None:
     check_same(saved, now)
 
 
+def resumed_from(folder: Path, now: Mapping[str, object]) -> Path | None:
+    """Return the checkpoint from which to resume a run; None if it has none.
+
+    Raises:
+        ConfigError: if the run was started with another model, other data or other options, naming the difference.
+        CheckpointError: if its record cannot be read.
+    """
+    last = last_checkpoint(folder)
+    if last is not None:
+        check_started(folder, now)
+    return last
+
+
 def last_checkpoint(folder: str | Path) -> Path | None:
     """Return the newest complete checkpoint of the trainer whose best checkpoint still exists.
 

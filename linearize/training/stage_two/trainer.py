@@ -29,14 +29,7 @@ from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.intervals import Measured, measured
 from linearize.training.stage_two.load import freeze
 from linearize.training.stage_two.prepare import hold_out
-from linearize.training.stage_two.save import (
-    TuneResult,
-    check_started,
-    describe,
-    finished,
-    last_checkpoint,
-    write_started,
-)
+from linearize.training.stage_two.save import TuneResult, describe, finished, resumed_from, write_started
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep
 from linearize.training.trackers import callbacks_for
@@ -96,9 +89,7 @@ def finetune(
         check_teacher(model, teacher)
         teacher = freeze(teacher, model)
     started = describe(model, data, config, teacher)
-    last = last_checkpoint(folder) if resume else None
-    if last is not None:
-        check_started(Path(folder), started)
+    last = resumed_from(Path(folder), started) if resume else None
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
     set_seed(config.seed)
     set_trained(model, config)

@@ -19,18 +19,8 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, Sampler
-from transformers import (
-    EarlyStoppingCallback,
-    EvalPrediction,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_callback import ExportableState
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, PrinterCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput

@@ -115,7 +115,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
     return list(coded["input_ids"]), spoken
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: bool) -> str:
+def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except TemplateError as error:

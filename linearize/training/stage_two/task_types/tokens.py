@@ -18,16 +18,7 @@ from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
-from linearize.training.stage_two.rows import (
-    IGNORED,
-    TOKEN_FIELDS,
-    Facts,
-    Logits,
-    Predictions,
-    Row,
-    row_facts,
-    tokenise,
-)
+from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Logits, Predictions, Row, row_facts, tokenise
 from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, class_numbers, first_output
 
@@ -169,7 +160,7 @@ class QuestionAnswering(TaskType):
         self.measured = validation
         self.texts = list(held[context])
         self.answers = [entry["text"] for entry in held[str(self.task.label)]]
-        facts: Facts = row_facts(lengths, self.options)
+        facts = row_facts(lengths, self.options)
         # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
         facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
         facts["split_share"] = round(float(np.mean(np.array(lengths) > self.options.max_length)), 4)
