@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
@@ -14,6 +15,8 @@ WEIGHTS = ("hidden_weight", "pooled_weight", "logits_weight")
 BLOCKWISE, END_TO_END = "blockwise", "end to end"
 SMALLEST = 1e-6
 """Smallest temperature or gradient norm: losses are divided by them."""
+amount = partial(option, low=0, high=LARGEST)
+"""Declares a rate or a weight: anything larger is a mistake."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,17 @@ class AlignConfig(RunConfig):
         choices=TRAINED,
         metavar="WHAT",
     )
-    learning_rate: float = option(
-        2e-4, "peak learning rate of the weights that came from the original", low=0, high=LARGEST
-    )
-    kernel_learning_rate: float = option(1e-3, "peak learning rate of the kernels", low=0, high=LARGEST)
-    hidden_weight: float = option(1.0, "weight of the hidden states' error", low=0, high=LARGEST)
-    pooled_weight: float = option(1.0, "weight of the pooled output's distance (1 - cosine)", low=0, high=LARGEST)
+    learning_rate: float = amount(2e-4, "peak learning rate of the weights that came from the original")
+    kernel_learning_rate: float = amount(1e-3, "peak learning rate of the kernels")
+    hidden_weight: float = amount(1.0, "weight of the hidden states' error")
+    pooled_weight: float = amount(1.0, "weight of the pooled output's distance (1 - cosine)")
     pooling: str = option(
         "mean", "pooled output: the mean over tokens, or the first token's state", choices=POOLINGS, metavar="HOW"
     )
-    logits_weight: float = option(
-        1.0, "weight of the logits' divergence, where the model has a head", low=0, high=LARGEST
-    )
+    logits_weight: float = amount(1.0, "weight of the logits' divergence, where the model has a head")
     temperature: float = option(1.0, "temperature of the logits' divergence", low=SMALLEST, high=LARGEST)
     lora_rank: int = option(8, "rank of the low-rank updates with train=lora", low=1)
-    weight_decay: float = option(0.0, "AdamW's weight decay", low=0, high=LARGEST)
+    weight_decay: float = amount(0.0, "AdamW's weight decay")
     warmup: float = option(
         0.05, "share of a phase's steps in which the rate rises; it then falls as a cosine", low=0, high=1
     )

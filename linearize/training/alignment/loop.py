@@ -68,12 +68,12 @@ class AlignTrainer(Trainer):
     def __init__(
         self,
         objective: Objective,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: dict[str, nn.Parameter],
         accelerator: Accelerator,
         phase: str,
         steps: int,
     ) -> None:
-        self.objective, self.parameters, self.config = objective, dict(parameters), objective.config
+        self.objective, self.parameters, self.config = objective, parameters, objective.config
         self.accelerator, self.phase, self.steps = accelerator, phase, steps
         self.device = accelerator.device
         self.factor = 1.0

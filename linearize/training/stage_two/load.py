@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config
-from linearize.checkpoint.ownership import check_links
+from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
-from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.encode import copy_tokenizer
 from linearize.modeling.model import is_linearized
 from linearize.training.alignment.pair import check_teacher
@@ -35,22 +34,14 @@ RECORD = "finetuning.json"
 """The file of a tuned checkpoint that records what it was tuned for, and how."""
 
 
-def read_record(name: str | Path) -> dict[str, object] | None:
-    """Return a folder's record of how it was tuned; None if it has none.
+def recorded(name: str | Path) -> dict[str, Any]:
+    """Return a folder's record of how it was tuned; {} if it has none that can be read.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not a JSON object.
         CheckpointError: if a link leads out of the folder.
     """
     check_links(name)
-    file = Path(name).expanduser() / RECORD
-    if not file.is_file():
-        return None
-    record = read_json(file, MOST_TEXT)
-    if not isinstance(record, dict):
-        raise ValueError("not a mapping")
-    return record
+    return read_mapping(Path(name).expanduser() / RECORD)
 
 
 def load_for_task(
@@ -219,10 +210,7 @@ def usual_length(name: str, most: int = 128) -> int:
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
     """
-    try:
-        tuned = (read_record(name) or {}).get("max_length")
-    except (OSError, ValueError):
-        tuned = None
+    tuned = recorded(name).get("max_length")
     return tuned if type(tuned) is int and tuned > 1 else min(most, length_limit(name) or most)
 
 
@@ -370,13 +358,10 @@ def check_tuned(name: str, data: TaskData) -> None:
             f"--task {task.name}"
         )
     check_trained(name, task)
-    try:
-        record = read_record(name)
-        tuned_for = task.name if record is None else str(record["task"])
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{str(Path(name).expanduser() / RECORD)!r} cannot be read ({type(error).__name__}); tune the teacher again"
-        ) from None
+    record, file = recorded(name), Path(name).expanduser() / RECORD
+    if file.is_file() and "task" not in record:
+        raise CheckpointError(f"{str(file)!r} cannot be read as the record of a tuning; tune the teacher again")
+    tuned_for = record.get("task", task.name)
     if tuned_for != task.name:
         raise ConfigError(
             f"{called}: got a model tuned for task {tuned_for}, expected one tuned for {task.name}; tune it first: "

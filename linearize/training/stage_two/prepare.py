@@ -62,10 +62,8 @@ def check_extra_pairs(task: Task, options: DataOptions) -> None:
         )
 
 
-def selection_size(rows: int, asked: int | None = None) -> int:
-    """Return how many of `rows` training rows are held out: `asked`, or by `SHARE` and its bounds."""
-    if asked is not None:
-        return asked
+def selection_size(rows: int) -> int:
+    """Return how many of `rows` training rows are held out unless the user says so: by `SHARE` and its bounds."""
     return max(1, min(MOST, max(round(SHARE * rows), min(FEWEST, int(LARGEST_SHARE * rows)))))
 
 
@@ -87,7 +85,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
     if data.selection is not None or rows == 0:
         return data
     total = len(data.train)
-    count = selection_size(total, rows)
+    count = selection_size(total) if rows is None else rows
     if count >= total:
         raise DataError(
             f"{data.description}: got {total} rows to train on and {count} to choose the kept state on, expected more "

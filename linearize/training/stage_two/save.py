@@ -25,7 +25,7 @@ from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
 from linearize.training.stage_two.intervals import Measured
-from linearize.training.stage_two.load import RECORD, read_record
+from linearize.training.stage_two.load import RECORD, recorded
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tasks import above_chance
 
@@ -120,11 +120,8 @@ def tuning_record(
 
 def original_result(teacher: str | Path, task: str) -> dict[str, object] | None:
     """Return the original's result on a task from its own record; None if it has no record of that task."""
-    try:
-        record = read_record(teacher)
-    except (OSError, ValueError):
-        return None
-    if record is None or record.get("task") != task:
+    record = recorded(teacher)
+    if record.get("task") != task:
         return None
     return {name: record.get(name) for name in ("score", "metrics", "max_length")}
 

@@ -86,7 +86,7 @@ class TokenClassification(TaskType):
         return tuple(str(number) for number in range(int(max(tags_found)) + 1))
 
     def _rows(self, table: Dataset) -> list[Row]:
-        words, label = self.task.columns[0], str(self.task.label)
+        words, label, most = self.task.columns[0], str(self.task.label), self.options.max_length
         names = self.task.labels or ()
         known = class_numbers(names)
         rows = []
@@ -102,9 +102,7 @@ class TokenClassification(TaskType):
                 raise DataError(
                     f"task {self.task.name}: got {problem}, expected one of {', '.join(names)} for every word"
                 )
-            coded = self.tokenizer(
-                list(texts), is_split_into_words=True, truncation=True, max_length=self.options.max_length
-            )
+            coded = self.tokenizer(list(texts), is_split_into_words=True, truncation=True, max_length=most)
             owners = coded.word_ids()
             labels = [
                 IGNORED if owner is None or owner == before else known[tags[owner]]
