@@ -39,9 +39,7 @@ def check_names(value: str, known: Collection[str], installed: Collection[str]) 
         if name not in known:
             raise unknown_name("report_to", name, [NONE, *known])
         if name not in installed:
-            raise ConfigError(
-                f"report_to: got {name}, but it is not installed; pip install {name}, or leave the option out"
-            )
+            raise ConfigError(f"report_to: got {name}, but it is not installed; pip install {name}, or leave it out")
     return tuple(names)
 
 

@@ -15,7 +15,7 @@ WEIGHTS = ("hidden_weight", "pooled_weight", "logits_weight")
 BLOCKWISE, END_TO_END = "blockwise", "end to end"
 SMALLEST = 1e-6
 """Smallest temperature or gradient norm: losses are divided by them."""
-amount = partial(option, low=0, high=LARGEST)
+_amount = partial(option, low=0, high=LARGEST)
 """Declares a rate or a weight: anything larger is a mistake."""
 
 
@@ -28,29 +28,25 @@ class AlignConfig(RunConfig):
     """
 
     steps: int = option(400, "optimizer steps, blockwise ones included; 0 skips the alignment", low=0)
-    blockwise: float = option(
-        0.25, "share of the steps in which each block is aligned under the teacher's inputs", low=0, high=1
-    )
+    blockwise: float = option(0.25, "share of steps that align each block under the teacher's inputs", low=0, high=1)
     train: str = option(
         "blocks",
         "what is trained: kernels, attention, blocks, or lora (on the attention)",
         choices=TRAINED,
         metavar="WHAT",
     )
-    learning_rate: float = amount(2e-4, "peak learning rate of the weights that came from the original")
-    kernel_learning_rate: float = amount(1e-3, "peak learning rate of the kernels")
-    hidden_weight: float = amount(1.0, "weight of the hidden states' error")
-    pooled_weight: float = amount(1.0, "weight of the pooled output's distance (1 - cosine)")
+    learning_rate: float = _amount(2e-4, "peak learning rate of the weights that came from the original")
+    kernel_learning_rate: float = _amount(1e-3, "peak learning rate of the kernels")
+    hidden_weight: float = _amount(1.0, "weight of the hidden states' error")
+    pooled_weight: float = _amount(1.0, "weight of the pooled output's distance (1 - cosine)")
     pooling: str = option(
         "mean", "pooled output: the mean over tokens, or the first token's state", choices=POOLINGS, metavar="HOW"
     )
-    logits_weight: float = amount(1.0, "weight of the logits' divergence, where the model has a head")
+    logits_weight: float = _amount(1.0, "weight of the logits' divergence, where the model has a head")
     temperature: float = option(1.0, "temperature of the logits' divergence", low=SMALLEST, high=LARGEST)
     lora_rank: int = option(8, "rank of the low-rank updates with train=lora", low=1)
-    weight_decay: float = amount(0.0, "AdamW's weight decay")
-    warmup: float = option(
-        0.05, "share of a phase's steps in which the rate rises; it then falls as a cosine", low=0, high=1
-    )
+    weight_decay: float = _amount(0.0, "AdamW's weight decay")
+    warmup: float = option(0.05, "share of a phase in which the rate rises; it then falls as a cosine", low=0, high=1)
     max_grad_norm: float = option(1.0, "gradient clipping", low=SMALLEST, high=LARGEST)
     eval_every: int = option(50, "steps between evaluations on held-out data", low=1)
     patience: int = option(

@@ -203,8 +203,7 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     labels, others = (list((model.config.id2label or {}).values()) for model in (student, teacher))
     if _has_head(student) and "Classification" in kind and labels != others:
         raise ConfigError(
-            f"teacher: got the labels {others[:5]}, but the student has {labels[:5]}; "
-            "give a teacher with the same label set"
+            f"teacher: got the labels {others[:5]}, the student has {labels[:5]}; give a teacher with the same labels"
         )
 
 

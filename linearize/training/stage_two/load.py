@@ -378,13 +378,9 @@ def check_processor(name: str, teacher: Any, student: Any) -> None:
     called = f"teacher {Path(name).name!r}"
     if hasattr(student, "get_vocab"):
         if teacher.get_vocab() != student.get_vocab() or teacher(PROBE)["input_ids"] != student(PROBE)["input_ids"]:
-            raise ConfigError(
-                f"{called}: got another tokenizer than the student's, expected the same; use its original"
-            )
+            raise ConfigError(f"{called}: got another tokenizer than the student, expected the same; use its original")
         return
     for key in ("size", "crop_size", "image_mean", "image_std", "rescale_factor", "do_normalize", "do_resize"):
         got, expected = getattr(teacher, key, None), getattr(student, key, None)
         if got != expected:
-            raise ConfigError(
-                f"{called}: got images with {key} {got}, expected the student's {expected}; use its original"
-            )
+            raise ConfigError(f"{called}: got {key} {got}, expected the student's {expected}; use its original")

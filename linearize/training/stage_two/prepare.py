@@ -57,9 +57,7 @@ def check_extra_pairs(task: Task, options: DataOptions) -> None:
         ConfigError: naming the option.
     """
     if options.extra_pairs and not task.type.row_labels:
-        raise ConfigError(
-            f"data, extra_pairs: got {options.extra_pairs!r}, but task {task.name} reads no pairs; drop it"
-        )
+        raise ConfigError(f"data, extra_pairs: got {options.extra_pairs}, but task {task.name} reads no pairs; drop it")
 
 
 def selection_size(rows: int) -> int:

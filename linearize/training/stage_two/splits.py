@@ -149,9 +149,7 @@ def _holds_data(root: Path) -> bool:
     try:
         return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
     except OSError as error:
-        raise DataError(
-            f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one; check it"
-        ) from error
+        raise DataError(f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one") from error
 
 
 def raw_table(given: Given, split: str) -> Dataset:
@@ -224,13 +222,8 @@ def need_columns(tables: Splits, names: Sequence[str], origin: str, kind: str | 
         DataError: naming the existing columns.
     """
     for kinds in map(column_kinds, (tables.train, tables.validation)):
-        missing = [name for name in names if name not in kinds]
-        if missing:
-            raise DataError(
-                f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}"
-            )
-        odd = [name for name in names if kind is not None and kinds[name] != kind]
-        if odd:
-            raise DataError(
-                f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; repair it or name another"
-            )
+        for name in names:
+            if name not in kinds:
+                raise DataError(f"{origin}: got no column {name!r}, expected it among its columns: {', '.join(kinds)}")
+            if kind not in (None, kinds[name]):
+                raise DataError(f"{origin}: got {kinds[name]} in column {name!r}, expected {kind}; name another column")

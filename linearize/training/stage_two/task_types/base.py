@@ -141,6 +141,11 @@ class TaskType(Kind):
             mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
         return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)
 
+    def fit_length(self, most: int) -> None:
+        """Lower the length of rows to `most` tokens if the user gave none (`auto_length`)."""
+        if self.options.auto_length and most < self.options.max_length:
+            self.options = dataclasses.replace(self.options, max_length=most)
+
     def fast_tokenizer(self, what: str, knows: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 

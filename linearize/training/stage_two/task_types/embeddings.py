@@ -146,9 +146,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
         """
         examples = view.fetch(range(len(view)))
         if any(example.pair is None for example in examples):
-            raise DataError(
-                f"task {self.task.name}: got rows with one text, expected two; name both columns (--columns A,B)"
-            )
+            raise DataError(f"task {self.task.name}: got rows with one text, expected two; name both (--columns A,B)")
         return [e.value for e in examples], [str(e.pair) for e in examples], self.numbered(examples)
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
@@ -179,8 +177,7 @@ class Retrieval(EmbeddedPairs):
         splits = open_splits(self.task, given, self.options)
         if len(splits.validation) < 2:
             raise DataError(
-                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to "
-                "search; add rows"
+                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several; add rows"
             )
         what = "halves of the texts of" if len(self.task.columns) < 2 else "questions and texts of"
         return self.rows(splits, f"{what} {splits.description}")
@@ -212,9 +209,7 @@ class Retrieval(EmbeddedPairs):
         """Return the rank [N] of each row's second text by whole texts, and by the best part: [N, 1 + P, 2, D]."""
         embeddings = np.asarray(first_output(predictions))
         first, second = embeddings[:, :, 0], embeddings[:, :, 1]
-        parts = (
-            np.where((side == IGNORED).all(axis=-1, keepdims=True), np.nan, side)[:, 1:] for side in (first, second)
-        )
+        parts = (np.where((side == IGNORED).all(-1, keepdims=True), np.nan, side)[:, 1:] for side in (first, second))
         return ranks(first[:, 0], second[:, 0]), part_ranks(*parts)
 
     def chance_metrics(self, labels: Predictions) -> list[dict[str, float]]:

@@ -6,7 +6,6 @@ one token, so that every token but the very first is predicted once.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -95,9 +94,7 @@ class LanguageType(TaskType):
         need_columns(splits, [column], "text", kind="text")
         train, _ = tokens_of(splits.train, column, self.tokenizer)
         valid, self.words = tokens_of(splits.validation, column, self.tokenizer)
-        if self.options.auto_length:
-            most = min(self.options.max_length, readings * max(2, len(valid)))
-            self.options = dataclasses.replace(self.options, max_length=most)
+        self.fit_length(readings * max(2, len(valid)))
         return train, valid, splits.description
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
@@ -178,9 +175,7 @@ class MaskedLanguage(LanguageType):
         around = sum(token is not None for token in (self.tokenizer.cls_token_id, self.tokenizer.sep_token_id))
         length = options.max_length - around
         if length < 1:
-            raise ConfigError(
-                f"data, max_length: got {options.max_length}, expected more than the {around} special tokens"
-            )
+            raise ConfigError(f"data, max_length: got {options.max_length}, expected more than {around} special tokens")
         validation = Windows(valid, length, fixed=True)
         description += f"; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}"
         # Windows do not overlap, and tokens that do not fill the last one are not measured.
@@ -356,9 +351,7 @@ class Recall(LanguageType):
         for text, positions in zip(table["text"], table["positions"], strict=True):
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) > most:
-                raise DataError(
-                    f"recall: got a sequence of {len(ids)} tokens, expected at most {most}; raise max_length"
-                )
+                raise DataError(f"recall: got a row of {len(ids)} tokens, expected at most {most}; raise max_length")
             labels = torch.full((len(ids),), IGNORED)
             labels[positions] = torch.tensor(ids)[positions]
             rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels.tolist()})

@@ -179,9 +179,7 @@ class _TextRows(Texts):
         held = splits.validation.fetch(range(len(splits.validation)))
         paired = any(example.pair is not None for example in held)
         if self.options.chunks and paired:
-            raise ConfigError(
-                f"chunks: task {self.task.name} reads pairs of texts, expected one text a row; drop --chunks"
-            )
+            raise ConfigError(f"chunks: task {self.task.name} reads pairs of texts, expected one a row; drop --chunks")
         rows, facts = self.measured(*_columns(held))
         validation = self._labelled(rows, held)
         train = self._labelled(self.checked(*_columns(examples)), examples)

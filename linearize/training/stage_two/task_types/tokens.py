@@ -99,9 +99,7 @@ class TokenClassification(TaskType):
             unknown = [tag for tag in tags if tag not in known]
             if unknown or len(tags) != len(texts):
                 problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
-                raise DataError(
-                    f"task {self.task.name}: got {problem}, expected one of {', '.join(names)} for every word"
-                )
+                raise DataError(f"task {self.task.name}: got {problem}, expected one of {', '.join(names)} per word")
             coded = self.tokenizer(list(texts), is_split_into_words=True, truncation=True, max_length=most)
             owners = coded.word_ids()
             labels = [
@@ -143,17 +141,15 @@ class QuestionAnswering(TaskType):
         question, context = self.task.columns
         need_columns(splits, (question, context, str(self.task.label)), "question answering")
         for table in (held, splits.train):
-            for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
+            for row, texts in enumerate(zip(table[question], table[context], strict=True)):
                 if not all(isinstance(text, str) for text in texts):
                     raise DataError(
-                        f"question answering: got row {owner} without {question} or {context}, expected both texts"
+                        f"question answering: got row {row} without {question} or {context}, expected both texts"
                     )
         whole = tokenise(self.tokenizer, held[question], held[context])
         lengths = [len(row["input_ids"]) for row in whole]
-        if self.options.auto_length:
-            # Rows are padded to this length.
-            most = min(self.options.max_length, max(lengths, default=2))
-            self.options = dataclasses.replace(self.options, max_length=most)
+        # Rows are padded to this length.
+        self.fit_length(max(lengths, default=2))
         validation = self._rows(held)
         self.measured = validation
         self.texts = list(held[context])
