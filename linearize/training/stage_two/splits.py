@@ -173,10 +173,9 @@ def raw_table(given: Given, split: str) -> Dataset:
 
 def _view(task: Task, given: Given, split: str) -> View:
     """Open a split with the task's columns."""
-    first, second = (*task.columns, None, None)[:2]
-    if task.modality == "image":
-        # The column of an image data set differs between Hub and folder; it is found by its type.
-        first = second = None
+    # The column of an image data set differs between Hub and folder; it is found by its type.
+    columns = task.columns if task.modality == "text" else ()
+    first, second = (*columns, None, None)[:2]
     config = DataConfig(split=split, text_column=first, text_pair_column=second)
     if isinstance(given, str):
         records, _ = open_records(given, config, task.modality, label=task.label)

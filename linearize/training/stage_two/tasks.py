@@ -201,10 +201,7 @@ _ALL = (
     ),
     _language("masked-lm", "language:MaskedLanguage", "predict masked tokens"),
     _language(
-        "causal-lm",
-        "language:CausalLanguage",
-        "next token; perplexity over windows with a stated stride",
-        folders=_CORPORA,
+        "causal-lm", "language:CausalLanguage", "next token; perplexity over windows with a stride", folders=_CORPORA
     ),
     Task(
         "copying",

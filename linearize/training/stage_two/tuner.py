@@ -265,10 +265,8 @@ class Tuner(Trainer):
     def restore(self, checkpoint: Path) -> None:
         """Load the kept weights and the state of a run that had ended."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        if self.state.best_model_checkpoint is None:
-            self._load_from_checkpoint(str(checkpoint))
-        else:
-            self._load_best_model()
+        self.state.best_model_checkpoint = self.state.best_model_checkpoint or str(checkpoint)
+        self._load_best_model()
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
