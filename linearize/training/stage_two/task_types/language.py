@@ -6,7 +6,6 @@ one token, so that every token but the very first is predicted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from linearize.training.stage_two.metrics import PositionLoss, losses_by_positio
 from linearize.training.stage_two.rows import IGNORED, Logits, Predictions, Row, pad_with_labels, row_facts, stable_seed
 from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import TaskData, TaskType, first_output
-from linearize.training.stage_two.task_types.tokens import most_frequent
+from linearize.training.stage_two.task_types.tokens import TokenLabels
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -306,7 +305,7 @@ class Copying(LanguageType):
         return (np.asarray(predictions),)
 
 
-class Recall(LanguageType):
+class Recall(TokenLabels, LanguageType):
     """Predict chosen tokens of a sequence from the tokens before them (associative recall and similar tasks).
 
     A raw table with the columns `text` (tokens between blanks) and `positions` (which tokens are answers).
@@ -326,11 +325,6 @@ class Recall(LanguageType):
         facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
-    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
-        """Return the predicted tokens [B, T]."""
-        guesses: Tensor = first_output(logits).argmax(dim=-1)
-        return guesses
-
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the predicted token of each place and the true one [N, T - 1]."""
         return np.asarray(predictions)[:, :-1], np.asarray(labels)[:, 1:]
@@ -340,10 +334,6 @@ class Recall(LanguageType):
         guesses, answers = units
         asked = answers != IGNORED
         return super().metrics(guesses[asked], answers[asked])
-
-    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
-        """Return the most frequent answer."""
-        return most_frequent(labels)
 
     def _rows(self, table: Dataset) -> list[Row]:
         most = self.options.max_length

@@ -24,8 +24,6 @@ from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabe
 
 CHUNKS = "chunks"
 """The field of a row that holds a text's chunks."""
-OWNERS = "owners"
-"""The field of a batch of chunks that says which text each belongs to, long [chunks]."""
 TOKENS = 16_384
 """Tokens, padding included, that are read at a time."""
 
@@ -59,7 +57,7 @@ def pad_chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]
     """Return the chunks of texts as one batch: token fields [chunks, T], and `owners` [chunks]."""
     fields = pad(tokenizer, [chunk for chunks in texts for chunk in chunks])
     owners = [number for number, chunks in enumerate(texts) for _ in chunks]
-    return {**fields, OWNERS: torch.tensor(owners)}
+    return {**fields, "owners": torch.tensor(owners)}
 
 
 def read_chunks(read: Callable[..., Tensor], fields: Mapping[str, Tensor]) -> Tensor:

@@ -27,7 +27,22 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding
 
 
-class TokenClassification(TaskType):
+class TokenLabels(TaskType):
+    """Rows in which tokens have labels, `IGNORED` at all others; the prediction is the most likely label."""
+
+    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
+        """Return the predicted labels [B, T] of logits [B, T, C]."""
+        guesses: Tensor = first_output(logits).argmax(dim=-1)
+        return guesses
+
+    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
+        """Return the most frequent label as the answer everywhere; none if no token has a label."""
+        labels = np.asarray(labels)
+        known = labels[labels != IGNORED]
+        return (np.full_like(labels, np.bincount(known).argmax()),) if len(known) else ()
+
+
+class TokenClassification(TokenLabels):
     """Words that each have a tag."""
 
     head = HEADS["token-classification"]
@@ -50,11 +65,6 @@ class TokenClassification(TaskType):
         facts = row_facts([len(ids) for ids in whole["input_ids"]], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
-    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
-        """Return the predicted tags [B, T] of logits [B, T, C]."""
-        tags: Tensor = first_output(logits).argmax(dim=-1)
-        return tags
-
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return each row's `entity_counts` [N, 5], from tags and labels [N, T]."""
         names = self.task.labels or ()
@@ -62,10 +72,6 @@ class TokenClassification(TaskType):
         for guess, answer in zip(np.asarray(predictions), np.asarray(labels), strict=True):
             counts.append(entity_counts(*([names[i] for i in side[answer != IGNORED]] for side in (guess, answer))))
         return (np.array(counts),)
-
-    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
-        """Return the most frequent tag as the answer for all words."""
-        return most_frequent(labels)
 
     def _tag_names(self, table: Dataset, label: str) -> tuple[str, ...]:
         """Return the tags in the order of their numbers: the column's, or those that occur."""
@@ -108,13 +114,6 @@ class TokenClassification(TaskType):
             ]
             rows.append({**{name: coded[name] for name in TOKEN_FIELDS if name in coded}, "labels": labels})
         return rows
-
-
-def most_frequent(labels: Predictions) -> Iterable[np.ndarray]:
-    """Return one answer: the most frequent token label everywhere; empty if no token has a label."""
-    labels = np.asarray(labels)
-    known = labels[labels != IGNORED]
-    return (np.full_like(labels, np.bincount(known).argmax()),) if len(known) else ()
 
 
 BEST, LONGEST = 20, 30
