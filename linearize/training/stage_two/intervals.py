@@ -10,6 +10,7 @@ import numpy as np
 from linearize.training.stage_two.metrics import PositionLoss
 from linearize.training.stage_two.rows import Predictions
 from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.stage_two.tasks import Interval
 
 RESAMPLES = 10_000
 """With 500 the ends of an interval moved by up to 2 points with the seed."""
@@ -37,7 +38,7 @@ class Score:
     resampled: np.ndarray
 
     @property
-    def interval(self) -> tuple[float, float]:
+    def interval(self) -> Interval:
         """The 95 % percentile bootstrap interval (Efron 1979) of the score."""
         return percentiles(self.resampled)
 
@@ -107,7 +108,7 @@ def resampled_metrics(
     return [data.type.metrics(*(unit[drawn] for unit in units)) for drawn in draws]
 
 
-def percentiles(scores: np.ndarray) -> tuple[float, float]:
+def percentiles(scores: np.ndarray) -> Interval:
     """Return the ends of the 95 % interval of resampled scores [R]."""
     low, high = np.quantile(scores, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

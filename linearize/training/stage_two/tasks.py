@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from linearize.core.heads import Head, Modality
 
 TYPES = "linearize.training.stage_two.task_types"
+Interval = tuple[float, float]
+"""The ends of a score's interval."""
 
 
 class Kind:
@@ -292,12 +294,7 @@ def task(
 
 
 def recovery(
-    chosen: Task,
-    score: float,
-    original: float,
-    *,
-    chance: float | None = None,
-    interval: tuple[float, float] | None = None,
+    chosen: Task, score: float, original: float, *, chance: float | None = None, interval: Interval | None = None
 ) -> float | None:
     """Return what share of the original's score above chance is recovered, in percent.
 
@@ -320,9 +317,7 @@ def recovery(
     return 100.0 * (score - floor) / (original - floor)
 
 
-def above_chance(
-    chosen: Task, score: float, *, chance: float | None, interval: tuple[float, float] | None = None
-) -> bool:
+def above_chance(chosen: Task, score: float, *, chance: float | None, interval: Interval | None = None) -> bool:
     """Tell whether a score, with its whole interval if it has one, beats guessing; True if `chance` is None."""
     if chance is None:
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,15 +113,13 @@ class TaskType(Kind):
         return ()
 
     @classmethod
-    def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss on a batch's labels: the model's own."""
         loss: Tensor = outputs.loss
         return loss
 
     @classmethod
-    def teacher_loss(
-        cls, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
-    ) -> Tensor:
+    def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
         """Return how far a model's outputs are from the teacher's on a batch.
 
         Args:

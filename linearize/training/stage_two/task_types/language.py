@@ -39,22 +39,18 @@ class Windows:
     Args:
         tokens: [N] int32.
         length: tokens per window.
-        starts: [W] first token of each window; None for windows that do not overlap.
-        fresh: [W] place in the whole row of the first token that a window predicts; None if it predicts all.
+        cuts: the first token of each window, and the first that it predicts, as places in the whole row [W] each
+            (`strided`); None for windows that do not overlap and predict all their tokens.
         fixed: whether masks are the same each time.
     """
 
     def __init__(
-        self,
-        tokens: np.ndarray,
-        length: int,
-        starts: np.ndarray | None = None,
-        fresh: np.ndarray | None = None,
-        fixed: bool = False,
+        self, tokens: np.ndarray, length: int, cuts: tuple[np.ndarray, np.ndarray] | None = None, fixed: bool = False
     ) -> None:
-        self.tokens, self.length, self.fresh, self.fixed = tokens, length, fresh, fixed
-        # Without starts: full windows, or a single short window if the row is too short.
-        self.starts = np.arange(0, max(1, len(tokens) - length + 1), length) if starts is None else starts
+        self.tokens, self.length, self.fixed = tokens, length, fixed
+        # Without cuts: full windows, or a single short window if the row is too short.
+        begins = np.arange(0, max(1, len(tokens) - length + 1), length)
+        self.starts, self.fresh = (begins, begins) if cuts is None else cuts
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -63,8 +59,7 @@ class Windows:
         start = int(self.starts[place])
         ids = self.tokens[start : start + self.length].astype(np.int64)
         labels = ids.copy()
-        if self.fresh is not None:
-            labels[: int(self.fresh[place]) - start] = IGNORED
+        labels[: int(self.fresh[place]) - start] = IGNORED
         return {"input_ids": ids, "labels": labels, "fixed": self.fixed}
 
 
@@ -135,7 +130,7 @@ class CausalLanguage(CausalType):
         stride = self.options.stride or length - 1
         if stride >= length:
             raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
-        validation = Windows(valid, length, *strided(len(valid), length, stride))
+        validation = Windows(valid, length, strided(len(valid), length, stride))
         description += f"; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}"
         facts = {"context": length, "stride": stride, "words": self.words}
         return TaskData(self, Windows(train, length), validation, description, facts=facts)

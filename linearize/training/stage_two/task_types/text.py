@@ -105,9 +105,7 @@ class Reader(nn.Module):
         super().__init__()
         self.model, self.read = model, read
 
-    def forward(
-        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, labels: Any = None, owners: Tensor | None = None, **fields: Tensor) -> dict[str, Tensor]:
         """Return `logits` for a batch, and a zero loss, which the trainer needs."""
         logits = self.read(self.model, owners, **fields)
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
@@ -197,7 +195,7 @@ class _TextRows(Texts):
         return Reader(model, mean_logits) if self.options.chunks else model
 
     @classmethod
-    def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss on the rows that have a label; 0 if no row has one."""
         logits: Tensor = outputs.logits
         labels = inputs["labels"]

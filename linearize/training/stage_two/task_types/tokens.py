@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,9 +171,7 @@ class QuestionAnswering(TaskType):
         return (np.array([agreement(guess, known) for guess, known in zip(guesses, self.answers, strict=True)]),)
 
     @classmethod
-    def teacher_loss(
-        cls, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
-    ) -> Tensor:
+    def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
         """Return the mean divergence of the answers' starts and ends from the teacher's."""
         padded = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0
         losses = []
@@ -220,9 +218,7 @@ def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -
     return {**fields, "start_positions": start, "end_positions": end, "owner": owner, "offsets": offsets}
 
 
-def best_answers(
-    start: np.ndarray, end: np.ndarray, rows: Sequence[Row], texts: Sequence[str], empty: bool
-) -> list[str]:
+def best_answers(start: np.ndarray, end: np.ndarray, rows: list[Row], texts: list[str], empty: bool) -> list[str]:
     """Return the best span of each text over its rows, from start and end logits [R, T].
 
     `empty` says whether "no answer" is one of the choices, as in SQuAD 2. Its score is the lowest over a text's rows,
