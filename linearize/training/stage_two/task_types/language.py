@@ -49,7 +49,7 @@ class Windows:
     ) -> None:
         self.tokens, self.length, self.fixed = tokens, length, fixed
         # Without cuts: full windows, or a single short window if the row is too short.
-        begins = np.arange(0, max(1, len(tokens) - length + 1), length)
+        begins: np.ndarray = np.arange(0, max(1, len(tokens) - length + 1), length)
         self.starts, self.fresh = (begins, begins) if cuts is None else cuts
 
     def __len__(self) -> int:
