@@ -195,13 +195,15 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
                 f"teacher: got a model of another size ({name}: {got or 'missing'}, the student has "
                 f"{expected or 'none'}); give the model that the checkpoint was made from"
             )
+    if body_of(student) is student:
+        return
     kind, other = (type(model).__name__.removeprefix("Linearized") for model in (student, teacher))
-    if _has_head(student) and kind != other:
+    if kind != other:
         raise ConfigError(
             f"teacher: got a {other}, but the student is a {kind} and needs its logits; give a teacher with that head"
         )
     labels, others = (list((model.config.id2label or {}).values()) for model in (student, teacher))
-    if _has_head(student) and "Classification" in kind and labels != others:
+    if "Classification" in kind and labels != others:
         raise ConfigError(
             f"teacher: got the labels {others[:5]}, the student has {labels[:5]}; give a teacher with the same labels"
         )
@@ -211,7 +213,3 @@ def _sizes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the body's weights by name, without kernels."""
     named = model.base_model.named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in named if ".linear_attention." not in name}
-
-
-def _has_head(model: PreTrainedModel) -> bool:
-    return body_of(model) is not model
