@@ -105,20 +105,16 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
             before, kernel, _ = name.partition(".linear_attention.")
             trained[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
     whole = list(trained)
-    tensors = {
-        f"{PEFT}{name.replace('.default.', '.')}": tensor
-        for name, tensor in model.state_dict().items()
-        if ".lora_" in name
-    }
+    tensors = {name.replace(".default.", "."): value for name, value in model.state_dict().items() if ".lora_" in name}
     for module in whole:
         weights = model.get_submodule(module).state_dict()
-        tensors |= {f"{PEFT}{module}.{name}": tensor for name, tensor in weights.items()}
+        tensors |= {f"{module}.{name}": tensor for name, tensor in weights.items()}
     peft_config = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
     with tempfile.TemporaryDirectory() as folder:
         peft_config.save_pretrained(folder)
         written = (Path(folder) / ADAPTER_CONFIG).read_bytes()
     # A tensor with two names is written twice: safetensors cannot share memory.
-    plain = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    plain = {f"{PEFT}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     return {ADAPTER_CONFIG: written, "adapter_model.safetensors": save(plain, {"format": "pt"})}
 
 

@@ -30,10 +30,7 @@ class AlignConfig(RunConfig):
     steps: int = option(400, "optimizer steps, blockwise ones included; 0 skips the alignment", low=0)
     blockwise: float = option(0.25, "share of steps that align each block under the teacher's inputs", low=0, high=1)
     train: str = option(
-        "blocks",
-        "what is trained: kernels, attention, blocks, or lora (on the attention)",
-        choices=TRAINED,
-        metavar="WHAT",
+        "blocks", "what is trained: kernels, attention, blocks, or lora (on attention)", choices=TRAINED, metavar="WHAT"
     )
     learning_rate: float = _amount(2e-4, "peak learning rate of the weights that came from the original")
     kernel_learning_rate: float = _amount(1e-3, "peak learning rate of the kernels")

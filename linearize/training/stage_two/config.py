@@ -63,9 +63,7 @@ class TuneConfig:
         1.0, "weight of the divergence from the teacher's logits (squared error for regression)"
     )
     temperature: float = option(1.0, "temperature of the softmaxes in that divergence", above=0, below=LARGEST)
-    labels_from: float = option(
-        0.5, "with a teacher: share of the steps before the labels join the loss", low=0, high=1
-    )
+    labels_from: float = option(0.5, "with a teacher: share of steps before the labels join the loss", low=0, high=1)
     labels_ramp: float = option(0.2, "share of the steps in which the weight of the labels then rises", low=0, high=1)
     labels_weight: float = _amount(1.0, "final weight of the labels; 0: the teacher alone")
     selection_rows: int | None = option(
@@ -78,10 +76,7 @@ class TuneConfig:
     log_every: int = option(50, "steps between entries of the log", low=1)
     report_to: str = option("none", "where the run reports: none, tensorboard (OUTPUT.tensorboard), wandb or another")
     lora: LoraConfig | None = option(
-        None,
-        "low-rank updates of the attention's linear maps, merged when saved",
-        parse=parse_lora,
-        metavar="r=8,alpha=16",
+        None, "low-rank updates of the attention's weights, merged when saved", parse=parse_lora, metavar="r=8,alpha=16"
     )
 
     def __post_init__(self) -> None:

@@ -125,8 +125,7 @@ def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     Case is ignored. If the names differ otherwise, the head's outputs keep their order.
     """
     places = {label.casefold(): number for number, label in enumerate(own)}
-    names = [label.casefold() for label in wanted]
-    order = [places.get(name, -1) for name in names]
+    order = [places.get(label.casefold(), -1) for label in wanted]
     return None if sorted(order) != list(range(len(own))) or order == sorted(order) else order
 
 
