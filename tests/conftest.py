@@ -58,9 +58,9 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True, scope="session")
 def few_resamples():
     """Intervals of 200 resamples in place of 10,000, which take longer than to train a tiny model."""
-    from linearize.training.stage_two.intervals import resampled_scores
+    from linearize.training.stage_two.intervals import resampled_metrics
 
-    resampled_scores.__kwdefaults__["resamples"] = 200
+    resampled_metrics.__kwdefaults__["resamples"] = 200
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,6 +18,7 @@ from linearize.checkpoint.provenance import Provenance, Record
 from linearize.conversion.plan import expectations
 from linearize.conversion.positions import current_length
 from linearize.core.errors import CheckpointError, printable
+from linearize.core.figures import span, with_interval
 from linearize.core.heads import HEADS, Head, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
@@ -128,7 +129,7 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
         sentences.append(
             f"After stage one the error of its last hidden state was {merit['error']:.3f}; with its softmax windows "
             f"alone, without the kernel, it was {merit['window_only']:.3f}"
-            + ("." if interval is None else f" (the 95 % interval of the difference: {_interval(interval)}).")
+            + ("." if interval is None else f" (the 95 % interval of the difference: {span(interval)}).")
         )
     kept = [layer for layer in plan.layers if not layer.converted]
     if kept:
@@ -199,15 +200,10 @@ def _fidelity(provenance: Provenance) -> dict[str, object] | None:
         head += ["far mass", "output error, window alone", "benefit of the kernel"]
         for row, layer in zip(rows, later, strict=True):
             alone, error = (layer.number(name) for name in ("window_error", "output_error"))
-            interval = layer.interval("kernel_gain")
-            row += [_number(layer.number("far_mass")), _number(alone)]
-            gain = "" if alone is None or error is None else f"{alone - error:.3f}"
-            row.append(gain if interval is None else f"{gain} ({_interval(interval)})")
+            row += [_number(layer.number("far_mass")), _number(alone), ""]
+            if alone is not None and error is not None:
+                row[-1] = with_interval(alone - error, layer.interval("kernel_gain"))
     return {"head": head, "rows": rows}
-
-
-def _interval(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
 def _number(value: float | None) -> str:

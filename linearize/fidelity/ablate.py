@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.figures import span, with_interval
 from linearize.fidelity.teacher import exact_states, within_limit
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.kernels.none import nothing
@@ -149,13 +150,10 @@ class KernelMerit:
             return "the last hidden state has no error even without the kernel, so these rows cannot show its gain"
         if self.interval is None:
             gain = f"a gain of {self.difference:.3f}, on one row and so without an interval"
+        elif self.interval[0] > 0:
+            gain = f"the kernel lowers it by {with_interval(self.difference, self.interval)}"
         else:
-            low, high = self.interval
-            gain = (
-                f"the kernel lowers it by {self.difference:.3f} ({low:.3f} to {high:.3f})"
-                if low > 0
-                else f"the kernel's gain cannot be told from noise ({low:.3f} to {high:.3f})"
-            )
+            gain = f"the kernel's gain cannot be told from noise ({span(self.interval)})"
         return (
             f"the relative error of the last hidden state is {self.window_only:.3f} without the kernel and "
             f"{self.error:.3f} with it: {gain}"

@@ -39,7 +39,7 @@ from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import LongdocJob, TuneJob, quick
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.states import StateFolder
-from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.save import STARTED, check_started, remove_work, without_folders, write_started
@@ -401,7 +401,8 @@ def write_texts(job: LongdocJob, work: Path) -> tuple[Path, str, int]:
     Returns:
         The file, its columns in the format of `DataConfig.text_column`, and the number of texts.
     """
-    train = open_splits(job.task, located(job.task, job.dataset), limit=job.rows.limit, seed=job.seed).train
+    options = DataOptions(limit=job.rows.limit, seed=job.seed)
+    train = open_splits(job.task, located(job.task, job.dataset), options).train
     examples = train.fetch(range(len(train)))
     pairs = examples[0].pair is not None
     file = _texts_file(job, work)

@@ -14,7 +14,6 @@ from linearize.core.errors import ConfigError
 from linearize.core.options import build, check, option, parse_pairs
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -60,13 +59,11 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     import peft
 
     targets = target_modules(model, config.targets)
-    model.requires_grad_(False)
     peft.inject_adapter_in_model(_peft_config(model, config, targets), model)
     body = f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters():
-        inside = name.startswith(body)
-        if "lora_" in name or not inside or ".linear_attention." in name:
-            parameter.requires_grad_(True)
+        in_head = not name.startswith(body)
+        parameter.requires_grad_("lora_" in name or ".linear_attention." in name or in_head)
     # A language model's head may be tied to the embedding, which is not trained.
     embedding = model.get_input_embeddings()
     if embedding is not None:
@@ -108,20 +105,16 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
             before, kernel, _ = name.partition(".linear_attention.")
             trained[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
     whole = list(trained)
-    tensors = {
-        f"{PEFT}{name.replace('.default.', '.')}": tensor
-        for name, tensor in model.state_dict().items()
-        if ".lora_" in name
-    }
+    tensors = {name.replace(".default.", "."): value for name, value in model.state_dict().items() if ".lora_" in name}
     for module in whole:
         weights = model.get_submodule(module).state_dict()
-        tensors |= {f"{PEFT}{module}.{name}": tensor for name, tensor in weights.items()}
+        tensors |= {f"{module}.{name}": tensor for name, tensor in weights.items()}
     peft_config = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
     with tempfile.TemporaryDirectory() as folder:
         peft_config.save_pretrained(folder)
         written = (Path(folder) / ADAPTER_CONFIG).read_bytes()
     # A tensor with two names is written twice: safetensors cannot share memory.
-    plain = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    plain = {f"{PEFT}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     return {ADAPTER_CONFIG: written, "adapter_model.safetensors": save(plain, {"format": "pt"})}
 
 
@@ -145,33 +138,26 @@ def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[s
     Raises:
         ConfigError: if the model has no such module.
     """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
     from linearize.attention.interface import linear_attentions
     from linearize.conversion.probe import trial_runs
 
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     if endings is not None:
         wanted = tuple(part.strip() for part in endings.split("+"))
-        targets = [name for name, module in model.named_modules() if _linear(module) and name.split(".")[-1] in wanted]
+        targets = [name for name in linear if name.split(".")[-1] in wanted]
         if not targets:
             raise ConfigError(f"lora: no linear module is called {' or '.join(wanted)}; leave targets out to find them")
         return targets
-    hosts, targets = list(linear_attentions(model)), []
+    hosts = list(linear_attentions(model))
     if not hosts:
         # The attentions of a softmax model are found by a trial run.
         names = {id(module): name for name, module in model.named_modules()}
-        hosts = list(dict.fromkeys(names[id(call.module)] for call in trial_runs(model)[1] if id(call.module) in names))
-    for host in hosts:
-        module = model.get_submodule(host)
-        targets += [
-            f"{host}.{name}"
-            for name, child in module.named_modules()
-            if _linear(child) and not name.startswith("linear_attention")
-        ]
+        hosts = [names[id(call.module)] for call in trial_runs(model)[1] if id(call.module) in names]
+    inside = tuple(f"{host}." for host in hosts)
+    targets = sorted(name for name in linear if name.startswith(inside) and ".linear_attention." not in name)
     if not targets:
         raise ConfigError(f"lora: {type(model).__name__} has no linear maps in its attentions; name targets=...")
-    return sorted(set(targets))
-
-
-def _linear(module: nn.Module) -> bool:
-    from torch import nn
-
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return targets

@@ -39,9 +39,7 @@ def check_names(value: str, known: Collection[str], installed: Collection[str]) 
         if name not in known:
             raise unknown_name("report_to", name, [NONE, *known])
         if name not in installed:
-            raise ConfigError(
-                f"report_to: got {name}, but it is not installed; pip install {name}, or leave the option out"
-            )
+            raise ConfigError(f"report_to: got {name}, but it is not installed; pip install {name}, or leave it out")
     return tuple(names)
 
 
@@ -64,13 +62,12 @@ def reporter(
         UnknownNameError: for an unknown name.
         ConfigError: if a tracker's package is not installed.
     """
-    kinds: list[Any] = []
-    trackers: list[GeneralTracker] = []
-    if value.strip() not in ("", NONE):
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-        installed = [str(name) for name in get_available_trackers()]
-        kinds = [LOGGER_TYPE_TO_CLASS[name] for name in check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)]
+    installed = [str(name) for name in get_available_trackers()]
+    names = check_names(value, list(LOGGER_TYPE_TO_CLASS), installed)
+    kinds: list[Any] = [LOGGER_TYPE_TO_CLASS[name] for name in names]
+    trackers: list[GeneralTracker] = []
 
     def write(report: StepReport | AlignStep) -> None:
         # Start at the first step: trackers need the process's state, which the loop's Accelerator sets up.

@@ -411,7 +411,7 @@ def test_a_teacher_of_another_head_or_label_set_is_refused():
     data = Fixed(batches(model))
     with pytest.raises(ConfigError, match="and needs its logits"):
         align(model, data, AlignConfig(**QUICK), teacher=original("bert"))
-    with pytest.raises(ConfigError, match="same label set"):
+    with pytest.raises(ConfigError, match="same labels"):
         named = original("bert", "AutoModelForSequenceClassification", id2label={0: "bad", 1: "good"})
         align(model, data, AlignConfig(**QUICK), teacher=named)
 

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 from support.forks import in_forked_process
-from support.tasks import WORDS, no_rows, word_tokenizer, write
+from support.tasks import WORDS, no_rows, resampled_scores, word_tokenizer, write
 from support.tiny import SMALLER, converted, original
 
 import linearize
@@ -21,7 +21,7 @@ from linearize.evaluation.report.paired import score_difference
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_two import intervals as interval
-from linearize.training.stage_two.intervals import Measured, resampled_scores
+from linearize.training.stage_two.intervals import Measured
 from linearize.training.stage_two.tasks import TASKS
 
 HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}
@@ -49,7 +49,7 @@ def place(tmp_path_factory):
 @pytest.fixture
 def few_draws(monkeypatch):
     """Draw rows 20 times: what is compared does not depend on how often."""
-    monkeypatch.setattr(interval.resampled_scores, "__kwdefaults__", {"score": None, "resamples": 20, "seed": 0})
+    monkeypatch.setattr(interval.resampled_metrics, "__kwdefaults__", {"resamples": 20, "seed": 0})
 
 
 def job(place, model="linear", data="long", **more):

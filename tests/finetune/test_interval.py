@@ -6,16 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from support.tasks import no_rows, word_tokenizer
+from support.tasks import no_rows, resampled_scores, word_tokenizer
 
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.intervals import (
-    RESAMPLES,
-    balanced_score,
-    chance_level,
-    percentiles,
-    resampled_scores,
-)
+from linearize.training.stage_two.intervals import RESAMPLES, chance_level, measured, percentiles, resampled_metrics
 from linearize.training.stage_two.metrics import entities
 from linearize.training.stage_two.rows import IGNORED, row_facts, tokenise
 from linearize.training.stage_two.tasks import TASKS, recovery
@@ -23,7 +17,7 @@ from linearize.training.stage_two.tasks import TASKS, recovery
 
 @pytest.fixture(autouse=True)
 def all_resamples(few_resamples, monkeypatch):
-    monkeypatch.setitem(resampled_scores.__kwdefaults__, "resamples", RESAMPLES)
+    monkeypatch.setitem(resampled_metrics.__kwdefaults__, "resamples", RESAMPLES)
 
 
 def score_interval(name, predictions, labels, **options):
@@ -116,12 +110,12 @@ def test_macro_f1_is_measured_where_classes_are_uneven():
     data = no_rows("text-classification", labels=("a", "b"))
     labels = np.array([0] * 24 + [1] * 40)
     constant = logits(np.ones(64, dtype=int))
-    found = balanced_score(data, data.type.compute_metrics(constant, labels), constant, labels)
+    found = measured(data, data.type.compute_metrics(constant, labels), constant, labels).balanced
     # The constant answer has 40 / 52 in one of two classes; guessing in proportion has 1/2.
     assert found.score == pytest.approx(40 / 104) and found.chance == 0.5
     even = np.array([0, 1] * 32)
-    assert balanced_score(data, data.type.compute_metrics(constant, even), constant, even) is None
-    assert balanced_score(no_rows("sst2"), {"accuracy": 0.5}, constant, labels) is None
+    assert measured(data, data.type.compute_metrics(constant, even), constant, even).balanced is None
+    assert measured(no_rows("sst2"), {"accuracy": 0.5}, constant, labels).balanced is None
 
 
 def test_entities_are_drawn_by_the_sentence():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.command_lines import run
-from support.tasks import WORDS, causal_folder, word_tokenizer, write
+from support.tasks import WORDS, causal_folder, resampled_scores, word_tokenizer, write
 from support.tiny import SMALLER, original
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +20,6 @@ from linearize.jobs.evaluate import evaluate_checkpoint, rows_per_batch
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.stage_two.config import DataOptions, TuneConfig
-from linearize.training.stage_two.intervals import resampled_scores
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, whole_length
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.language import WINDOW

@@ -32,7 +32,7 @@ def data_for(name, folder, path, options=SHORT):
     ("rows", "expected"), [(64, 12), (160, 32), (1_000, 50), (3_668, 183), (100_000, 500), (4, 1), (2, 1)]
 )
 def test_how_many_are_held_out(rows, expected):
-    assert selection_size(rows) == expected and selection_size(rows, 7) == 7
+    assert selection_size(rows) == expected
 
 
 def test_rows_are_parted_by_the_seed(bert, glue):

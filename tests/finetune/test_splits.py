@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset
 
 from linearize.core.errors import DataError
+from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.splits import open_splits
 from linearize.training.stage_two.tasks import task
 
@@ -26,7 +27,7 @@ def folder(tmp_path):
 
 
 def splits(given, **changes):
-    return open_splits(task("cola", **changes), given, limit=None, seed=0)
+    return open_splits(task("cola", **changes), given, DataOptions())
 
 
 @pytest.mark.parametrize(("name", "count"), [(None, 12), ("validation", 12), ("test", 8), ("train", 40)])

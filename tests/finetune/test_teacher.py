@@ -387,7 +387,7 @@ def test_image_processors_are_compared(vit):
 
     own = load_processor(vit, "image")
     check_processor("t", own, own)
-    with pytest.raises(ConfigError, match="got images with size"):
+    with pytest.raises(ConfigError, match="got size"):
         check_processor("t", ViTImageProcessor(size={"height": 16, "width": 16}), own)
 
 

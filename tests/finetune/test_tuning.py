@@ -608,6 +608,14 @@ def test_data_that_does_not_fit(bert, tmp_path, rows, name, changes, message):
         data_for(name, bert, tmp_path / "rows.jsonl", **changes)
 
 
+def test_rows_to_measure_on_without_tags(bert, tmp_path):
+    folder = tmp_path / "tags"
+    write(folder / "train.jsonl", [{"tokens": ["a", "film"], "ner_tags": ["O", "B-A"]}] * 9)
+    write(folder / "validation.jsonl", [{"tokens": ["a", "film"]}] * 9)
+    with pytest.raises(DataError, match="got no column 'ner_tags'"):
+        data_for("token-classification", bert, folder)
+
+
 def test_missing_data(bert, glue, tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         data_for("cola", bert, tmp_path / "nowhere")

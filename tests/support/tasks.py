@@ -48,6 +48,16 @@ def no_rows(name: str, **changes):
     return TaskData(chosen.type(chosen), [], [], "no rows")
 
 
+def resampled_scores(data, predictions, labels, **options):
+    """The task's score on units drawn with replacement, once per resample."""
+    import numpy as np
+
+    from linearize.training.stage_two.intervals import resampled_metrics
+
+    drawn = resampled_metrics(data, predictions, labels, **options)
+    return np.array([data.task.mean_of(metrics) for metrics in drawn])
+
+
 def measured(model, data, folder: Path, batch_size: int = 7) -> dict[str, float]:
     """The task's metrics of a model, without an interval."""
     from linearize.training.stage_two.config import TuneConfig

@@ -21,6 +21,7 @@ from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.core.errors import DataError, printable
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.figures import with_interval
 from linearize.core.options import recorded
 from linearize.core.parsing import finite
 from linearize.evaluation.bench.rows import mebibytes, time_and_memory
@@ -158,8 +159,7 @@ def _gain(layer: LayerFidelity | None) -> str:
     """Return what a layer's kernel adds to its window, with the interval."""
     if layer is None or layer.window_error is None:
         return "-"
-    gain = f"{layer.window_error - layer.output_error:.3f}"
-    return gain if layer.kernel_gain is None else f"{gain} ({layer.kernel_gain[0]:.3f} to {layer.kernel_gain[1]:.3f})"
+    return with_interval(layer.window_error - layer.output_error, layer.kernel_gain)
 
 
 _CONTROLS = {"far_mass": "far mass", "window_error": "output error, window alone"}

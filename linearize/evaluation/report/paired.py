@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from linearize.core.figures import span
+
 if TYPE_CHECKING:
     from linearize.training.stage_two.intervals import Score
     from linearize.training.stage_two.tasks import Task
@@ -75,7 +77,7 @@ def score_difference(
     size = f"{scale * abs(value):.{digits}f}{' points' if task.percent else ''}"
     text = f"{side} is {f'{size} {better} than' if value else 'level with'} {minus}"
     text += f" by {by}" if by == BALANCED else ""
-    interval = " to ".join(f"{scale * end:+.{digits}f}" for end in (low, high))
+    interval = span((scale * low, scale * high), f"+.{digits}f")
     text += f" (95 % interval of the difference: {interval}){': within the noise.' if noise else '.'}"
     return SideDifference(side, minus, by, value, (low, high), noise, text[0].upper() + text[1:])
 

@@ -15,6 +15,7 @@ from linearize.core.options import make as make_config
 from linearize.core.options import option
 from linearize.jobs.synthetic.texts import Articles, Documents, Halves, MadeSet, Needles, Rows
 from linearize.jobs.synthetic.tokenizers import fixed_tokenizer
+from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.splits import View, open_splits
 from linearize.training.stage_two.tasks import task
 
@@ -182,7 +183,7 @@ class Pixels(MadeSet):
 
     def make(self, source: str = "") -> Rows:
         """Return the images of both splits as grey values."""
-        splits = open_splits(task("image-classification", label=self.label_column), source, limit=None, seed=0)
+        splits = open_splits(task("image-classification", label=self.label_column), source, DataOptions())
         names = splits.train.records.names or ()
 
         def rows(view: View) -> Iterable[dict[str, object]]:

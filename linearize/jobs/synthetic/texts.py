@@ -14,6 +14,7 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.options import check, option
 from linearize.data.local import exists
+from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.splits import Splits, open_splits
 from linearize.training.stage_two.tasks import task
 
@@ -48,7 +49,7 @@ class MadeSet:
 
 def corpus(source: str, column: str, seed: int) -> Splits:
     """Open the splits of a corpus, with their texts unchanged."""
-    return open_splits(task("causal-lm", columns=(column,)), source, limit=None, seed=seed, raw=True)
+    return open_splits(task("causal-lm", columns=(column,)), source, DataOptions(seed=seed), raw=True)
 
 
 def texts_of(source: str, column: str, seed: int) -> dict[str, list[str | None]]:
@@ -261,7 +262,7 @@ class Documents(MadeSet):
     def make(self, source: str = "") -> Rows:
         """Join the texts of both splits into documents."""
         asked = task("text-classification", columns=(self.text_column,), label=self.label_column)
-        splits = open_splits(asked, source, limit=None, seed=self.seed, raw=True)
+        splits = open_splits(asked, source, DataOptions(seed=self.seed), raw=True)
         sibling = Path(source).expanduser().parent / self.filler
         filler = corpus(str(sibling) if exists(sibling) else self.filler, self.filler_column, self.seed)
         rows = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
@@ -14,6 +15,8 @@ WEIGHTS = ("hidden_weight", "pooled_weight", "logits_weight")
 BLOCKWISE, END_TO_END = "blockwise", "end to end"
 SMALLEST = 1e-6
 """Smallest temperature or gradient norm: losses are divided by them."""
+_amount = partial(option, low=0, high=LARGEST)
+"""Declares a rate or a weight: anything larger is a mistake."""
 
 
 @dataclass(frozen=True)
@@ -25,36 +28,22 @@ class AlignConfig(RunConfig):
     """
 
     steps: int = option(400, "optimizer steps, blockwise ones included; 0 skips the alignment", low=0)
-    blockwise: float = option(
-        0.25, "share of the steps in which each block is aligned under the teacher's inputs", low=0, high=1
-    )
+    blockwise: float = option(0.25, "share of steps that align each block under the teacher's inputs", low=0, high=1)
     train: str = option(
-        "blocks",
-        "what is trained: kernels, attention, blocks, or lora (on the attention)",
-        choices=TRAINED,
-        metavar="WHAT",
+        "blocks", "what is trained: kernels, attention, blocks, or lora (on attention)", choices=TRAINED, metavar="WHAT"
     )
-    learning_rate: float = option(
-        2e-4, "peak learning rate of the weights that came from the original", low=0, high=LARGEST
-    )
-    kernel_learning_rate: float = option(1e-3, "peak learning rate of the kernels", low=0, high=LARGEST)
-    hidden_weight: float = option(1.0, "weight of the hidden states' error", low=0, high=LARGEST)
-    pooled_weight: float = option(1.0, "weight of the pooled output's distance (1 - cosine)", low=0, high=LARGEST)
+    learning_rate: float = _amount(2e-4, "peak learning rate of the weights that came from the original")
+    kernel_learning_rate: float = _amount(1e-3, "peak learning rate of the kernels")
+    hidden_weight: float = _amount(1.0, "weight of the hidden states' error")
+    pooled_weight: float = _amount(1.0, "weight of the pooled output's distance (1 - cosine)")
     pooling: str = option(
-        "mean",
-        "pooled output: the mean over tokens, or the first token's state",
-        choices=POOLINGS,
-        metavar="HOW",
+        "mean", "pooled output: the mean over tokens, or the first token's state", choices=POOLINGS, metavar="HOW"
     )
-    logits_weight: float = option(
-        1.0, "weight of the logits' divergence, where the model has a head", low=0, high=LARGEST
-    )
+    logits_weight: float = _amount(1.0, "weight of the logits' divergence, where the model has a head")
     temperature: float = option(1.0, "temperature of the logits' divergence", low=SMALLEST, high=LARGEST)
     lora_rank: int = option(8, "rank of the low-rank updates with train=lora", low=1)
-    weight_decay: float = option(0.0, "AdamW's weight decay", low=0, high=LARGEST)
-    warmup: float = option(
-        0.05, "share of a phase's steps in which the rate rises; it then falls as a cosine", low=0, high=1
-    )
+    weight_decay: float = _amount(0.0, "AdamW's weight decay")
+    warmup: float = option(0.05, "share of a phase in which the rate rises; it then falls as a cosine", low=0, high=1)
     max_grad_norm: float = option(1.0, "gradient clipping", low=SMALLEST, high=LARGEST)
     eval_every: int = option(50, "steps between evaluations on held-out data", low=1)
     patience: int = option(

@@ -8,13 +8,13 @@ output and logits, on unlabelled data. The student never ends up worse than it b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,12 +33,8 @@ from linearize.training.stage_one.states import RunState
 
 def trained_parameters(student: nn.Module, blocks: Mapping[str, str], train: str) -> dict[str, nn.Parameter]:
     """Return the trained weights by name: kernels always, others according to the option `train`."""
-    within = {
-        "kernels": (),
-        "lora": (),
-        "attention": tuple(f"{attention}." for attention in blocks.values()),
-        "blocks": tuple(f"{name}." for name in blocks),
-    }[train]
+    modules: dict[str, Iterable[str]] = {"attention": blocks.values(), "blocks": blocks}
+    within = tuple(f"{name}." for name in modules.get(train, ()))
     return {
         name: parameter
         for name, parameter in student.named_parameters()
@@ -72,12 +68,12 @@ class AlignTrainer(Trainer):
     def __init__(
         self,
         objective: Objective,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: dict[str, nn.Parameter],
         accelerator: Accelerator,
         phase: str,
         steps: int,
     ) -> None:
-        self.objective, self.parameters, self.config = objective, dict(parameters), objective.config
+        self.objective, self.parameters, self.config = objective, parameters, objective.config
         self.accelerator, self.phase, self.steps = accelerator, phase, steps
         self.device = accelerator.device
         self.factor = 1.0
@@ -106,10 +102,8 @@ class AlignTrainer(Trainer):
         self.set_rates(step, self.steps, self.factor)
         for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
-        micro_batches = [
-            {name: value.to(self.device, non_blocking=True) for name, value in next(batches).items()}
-            for _ in range(self.config.gradient_accumulation)
-        ]
+        given = [next(batches) for _ in range(self.config.gradient_accumulation)]
+        micro_batches = send_to_device(given, self.device, non_blocking=True)
         sizes = [size_of(batch) for batch in micro_batches]
         tokens, rows = self.reduce(torch.tensor(sizes, dtype=torch.float64, device=self.device).sum(dim=0)).tolist()
         terms: dict[str, float] = {}
@@ -265,10 +259,7 @@ class _Run(Run):
         """Measure, train, measure again."""
         self.pair, self.objective = pair, Objective(pair, self.config)
         self.identify(pair.student)
-        held_out = [
-            {name: value.to(self.accelerator.device) for name, value in batch.items()}
-            for batch in self.data.holdout_batches()
-        ]
+        held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
         with frozen(pair.student):
             self.objective.measure_scales(held_out)
             before = measure(self.objective, held_out)

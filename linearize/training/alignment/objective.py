@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from linearize.attention.interface import observed
@@ -62,11 +63,7 @@ def relative_error(student: Tensor, teacher: Tensor, mask: Tensor | None, scale:
     return (mine - target).square().sum() / (max(len(target), 1) * scale)
 
 
-def hidden_state_loss(
-    student: Sequence[Tensor],
-    teacher: Sequence[Tensor],
-    mask: Tensor | None,
-) -> Tensor:
+def hidden_state_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Tensor | None) -> Tensor:
     """Return the mean over layers of the hidden states' squared error, divided by the variance of the teacher's.
 
     Args:
@@ -103,18 +100,11 @@ def divergence(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) ->
     log-probabilities are in memory.
     """
     size = max(1, LOGITS_AT_ONCE // student.shape[-1])
-    if student.shape[0] <= size:
-        return _divergence(student, teacher, temperature)
-    parts = []
-    for begin in range(0, student.shape[0], size):
-        rows = slice(begin, begin + size)
-        if torch.is_grad_enabled() and student.requires_grad:
-            from torch.utils.checkpoint import checkpoint
-
-            parts.append(checkpoint(_divergence, student[rows], teacher[rows], temperature, use_reentrant=False))
-        else:
-            parts.append(_divergence(student[rows], teacher[rows], temperature))
-    return torch.stack(parts).sum()
+    chunks = list(zip(student.split(size), teacher.split(size), strict=True))
+    compute: Callable[..., Tensor] = _divergence
+    if len(chunks) > 1 and torch.is_grad_enabled() and student.requires_grad:
+        compute = partial(checkpoint, _divergence, use_reentrant=False)
+    return torch.stack([compute(*rows, temperature) for rows in chunks]).sum()
 
 
 def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -124,12 +114,7 @@ def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def logits_loss(
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    regression: bool = False,
+    student: Tensor, teacher: Tensor, *, temperature: float = 1.0, mask: Tensor | None = None, regression: bool = False
 ) -> Tensor:
     """Return how far the student's logits are from the teacher's, as a mean over rows or tokens.
 

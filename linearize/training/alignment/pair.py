@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +64,10 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
     hosts = list(linear_attentions(model))
     blocks: dict[str, str] = {}
     for host in hosts:
-        parts = host.split(".")
-        candidates = []
-        for depth in range(1, len(parts)):
-            inside, block = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
-            if isinstance(model.get_submodule(inside), (nn.ModuleList, nn.Sequential)):
-                candidates.append(block)
+        # "a.b.c" is inside "a.b", which is inside "a".
+        nested = list(accumulate(host.split("."), "{}.{}".format))
+        lists = (nn.ModuleList, nn.Sequential)
+        candidates = [name for above, name in pairwise(nested) if isinstance(model.get_submodule(above), lists)]
         unshared = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
         if not candidates:
             raise ConfigError(
@@ -76,8 +75,8 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
                 "skip the alignment (--align-steps 0)"
             )
         name = (unshared or candidates[-1:])[0]
-        below = host.removeprefix(f"{name}.").split(".")[0] if host != name else ""
-        blocks.setdefault(name, f"{name}.{below}" if below else name)
+        child = nested.index(name) + 1
+        blocks.setdefault(name, nested[child] if name != host else name)
     return blocks
 
 
@@ -196,16 +195,17 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
                 f"teacher: got a model of another size ({name}: {got or 'missing'}, the student has "
                 f"{expected or 'none'}); give the model that the checkpoint was made from"
             )
+    if body_of(student) is student:
+        return
     kind, other = (type(model).__name__.removeprefix("Linearized") for model in (student, teacher))
-    if _has_head(student) and kind != other:
+    if kind != other:
         raise ConfigError(
             f"teacher: got a {other}, but the student is a {kind} and needs its logits; give a teacher with that head"
         )
     labels, others = (list((model.config.id2label or {}).values()) for model in (student, teacher))
-    if _has_head(student) and "Classification" in kind and labels != others:
+    if "Classification" in kind and labels != others:
         raise ConfigError(
-            f"teacher: got the labels {others[:5]}, but the student has {labels[:5]}; "
-            "give a teacher with the same label set"
+            f"teacher: got the labels {others[:5]}, the student has {labels[:5]}; give a teacher with the same labels"
         )
 
 
@@ -213,7 +213,3 @@ def _sizes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the body's weights by name, without kernels."""
     named = model.base_model.named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in named if ".linear_attention." not in name}
-
-
-def _has_head(model: PreTrainedModel) -> bool:
-    return body_of(model) is not model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
@@ -11,7 +12,8 @@ from linearize.training.stage_one.config import PRECISIONS
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
 LARGEST = 1e9
-"""Bound of a rate, weight or number of epochs: anything larger is a typing error."""
+_amount = partial(option, low=0, below=LARGEST)
+"""Declares a rate, a weight or a number of epochs: anything larger is a typing error."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,16 @@ class TuneConfig:
         ConfigError: on construction, if a value is out of range or two options exclude each other.
     """
 
-    learning_rate: float = option(2e-5, "peak learning rate of AdamW", low=0, below=LARGEST)
+    learning_rate: float = _amount(2e-5, "peak learning rate of AdamW")
     batch_size: int = option(32, "rows per step and device", low=1)
-    epochs: float = option(3.0, "passes over the training rows", low=0, below=LARGEST)
+    epochs: float = _amount(3.0, "passes over the training rows")
     steps: int | None = option(None, "optimizer steps, instead of epochs", low=1)
-    weight_decay: float = option(0.0, "AdamW's weight decay", low=0, below=LARGEST)
-    warmup: float = option(
-        0.06, "share of the steps in which the rate rises; from 1 on, a number of steps", low=0, below=LARGEST
-    )
+    weight_decay: float = _amount(0.0, "AdamW's weight decay")
+    warmup: float = _amount(0.06, "share of the steps in which the rate rises; from 1 on, a number of steps")
     schedule: str = option(
         "cosine", "how the rate falls: cosine, linear, or another schedule of transformers", choices=SCHEDULES
     )
-    max_grad_norm: float = option(1.0, "gradient clipping; 0: none", low=0, below=LARGEST)
+    max_grad_norm: float = _amount(1.0, "gradient clipping; 0: none")
     betas: tuple[float, float] = option((0.9, 0.999), "decay rates of AdamW's moving averages")
     gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     gradient_checkpointing: bool = option(
@@ -55,21 +55,17 @@ class TuneConfig:
     )
     precision: str = option("no", "mixed precision: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
     freeze_kernels: bool = option(False, "do not train the kernels")
-    kernel_learning_rate: float | None = option(
-        None, "peak rate of the kernels; by default 3e-4 with a teacher, else learning_rate", low=0, below=LARGEST
+    kernel_learning_rate: float | None = _amount(
+        None, "peak rate of the kernels; by default 3e-4 with a teacher, else learning_rate"
     )
-    teacher_hidden_weight: float = option(
-        1.0, "weight of the error of every layer's hidden states against the teacher's", low=0, below=LARGEST
-    )
-    teacher_logits_weight: float = option(
-        1.0, "weight of the divergence from the teacher's logits (squared error for regression)", low=0, below=LARGEST
+    teacher_hidden_weight: float = _amount(1.0, "weight of every layer's hidden states' error against the teacher's")
+    teacher_logits_weight: float = _amount(
+        1.0, "weight of the divergence from the teacher's logits (squared error for regression)"
     )
     temperature: float = option(1.0, "temperature of the softmaxes in that divergence", above=0, below=LARGEST)
-    labels_from: float = option(
-        0.5, "with a teacher: share of the steps after which the labels join the loss", low=0, high=1
-    )
+    labels_from: float = option(0.5, "with a teacher: share of steps before the labels join the loss", low=0, high=1)
     labels_ramp: float = option(0.2, "share of the steps in which the weight of the labels then rises", low=0, high=1)
-    labels_weight: float = option(1.0, "final weight of the labels; 0: the teacher alone", low=0, below=LARGEST)
+    labels_weight: float = _amount(1.0, "final weight of the labels; 0: the teacher alone")
     selection_rows: int | None = option(
         None,
         "rows held out of the training rows to choose the state to keep; by default 5 %, from 32 to 500; "
@@ -78,14 +74,9 @@ class TuneConfig:
     )
     seed: int = option(0, "seed of the order of the rows, dropout and a new head")
     log_every: int = option(50, "steps between entries of the log", low=1)
-    report_to: str = option(
-        "none", "where the trainer reports: none, tensorboard (OUTPUT.tensorboard), wandb or another"
-    )
+    report_to: str = option("none", "where the run reports: none, tensorboard (OUTPUT.tensorboard), wandb or another")
     lora: LoraConfig | None = option(
-        None,
-        "low-rank updates of the attention's linear maps, merged when saved",
-        parse=parse_lora,
-        metavar="r=8,alpha=16",
+        None, "low-rank updates of the attention's weights, merged when saved", parse=parse_lora, metavar="r=8,alpha=16"
     )
 
     def __post_init__(self) -> None:
@@ -115,9 +106,7 @@ class DataOptions:
     )
     limit: int | None = option(None, "only the first N training rows; for images, N evenly spread ones", low=1)
     validation_limit: int | None = option(None, "the same for the rows to measure on", low=1)
-    stride: int | None = option(
-        None, "new tokens per window, for perplexity and long answers; by default all but one", low=1
-    )
+    stride: int | None = option(None, "new tokens per window (perplexity, long answers); by default all but one", low=1)
     mask_share: float = option(0.15, "share of tokens to predict (masked language models)", above=0, below=1)
     augment: bool = option(False, "crop and flip training images at random")
     seed: int = option(0, "seed of held-out rows, masks, crops and new pairs")

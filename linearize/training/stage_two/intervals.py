@@ -1,8 +1,8 @@
-"""A task's score, and how far it can be trusted: a bootstrap interval over units, and the chance level."""
+"""A model's results on a task, and how far they can be trusted: a bootstrap interval over units, the chance level."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from linearize.training.stage_two.metrics import PositionLoss
 from linearize.training.stage_two.rows import Predictions
 from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.stage_two.tasks import Interval
 
 RESAMPLES = 10_000
 """With 500 the ends of an interval moved by up to 2 points with the seed."""
@@ -37,7 +38,7 @@ class Score:
     resampled: np.ndarray
 
     @property
-    def interval(self) -> tuple[float, float]:
+    def interval(self) -> Interval:
         """The 95 % percentile bootstrap interval (Efron 1979) of the score."""
         return percentiles(self.resampled)
 
@@ -59,70 +60,55 @@ class Measured(Score):
     balanced: Score | None = None
 
 
-def score_of(
-    data: TaskData,
-    metrics: dict[str, float],
-    predictions: Predictions,
-    labels: Predictions,
-    score: Sequence[str] | None = None,
-) -> Score:
-    """Return the mean of some metrics (by default the task's score), with its resamples and the chance level."""
-    return Score(
-        score=data.task.mean_of(metrics, score),
-        chance=chance_level(data, labels, score),
-        units=data.facts.get("questions", len(data.validation)),
-        resampled=resampled_scores(data, predictions, labels, score=score),
-    )
-
-
-def balanced_score(
-    data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions
-) -> Score | None:
-    """Return macro-F1 if the task has it alongside its score and the classes are uneven."""
-    if BALANCED not in metrics or BALANCED in data.task.score:
-        return None
-    classes, counts = len(data.task.labels or ()), np.bincount(np.asarray(labels))
-    if counts.max() <= UNEVEN * counts.sum() / classes:
-        return None
-    score = score_of(data, metrics, predictions, labels, (BALANCED,))
-    # Guessing in proportion to the classes reaches 1 / C, which is more than any constant answer.
-    return replace(score, chance=max(score.chance or 0.0, 1 / classes))
-
-
-def resampled_scores(
-    data: TaskData,
-    predictions: Predictions,
-    labels: Predictions,
-    *,
-    score: Sequence[str] | None = None,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> np.ndarray:
-    """Return the main metric [R] on units (rows, or questions) drawn with replacement.
+def measured(data: TaskData, metrics: dict[str, float], predictions: Predictions, labels: Predictions) -> Measured:
+    """Return a model's results on a task's validation rows.
 
     Args:
         data: the task's rows.
+        metrics: all metrics.
         predictions: [N, ...] as the trainer gathers them.
         labels: [N, ...].
-        score: metrics whose mean is the score; by default the task's.
-        resamples: how often units are drawn.
-        seed: seed of the draws; equal numbers of units give the same draws, so that two models' scores are paired.
+    """
+    resampled = resampled_metrics(data, predictions, labels)
+
+    def score_of(names: Sequence[str]) -> Score:
+        return Score(
+            score=data.task.mean_of(metrics, names),
+            chance=chance_level(data, labels, names),
+            units=data.facts.get("questions", len(data.validation)),
+            resampled=np.array([data.task.mean_of(drawn, names) for drawn in resampled]),
+        )
+
+    balanced = None
+    if BALANCED in metrics and BALANCED not in data.task.score:
+        classes, counts = len(data.task.labels or ()), np.bincount(np.asarray(labels))
+        if counts.max() > UNEVEN * counts.sum() / classes:
+            score = score_of((BALANCED,))
+            # Guessing in proportion to the classes reaches 1 / C, which is more than any constant answer.
+            balanced = replace(score, chance=max(score.chance or 0.0, 1 / classes))
+    return Measured(
+        **vars(score_of(data.task.score)),
+        metrics=metrics,
+        rows=len(data.validation),
+        by_position=data.type.by_position(predictions),
+        balanced=balanced,
+    )
+
+
+def resampled_metrics(
+    data: TaskData, predictions: Predictions, labels: Predictions, *, resamples: int = RESAMPLES, seed: int = 0
+) -> list[dict[str, float]]:
+    """Return the task's metrics on units (rows, or questions) drawn with replacement, once per resample.
+
+    Equal numbers of units give the same draws with the same seed, so two models' scores are paired.
     """
     units = data.type.units(predictions, labels)
-    scores = [
-        data.task.mean_of(data.type.metrics(*(unit[drawn] for unit in units)), score)
-        for drawn in draws(len(units[0]), resamples, seed)
-    ]
-    return np.array(scores)
+    count, chance = len(units[0]), np.random.default_rng(seed)
+    draws = (chance.integers(count, size=count) for _ in range(resamples))
+    return [data.type.metrics(*(unit[drawn] for unit in units)) for drawn in draws]
 
 
-def draws(units: int, resamples: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Yield draws of `units` units with replacement; two models measured on the same draws are paired."""
-    chance = np.random.default_rng(seed)
-    return (chance.integers(units, size=units) for _ in range(resamples))
-
-
-def percentiles(scores: np.ndarray) -> tuple[float, float]:
+def percentiles(scores: np.ndarray) -> Interval:
     """Return the ends of the 95 % interval of resampled scores [R]."""
     low, high = np.quantile(scores, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

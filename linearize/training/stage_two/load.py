@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from linearize.checkpoint.loading import explained, load_processor, move, read_config
-from linearize.checkpoint.ownership import check_links
+from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config
+from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
-from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.encode import copy_tokenizer
 from linearize.modeling.model import is_linearized
 from linearize.training.alignment.pair import check_teacher
@@ -35,31 +34,18 @@ RECORD = "finetuning.json"
 """The file of a tuned checkpoint that records what it was tuned for, and how."""
 
 
-def read_record(name: str | Path) -> dict[str, object] | None:
-    """Return a folder's record of how it was tuned; None if it has none.
+def recorded(name: str | Path) -> dict[str, Any]:
+    """Return a folder's record of how it was tuned; {} if it has none that can be read.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not a JSON object.
         CheckpointError: if a link leads out of the folder.
     """
     check_links(name)
-    file = Path(name).expanduser() / RECORD
-    if not file.is_file():
-        return None
-    record = read_json(file, MOST_TEXT)
-    if not isinstance(record, dict):
-        raise ValueError("not a mapping")
-    return record
+    return read_mapping(Path(name).expanduser() / RECORD)
 
 
 def load_for_task(
-    name: str,
-    data: TaskData,
-    *,
-    new_head: bool = False,
-    seed: int = 0,
-    changes: Mapping[str, object] | None = None,
+    name: str, data: TaskData, *, new_head: bool = False, seed: int = 0, changes: Mapping[str, object] | None = None
 ) -> PreTrainedModel:
     """Load a checkpoint with the head of a task; a missing head is drawn from the seed, a missing padding token is set.
 
@@ -139,8 +125,7 @@ def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     Case is ignored. If the names differ otherwise, the head's outputs keep their order.
     """
     places = {label.casefold(): number for number, label in enumerate(own)}
-    names = [label.casefold() for label in wanted]
-    order = [places.get(name, -1) for name in names]
+    order = [places.get(label.casefold(), -1) for label in wanted]
     return None if sorted(order) != list(range(len(own))) or order == sorted(order) else order
 
 
@@ -174,10 +159,8 @@ def reorder_outputs(model: PreTrainedModel, order: Sequence[int]) -> None:
 def label_options(task: Task, count: int) -> dict[str, object]:
     """Return the config values of a head with `count` outputs."""
     names = task.labels or tuple(f"LABEL_{number}" for number in range(count))
-    options: dict[str, object] = {
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
+    numbers = {name: number for number, name in enumerate(names)}
+    options: dict[str, object] = {"id2label": dict(enumerate(names)), "label2id": numbers}
     if task.head.name == "text-classification":
         options["problem_type"] = "regression" if task.type.numeric else "single_label_classification"
     return options
@@ -226,10 +209,7 @@ def usual_length(name: str, most: int = 128) -> int:
     Raises:
         CheckpointError: if the checkpoint has no config that can be read.
     """
-    try:
-        tuned = (read_record(name) or {}).get("max_length")
-    except (OSError, ValueError):
-        tuned = None
+    tuned = recorded(name).get("max_length")
     return tuned if type(tuned) is int and tuned > 1 else min(most, length_limit(name) or most)
 
 
@@ -354,8 +334,6 @@ def load_teacher(name: str, data: TaskData, student: PreTrainedModel) -> PreTrai
     check_teacher(student, teacher)
     length = data.type.options.max_length
     check_length(teacher, data.task, length, advice="name a teacher that takes more")
-    if getattr(teacher.config, "pad_token_id", 0) is None:
-        teacher.config.pad_token_id = student.config.pad_token_id
     return freeze(teacher, student)
 
 
@@ -372,21 +350,17 @@ def check_tuned(name: str, data: TaskData) -> None:
     Raises:
         ConfigError: if it is converted, has no trained head for the task, or was tuned for another task.
     """
-    values = read_config(name)
     called, task = f"teacher {Path(name).name!r}", data.task
-    if values.get("model_type") == "linearize":
+    if model_type(name) == "linearize":
         raise ConfigError(
             f"{called}: got a converted model, expected a softmax one; tune the original: linearize finetune ORIGINAL "
             f"--task {task.name}"
         )
     check_trained(name, task)
-    try:
-        record = read_record(name)
-        tuned_for = task.name if record is None else str(record["task"])
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{str(Path(name).expanduser() / RECORD)!r} cannot be read ({type(error).__name__}); tune the teacher again"
-        ) from None
+    record, file = recorded(name), Path(name).expanduser() / RECORD
+    if file.is_file() and "task" not in record:
+        raise CheckpointError(f"{str(file)!r} cannot be read as the record of a tuning; tune the teacher again")
+    tuned_for = record.get("task", task.name)
     if tuned_for != task.name:
         raise ConfigError(
             f"{called}: got a model tuned for task {tuned_for}, expected one tuned for {task.name}; tune it first: "
@@ -403,13 +377,9 @@ def check_processor(name: str, teacher: Any, student: Any) -> None:
     called = f"teacher {Path(name).name!r}"
     if hasattr(student, "get_vocab"):
         if teacher.get_vocab() != student.get_vocab() or teacher(PROBE)["input_ids"] != student(PROBE)["input_ids"]:
-            raise ConfigError(
-                f"{called}: got another tokenizer than the student's, expected the same; use its original"
-            )
+            raise ConfigError(f"{called}: got another tokenizer than the student, expected the same; use its original")
         return
     for key in ("size", "crop_size", "image_mean", "image_std", "rescale_factor", "do_normalize", "do_resize"):
         got, expected = getattr(teacher, key, None), getattr(student, key, None)
         if got != expected:
-            raise ConfigError(
-                f"{called}: got images with {key} {got}, expected the student's {expected}; use its original"
-            )
+            raise ConfigError(f"{called}: got {key} {got}, expected the student's {expected}; use its original")

@@ -47,7 +47,7 @@ def prepare(
     if given == "":
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
     reads = cast("type[TaskType]", task.type)
-    return dataclasses.replace(reads(task, processor, options).prepare(located(task, given)), options=options)
+    return reads(task, processor, options).prepare(located(task, given))
 
 
 def check_extra_pairs(task: Task, options: DataOptions) -> None:
@@ -57,15 +57,11 @@ def check_extra_pairs(task: Task, options: DataOptions) -> None:
         ConfigError: naming the option.
     """
     if options.extra_pairs and not task.type.row_labels:
-        raise ConfigError(
-            f"data, extra_pairs: got {options.extra_pairs!r}, but task {task.name} reads no pairs; drop it"
-        )
+        raise ConfigError(f"data, extra_pairs: got {options.extra_pairs}, but task {task.name} reads no pairs; drop it")
 
 
-def selection_size(rows: int, asked: int | None = None) -> int:
-    """Return how many of `rows` training rows are held out: `asked`, or by `SHARE` and its bounds."""
-    if asked is not None:
-        return asked
+def selection_size(rows: int) -> int:
+    """Return how many of `rows` training rows are held out unless the user says so: by `SHARE` and its bounds."""
     return max(1, min(MOST, max(round(SHARE * rows), min(FEWEST, int(LARGEST_SHARE * rows)))))
 
 
@@ -87,7 +83,7 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
     if data.selection is not None or rows == 0:
         return data
     total = len(data.train)
-    count = selection_size(total, rows)
+    count = selection_size(total) if rows is None else rows
     if count >= total:
         raise DataError(
             f"{data.description}: got {total} rows to train on and {count} to choose the kept state on, expected more "

@@ -10,14 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linearize.core.errors import DataError
 from linearize.data.encode import check_room
 from linearize.training.stage_two.config import DataOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from linearize.training.stage_two.tasks import Task
 
 IGNORED = -100
 """The label that losses ignore, and transformers' padding of predictions."""
@@ -137,21 +134,6 @@ def stable_seed(seed: int, *parts: object) -> int:
     for part in parts:
         value = zlib.crc32(np.ascontiguousarray(part, dtype=np.int64).tobytes(), value & 0xFFFFFFFF)
     return value
-
-
-def check_tokens(task: Task, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a text without tokens.
-
-    Raises:
-        DataError: naming its place.
-    """
-    around, special = tokenizer.num_special_tokens_to_add(), set(tokenizer.all_special_ids)
-    for place, row in enumerate(rows):
-        if len(row["input_ids"]) <= around and special.issuperset(row["input_ids"]):
-            raise DataError(
-                f"task {task.name}: got a text without any token (number {place} of {len(rows)}, from 0; the "
-                "tokenizer drops all its characters), expected text; remove the row"
-            )
 
 
 def row_facts(lengths: Sequence[int], options: DataOptions) -> Facts:

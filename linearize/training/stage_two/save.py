@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,8 @@ from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
-from linearize.training.stage_two.load import RECORD, read_record
+from linearize.training.stage_two.intervals import Measured
+from linearize.training.stage_two.load import RECORD, recorded
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tasks import above_chance
 
@@ -34,35 +35,27 @@ if TYPE_CHECKING:
     from linearize.core.heads import Processor
 
 
-@dataclass
-class TuneResult:
-    """The result of stage two.
+@dataclass(frozen=True, kw_only=True)
+class TuneResult(Measured):
+    """The result of stage two: those of the kept weights on the validation rows, and how these were found.
 
     Attributes:
-        metrics: the task's metrics of the kept weights, on the validation rows.
-        score: the task's main figure.
         steps: optimizer steps done.
         best_step: the step whose weights were kept; 0 if none measured better than those before the first step.
         selection: how that step was chosen: `by` (figure), `on` (rows), `rows` (their number), `value`.
         stopped: "steps" or "early stopping".
         history: the trainer's log.
         seconds: duration; after a resume, of the last part only.
-        interval: 95 % bootstrap interval of the score.
-        chance: the score of the best answer that ignores the input; None if undefined.
         adapter: files of the low-rank updates in peft's format, by name; None if not requested.
     """
 
-    metrics: dict[str, float]
-    score: float
     steps: int
     best_step: int
+    selection: dict[str, object]
     stopped: str
-    history: list[dict[str, float]] = field(default_factory=list)
-    seconds: float = 0.0
-    selection: dict[str, object] = field(default_factory=dict)
-    interval: tuple[float, float] | None = None
-    chance: float | None = None
-    adapter: dict[str, bytes] | None = None
+    history: list[dict[str, float]]
+    seconds: float
+    adapter: dict[str, bytes] | None
 
 
 def save_model(
@@ -70,8 +63,8 @@ def save_model(
     target: str | Path,
     processor: Processor | None,
     *,
+    stage: Mapping[str, object],
     overwrite: bool = False,
-    stage: Mapping[str, object] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Save a softmax or converted model, completely or not at all.
@@ -80,31 +73,25 @@ def save_model(
         model: the model; it is moved to the CPU.
         target: folder to write.
         processor: tokenizer or image processor.
-        overwrite: whether an existing folder may be replaced.
         stage: additions to a converted model's provenance.
+        overwrite: whether an existing folder may be replaced.
         extra_files: more files, text or bytes by name; names may contain folders.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.
     """
     move(model, "cpu")
-    files = dict(extra_files or {})
     if is_linearized(model):
-        provenance = {**(model.config.linearize.get("provenance") or {}), **(stage or {})}
+        provenance = {**(model.config.linearize.get("provenance") or {}), **stage}
         with quiet():
             return save(
-                model,
-                target,
-                processor=processor,
-                overwrite=overwrite,
-                provenance=provenance or None,
-                extra_files=files,
+                model, target, processor=processor, overwrite=overwrite, provenance=provenance, extra_files=extra_files
             )
     with quiet(), atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder)
         if processor is not None:
             processor.save_pretrained(folder)
-        write_files(folder, files)
+        write_files(folder, extra_files or {})
     return Path(target)
 
 
@@ -118,9 +105,9 @@ def tuning_record(
         "columns": list(data.task.columns),
         "label_column": data.task.label,
         "split": data.task.validation[0] if data.task.exact_validation else None,
-        "seed": data.options.seed,
+        "seed": data.type.options.seed,
         "facts": data.facts,
-        "max_length": data.options.max_length,
+        "max_length": data.type.options.max_length,
         **{name: getattr(result, name) for name in ("metrics", "score", "interval", "chance")},
         "above_chance": above_chance(data.task, result.score, chance=result.chance, interval=result.interval),
         **{name: getattr(result, name) for name in ("steps", "best_step", "selection", "stopped")},
@@ -133,11 +120,8 @@ def tuning_record(
 
 def original_result(teacher: str | Path, task: str) -> dict[str, object] | None:
     """Return the original's result on a task from its own record; None if it has no record of that task."""
-    try:
-        record = read_record(teacher)
-    except (OSError, ValueError):
-        return None
-    if record is None or record.get("task") != task:
+    record = recorded(teacher)
+    if record.get("task") != task:
         return None
     return {name: record.get(name) for name in ("score", "metrics", "max_length")}
 
@@ -185,14 +169,11 @@ def remove_work(folder: Path, *, check_only: bool = False) -> None:
     Raises:
         CheckpointError: if the folder holds something else; nothing is removed then.
     """
-    remove_parts(
-        folder,
-        PARTS,
-        CALLED,
-        record=STARTED,
-        unmarked=lambda checkpoint: holds_only(checkpoint, TRAINERS),
-        check_only=check_only,
-    )
+    remove_parts(folder, PARTS, CALLED, record=STARTED, unmarked=_is_checkpoint, check_only=check_only)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return holds_only(folder, TRAINERS)
 
 
 def describe(
@@ -201,7 +182,8 @@ def describe(
     """Return the fingerprint of a tuning run, before its first step and before low-rank updates are added."""
     options = {name: value for name, value in asdict(config).items() if name not in FREE}
     options |= {"task": data.task.name, "score": data.task.score}
-    options |= {f"data {name}": value for name, value in asdict(data.options).items() if name not in MEASURED_ONLY}
+    rows = asdict(data.type.options)
+    options |= {f"data {name}": value for name, value in rows.items() if name not in MEASURED_ONLY}
     if teacher is not None:
         options["teacher weights"] = weights_digest(teacher)
     return fingerprint(model=model, data=data, options=options)
@@ -236,6 +218,19 @@ def check_started(folder: Path, now: Mapping[str, object]) -> None:
             f"{str(file)!r} cannot be read ({error}), so this run cannot be resumed; remove the folder to start again"
         ) from None
     check_same(saved, now)
+
+
+def resumed_from(folder: Path, now: Mapping[str, object]) -> Path | None:
+    """Return the checkpoint from which to resume a run; None if it has none.
+
+    Raises:
+        ConfigError: if the run was started with another model, other data or other options, naming the difference.
+        CheckpointError: if its record cannot be read.
+    """
+    last = last_checkpoint(folder)
+    if last is not None:
+        check_started(folder, now)
+    return last
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,7 @@ from linearize.data.load import make_part, open_records
 from linearize.data.local import exists, looks_local, missing_split, open_local, splits_of
 from linearize.data.records import Example, Records
 from linearize.data.source import without_doubles
+from linearize.training.stage_two.config import DataOptions
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -89,18 +91,14 @@ class Splits(NamedTuple):
     description: str
 
 
-def open_splits(
-    task: Task, given: Given, *, limit: int | None, seed: int, raw: bool = False, most: int | None = None
-) -> Splits:
+def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = False) -> Splits:
     """Open the training and the validation split of a data set.
 
     Args:
         task: names the columns and the splits.
         given: data set.
-        limit: maximum number of training rows.
-        seed: seed for the choice of held-out rows if there is no split to measure on.
+        options: limits of both splits, and the seed for the choice of held-out rows if there is no split to measure on.
         raw: whether to return the tables unchanged, with all their columns.
-        most: maximum number of rows to measure on.
 
     Returns:
         Both splits. Without a split to measure on, a tenth of the training rows (at most 1,000) is set aside for it.
@@ -109,11 +107,11 @@ def open_splits(
         DataError: if the data or a column is missing, cannot be read, or is empty.
     """
     called = given if isinstance(given, str) else "tables"
-    open_split: Any = raw_table if raw else lambda given, split: _view(task, given, split)
+    open_split: Any = raw_table if raw else partial(_view, task)
     train = open_split(given, task.train)
     name = _validation_split(task, given)
     if name is None:
-        order = np.random.default_rng(seed).permutation(len(train))
+        order = np.random.default_rng(options.seed).permutation(len(train))
         count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(train))))
         if len(train) < 2:
             raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
@@ -129,11 +127,12 @@ def open_splits(
     else:
         validation = open_split(given, name)
         where = f"{len(validation):,} rows of split {name}"
+    most = options.validation_limit
     if most is not None and most < len(validation):
         validation = validation.select(_some(task, len(validation), most))
         where = f"{most:,} of {where}"
-    if limit is not None and limit < len(train):
-        train = train.select(_some(task, len(train), limit))
+    if options.limit is not None and options.limit < len(train):
+        train = train.select(_some(task, len(train), options.limit))
     skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())
     left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
     return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}{left_out}")
@@ -150,9 +149,7 @@ def _holds_data(root: Path) -> bool:
     try:
         return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
     except OSError as error:
-        raise DataError(
-            f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one; check it"
-        ) from error
+        raise DataError(f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one") from error
 
 
 def raw_table(given: Given, split: str) -> Dataset:
@@ -176,10 +173,9 @@ def raw_table(given: Given, split: str) -> Dataset:
 
 def _view(task: Task, given: Given, split: str) -> View:
     """Open a split with the task's columns."""
-    first, second = (*task.columns, None, None)[:2]
-    if task.modality == "image":
-        # The column of an image data set differs between Hub and folder; it is found by its type.
-        first = second = None
+    # The column of an image data set differs between Hub and folder; it is found by its type.
+    columns = task.columns if task.modality == "text" else ()
+    first, second = (*columns, None, None)[:2]
     config = DataConfig(split=split, text_column=first, text_pair_column=second)
     if isinstance(given, str):
         records, _ = open_records(given, config, task.modality, label=task.label)
@@ -218,18 +214,15 @@ def _validation_split(task: Task, given: Given) -> str | None:
     return chosen
 
 
-def need_columns(table: Dataset, names: Sequence[str], origin: str, kind: str | None = None) -> None:
-    """Refuse a raw table that lacks a column, or whose column holds something else.
+def need_columns(tables: Splits, names: Sequence[str], origin: str, kind: str | None = None) -> None:
+    """Refuse raw tables that lack a column, or whose column holds something else.
 
     Raises:
         DataError: naming the existing columns.
     """
-    kinds = column_kinds(table)
-    missing = [name for name in names if name not in kinds]
-    if missing:
-        raise DataError(f"{origin}: got no column {missing[0]!r}, expected it among its columns: {', '.join(kinds)}")
-    odd = [name for name in names if kind is not None and kinds[name] != kind]
-    if odd:
-        raise DataError(
-            f"{origin}: got {kinds[odd[0]]} in column {odd[0]!r}, expected {kind}; repair it or name another"
-        )
+    for kinds in map(column_kinds, (tables.train, tables.validation)):
+        for name in names:
+            if name not in kinds:
+                raise DataError(f"{origin}: got no column {name!r}, expected it among its columns: {', '.join(kinds)}")
+            if kind not in (None, kinds[name]):
+                raise DataError(f"{origin}: got {kinds[name]} in column {name!r}, expected {kind}; name another column")

@@ -10,10 +10,10 @@ names, and a new metric a function in `metrics.METRICS`.
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linearize.core.errors import ConfigError, unknown_name
 
@@ -21,17 +21,35 @@ if TYPE_CHECKING:
     from linearize.core.heads import Head, Modality
 
 TYPES = "linearize.training.stage_two.task_types"
+Interval = tuple[float, float]
+"""The ends of a score's interval."""
 
 
-class Kind(Protocol):
-    """What every type of task says about itself; `task_types.base.TaskType` describes each attribute."""
+class Kind:
+    """What every type of task says about itself.
+
+    Attributes:
+        head: the head that a model needs.
+        columns: the largest number of columns that are read.
+        label_fields: the fields of a batch that hold the labels.
+        next_token: whether the prediction at a position is of the next token.
+        numeric: whether labels are numbers, rather than classes.
+        row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
+            added for a teacher to label.
+        trains: whether there is something to train; without a head the task can only be measured.
+        most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
+        distance: name of the distance of the logits from a teacher's, in the records of stage two.
+    """
 
     head: ClassVar[Head]
-    columns: ClassVar[int]
-    next_token: ClassVar[bool]
-    numeric: ClassVar[bool]
-    row_labels: ClassVar[bool]
-    most_tokens: ClassVar[int | None]
+    columns: ClassVar[int] = 1
+    label_fields: ClassVar[tuple[str, ...]] = ("labels",)
+    next_token: ClassVar[bool] = False
+    numeric: ClassVar[bool] = False
+    row_labels: ClassVar[bool] = False
+    trains: ClassVar[bool] = True
+    most_tokens: ClassVar[int | None] = None
+    distance: ClassVar[str] = "divergence from the teacher"
 
 
 @dataclass(frozen=True)
@@ -96,8 +114,7 @@ class Task:
     @property
     def type(self) -> type[Kind]:
         """The class that reads data for this type of task, a `TaskType`."""
-        module, _, name = self.kind.partition(":")
-        found: type[Kind] = getattr(importlib.import_module(f"{TYPES}.{module}"), name)
+        found: type[Kind] = pkgutil.resolve_name(f"{TYPES}.{self.kind}")
         return found
 
     @property
@@ -186,10 +203,7 @@ _ALL = (
     ),
     _language("masked-lm", "language:MaskedLanguage", "predict masked tokens"),
     _language(
-        "causal-lm",
-        "language:CausalLanguage",
-        "next token; perplexity over windows with a stated stride",
-        folders=_CORPORA,
+        "causal-lm", "language:CausalLanguage", "next token; perplexity over windows with a stride", folders=_CORPORA
     ),
     Task(
         "copying",
@@ -271,22 +285,16 @@ def task(
         raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
     if label is not None and known.label is None:
         raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
-    given = {"dataset": dataset, "columns": tuple(columns), "label": label, "labels": tuple(labels)}
-    changes: dict[str, object] = {name: value for name, value in given.items() if value not in (None, ())}
-    if score:
-        changes["score"] = tuple(score)
+    given: dict[str, object] = {"dataset": dataset, "label": label}
+    given |= {"columns": tuple(columns), "labels": tuple(labels), "score": tuple(score)}
+    changes = {name: value for name, value in given.items() if value not in (None, ())}
     if validation is not None:
         changes |= {"validation": (validation,), "exact_validation": True}
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
 
 
 def recovery(
-    chosen: Task,
-    score: float,
-    original: float,
-    *,
-    chance: float | None = None,
-    interval: tuple[float, float] | None = None,
+    chosen: Task, score: float, original: float, *, chance: float | None = None, interval: Interval | None = None
 ) -> float | None:
     """Return what share of the original's score above chance is recovered, in percent.
 
@@ -309,9 +317,7 @@ def recovery(
     return 100.0 * (score - floor) / (original - floor)
 
 
-def above_chance(
-    chosen: Task, score: float, *, chance: float | None, interval: tuple[float, float] | None = None
-) -> bool:
+def above_chance(chosen: Task, score: float, *, chance: float | None, interval: Interval | None = None) -> bool:
     """Tell whether a score, with its whole interval if it has one, beats guessing; True if `chance` is None."""
     if chance is None:
         return True

@@ -16,14 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import quiet
@@ -31,19 +24,12 @@ from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.alignment.pair import check_teacher
-from linearize.training.stage_one.processes import Interrupts, under_fsdp
+from linearize.training.stage_one.processes import under_fsdp
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.intervals import Measured, balanced_score, score_of
+from linearize.training.stage_two.intervals import Measured, measured
 from linearize.training.stage_two.load import freeze
 from linearize.training.stage_two.prepare import hold_out
-from linearize.training.stage_two.save import (
-    TuneResult,
-    check_started,
-    describe,
-    finished,
-    last_checkpoint,
-    write_started,
-)
+from linearize.training.stage_two.save import TuneResult, describe, finished, resumed_from, write_started
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep
 from linearize.training.trackers import callbacks_for
@@ -103,52 +89,33 @@ def finetune(
         check_teacher(model, teacher)
         teacher = freeze(teacher, model)
     started = describe(model, data, config, teacher)
+    last = resumed_from(Path(folder), started) if resume else None
     # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
     set_seed(config.seed)
     set_trained(model, config)
-    last = last_checkpoint(folder) if resume else None
-    if last is not None:
-        check_started(Path(folder), started)
     trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
     for tracker in callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard"):
         trainer.add_callback(tracker)
-    _train(trainer, Path(folder), last, started, on_step)
-    history = list(trainer.state.log_history)
-    metrics, predictions, labels = trainer.measure()
-    score = score_of(data, metrics, predictions, labels)
-    state = trainer.state
-    return TuneResult(
-        metrics=metrics,
-        score=score.score,
-        steps=state.global_step,
-        best_step=int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]),
-        stopped="early stopping" if state.global_step < state.max_steps else "steps",
-        history=history,
-        selection=_selection_record(data, config, teacher is not None, state.best_metric),
-        interval=score.interval,
-        chance=score.chance,
-        adapter=end_training(model, config, adapter_of),
-        seconds=time.perf_counter() - start,
-    )
+    _train(trainer, last, started, on_step)
+    kept = _kept(trainer)
+    found = measured(data, *trainer.measure())
+    adapter = end_training(model, config, adapter_of)
+    return TuneResult(**vars(found), **kept, adapter=adapter, seconds=time.perf_counter() - start)
 
 
 def _train(
-    trainer: Tuner,
-    folder: Path,
-    last: Path | None,
-    started: dict[str, object],
-    on_step: Callable[[TuneStep], None] | None,
+    trainer: Tuner, last: Path | None, started: dict[str, object], on_step: Callable[[TuneStep], None] | None
 ) -> None:
     """Train from the last checkpoint, if there is one, with the switches and states that the options ask for."""
-    config, model = trainer.tune, trainer.model
+    config, model, folder = trainer.tune, trainer.model, Path(str(trainer.args.output_dir))
     assert isinstance(model, PreTrainedModel)
-    interrupts = Interrupts()
-    trainer.add_callback(Hooks(trainer, interrupts, on_step))
+    hooks = Hooks(trainer, on_step)
+    trainer.add_callback(hooks)
     share = config.dropout
     if share is None and trainer.teacher is not None and not config.final_labels_weight:
         # A student that learns only from a teacher cannot overfit labels, and dropout moves it away from its teacher.
         share = 0.0
-    with interrupts, checkpointing(model, config.gradient_checkpointing), dropping(model, share):
+    with hooks.interrupts, checkpointing(model, config.gradient_checkpointing), dropping(model, share):
         try:
             if last is None and trainer.is_world_process_zero():
                 write_started(folder, started)
@@ -167,15 +134,23 @@ def _train(
             ) from error
 
 
-def _selection_record(data: TaskData, config: TuneConfig, has_teacher: bool, value: float | None) -> dict[str, object]:
-    """Return how the kept state was chosen, as plain data."""
+def _kept(trainer: Tuner) -> dict[str, Any]:
+    """Return which state of a run was kept, and how it was chosen, as fields of `TuneResult`."""
+    data, state = trainer.data, trainer.state
     if data.selection is None:
         by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
     else:
         by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
-        if has_teacher:
-            by = data.type.distance + (" and loss on the labels" if config.final_labels_weight else "")
-    return {"by": by, "on": on, "rows": rows, "value": value}
+        if trainer.teacher is not None:
+            by = data.type.distance + (" and loss on the labels" if trainer.tune.final_labels_weight else "")
+    return {
+        "steps": state.global_step,
+        "best_step": int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]),
+        "stopped": "early stopping" if state.global_step < state.max_steps else "steps",
+        # Measuring adds to the log.
+        "history": list(state.log_history),
+        "selection": {"by": by, "on": on, "rows": rows, "value": state.best_metric},
+    }
 
 
 class Batches(TrainerCallback):
@@ -211,14 +186,7 @@ def measure_with_interval(
     with tempfile.TemporaryDirectory() as folder:
         tuner = Tuner(data.type.wrap(model), data, config, folder)
         tuner.add_callback(Batches(on_batch))
-        metrics, predictions, labels = tuner.measure()
-    return Measured(
-        **vars(score_of(data, metrics, predictions, labels)),
-        metrics=metrics,
-        rows=len(data.validation),
-        by_position=data.type.by_position(predictions),
-        balanced=balanced_score(data, metrics, predictions, labels),
-    )
+        return measured(data, *tuner.measure())
 
 
 SHARE = re.compile(r"(.+_)?dropout(_p|_prob)?")
@@ -250,7 +218,7 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
         ConfigError: if the task can only be measured, gradient checkpointing is wanted and not supported, or images
             should be grouped by length.
     """
-    if not data.type.trains:
+    if not data.type.trains or data.type.options.chunks:
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
             "`linearize align`, and measure it with `linearize evaluate`"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,18 +19,8 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, Sampler
-from transformers import (
-    EarlyStoppingCallback,
-    EvalPrediction,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_callback import ExportableState
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, PrinterCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput
@@ -39,12 +29,10 @@ from linearize.checkpoint.loading import quiet
 from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
+from linearize.training.stage_one.processes import Interrupts
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.rows import Chosen, Predictions, by_length
 from linearize.training.stage_two.task_types.base import TaskData
-
-if TYPE_CHECKING:
-    from linearize.training.stage_one.processes import Interrupts
 
 WEIGHTS = "model.safetensors"
 """The file of the weights in a checkpoint."""
@@ -105,11 +93,11 @@ class Tuner(Trainer):
             self.loss_is_scaled_for_ga = False
 
     def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Return the task's metrics and its score, and keep both with the predictions."""
+        """Return the task's metrics and its score, and keep the metrics with the predictions and the labels."""
         predictions, labels = (self._as_given(values) for values in (prediction.predictions, prediction.label_ids))
-        self.predicted: tuple[Predictions, Predictions] = (predictions, labels)
-        metrics = self.data.type.compute_metrics(*self.predicted)
-        self.measured = {name: float(value) for name, value in metrics.items()}
+        found = self.data.type.compute_metrics(predictions, labels)
+        metrics = {name: float(value) for name, value in found.items()}
+        self.measured: tuple[dict[str, float], Predictions, Predictions] = (metrics, predictions, labels)
         return metrics | {"score": self.data.task.mean_of(metrics)}
 
     def _as_given(self, values: Any) -> Any:
@@ -122,7 +110,7 @@ class Tuner(Trainer):
         """Return the task's metrics on the validation rows, the predictions, and the labels."""
         with quiet():
             self.evaluate()
-        return self.measured, *self.predicted
+        return self.measured
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Return the optimizer; kernels with a separate rate get separate parameter groups."""
@@ -166,22 +154,20 @@ class Tuner(Trainer):
             return self._selection_loss(model, inputs)
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        weight, hidden = self.label_weight(), self.tune.teacher_hidden_weight > 0
-        outputs, taught = self._outputs(model, inputs, labelled=weight > 0, hidden=hidden)
+        tune, label_weight = self.tune, self.label_weight()
+        weights = {"hidden": tune.teacher_hidden_weight, "logits": tune.teacher_logits_weight, "task": label_weight}
+        outputs, taught = self._outputs(model, inputs, labelled=label_weight > 0, hidden=weights["hidden"] > 0)
         parts = {}
-        if hidden:
+        if weights["hidden"]:
             mask = inputs.get("attention_mask")
             parts["hidden"] = hidden_state_loss(layer_states(outputs), layer_states(taught), mask)
-        if self.tune.teacher_logits_weight:
-            parts["logits"] = self.data.type.teacher_loss(outputs, taught, inputs, temperature=self.tune.temperature)
-        loss = sum(
-            (getattr(self.tune, f"teacher_{name}_weight") * part for name, part in parts.items()),
-            start=torch.zeros((), device=self.args.device),
-        )
-        if weight:
+        if weights["logits"]:
+            parts["logits"] = self.data.type.teacher_loss(outputs, taught, inputs, temperature=tune.temperature)
+        if weights["task"]:
             parts["task"] = self.data.type.label_loss(outputs, inputs)
-            loss = loss + weight * parts["task"]
+        loss = torch.zeros((), device=self.args.device)
         for name, part in parts.items():
+            loss = loss + weights[name] * part
             self._parts.setdefault(name, []).append(part.detach().float())
         return (loss, outputs) if return_outputs else loss
 
@@ -279,10 +265,8 @@ class Tuner(Trainer):
     def restore(self, checkpoint: Path) -> None:
         """Load the kept weights and the state of a run that had ended."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        if self.state.best_model_checkpoint is None:
-            self._load_from_checkpoint(str(checkpoint))
-        else:
-            self._load_best_model()
+        self.state.best_model_checkpoint = self.state.best_model_checkpoint or str(checkpoint)
+        self._load_best_model()
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
@@ -433,12 +417,14 @@ class Hooks(TrainerCallback):
 
     Args:
         trainer: the trainer of the run.
-        interrupts: entered while the trainer runs; it raises once the state is written completely.
         on_step: called after every step, or None.
+
+    Attributes:
+        interrupts: to be entered while the trainer runs; it raises once the state is written completely.
     """
 
-    def __init__(self, trainer: Tuner, interrupts: Interrupts, on_step: Callable[[TuneStep], None] | None) -> None:
-        self.trainer, self.interrupts, self.on_step = trainer, interrupts, on_step
+    def __init__(self, trainer: Tuner, on_step: Callable[[TuneStep], None] | None) -> None:
+        self.trainer, self.on_step, self.interrupts = trainer, on_step, Interrupts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Note the first step, which is a later one in a resumed run; keep the start of a run that is not resumed."""

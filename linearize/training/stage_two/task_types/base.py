@@ -5,62 +5,40 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
-from linearize.core.heads import Head
 from linearize.data.encode import copy_tokenizer
 from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Predictions, Row, RowSet, pad_with_labels
-from linearize.training.stage_two.splits import Given, Splits, View, open_splits
+from linearize.training.stage_two.splits import Given, View
+from linearize.training.stage_two.tasks import Kind, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from linearize.training.stage_two.tasks import Task
 
 MOST_CLASSES = 100_000
 """Labels must be below this number: a head with a million outputs would be a mistake."""
 
 
-class TaskType:
+class TaskType(Kind):
     """One type of task: its rows, labels, predictions and metrics. An instance reads one data set.
 
-    A subclass sets the class attributes, and implements `prepare` and `units`; all else has a default.
+    A subclass sets the class attributes of `Kind`, and implements `prepare` and `units`; all else has a default.
 
     Args:
         task: the task.
         processor: the model's tokenizer or image processor.
         options: options of the rows.
-
-    Attributes:
-        head: the head that a model needs.
-        columns: the largest number of columns that are read.
-        label_fields: the fields of a batch that hold the labels.
-        next_token: whether the prediction at a position is of the next token.
-        numeric: whether labels are numbers, rather than classes.
-        row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
-            added for a teacher to label.
-        most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
-        distance: name of the distance of the logits from a teacher's, in the records of stage two.
     """
-
-    head: ClassVar[Head]
-    columns: ClassVar[int] = 1
-    label_fields: ClassVar[tuple[str, ...]] = ("labels",)
-    next_token: ClassVar[bool] = False
-    numeric: ClassVar[bool] = False
-    row_labels: ClassVar[bool] = False
-    most_tokens: ClassVar[int | None] = None
-    distance: ClassVar[str] = "divergence from the teacher"
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
         self.task, self.processor, self.options = task, processor, options or DataOptions()
@@ -76,11 +54,6 @@ class TaskType:
         # Token labels are also padded on the right, and positions count from the first token.
         copied.padding_side = "right"
         return copied
-
-    @property
-    def trains(self) -> bool:
-        """Whether the rows can be trained on; texts in chunks can only be measured."""
-        return not self.options.chunks
 
     def prepare(self, given: Given) -> TaskData:
         """Read a data set.
@@ -140,15 +113,13 @@ class TaskType:
         return ()
 
     @classmethod
-    def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss on a batch's labels: the model's own."""
         loss: Tensor = outputs.loss
         return loss
 
     @classmethod
-    def teacher_loss(
-        cls, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
-    ) -> Tensor:
+    def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
         """Return how far a model's outputs are from the teacher's on a batch.
 
         Args:
@@ -168,10 +139,10 @@ class TaskType:
             mine, theirs, labels = mine[:, :-1], theirs[:, :-1], labels[:, 1:]
         return logits_loss(mine, theirs, temperature=temperature, mask=labels != IGNORED)
 
-    def open_splits(self, given: Given, *, raw: bool = False) -> Splits:
-        """Return both splits with the task's columns, or as tables with all their columns if raw."""
-        limits: Any = {"limit": self.options.limit, "most": self.options.validation_limit, "seed": self.options.seed}
-        return open_splits(self.task, given, raw=raw, **limits)
+    def fit_length(self, most: int) -> None:
+        """Lower the length of rows to `most` tokens if the user gave none (`auto_length`)."""
+        if self.options.auto_length and most < self.options.max_length:
+            self.options = dataclasses.replace(self.options, max_length=most)
 
     def fast_tokenizer(self, what: str, knows: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
@@ -196,7 +167,6 @@ class TaskData:
         facts: facts needed to read the metrics, such as the stride of a perplexity.
         selection: rows held out of the training rows, to choose the state to keep; None if not yet held out.
         extra: rows without a label (`IGNORED`, or NaN for a number) for a teacher to label: new pairs of the texts.
-        options: the user's options for the rows.
         chunkable: whether the texts to measure on can be read as chunks (`DataOptions.chunks`).
     """
 
@@ -207,7 +177,6 @@ class TaskData:
     facts: Facts = dataclasses.field(default_factory=dict)
     selection: RowSet | None = None
     extra: list[Row] | None = None
-    options: DataOptions = dataclasses.field(default_factory=DataOptions)
     chunkable: bool = False
 
     @property
@@ -240,6 +209,11 @@ def first_output(outputs: Any) -> Any:
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
+def class_numbers(names: Sequence[str]) -> dict[object, int]:
+    """Return the numbers of classes: by their names, and by the numbers themselves, of any type."""
+    return {name: number for number, name in enumerate(names)} | {number: number for number in range(len(names))}
+
+
 class ClassLabels(TaskType):
     """Rows that each have a class."""
 
@@ -256,7 +230,7 @@ class ClassLabels(TaskType):
         if names is None:
             # The classes are those of the whole table: a rare one may occur only in the rows to measure on.
             every = view.records.labels(range(len(view.records.sizes)))
-            numbers = [x for x in every if isinstance(x, int | float) and _whole(x) and 0 <= x < MOST_CLASSES]
+            numbers = [x for x in every if isinstance(x, int | float) and 0 <= x < MOST_CLASSES and x == int(x)]
             if odd := set(every).difference(numbers):
                 raise DataError(
                     f"task {name}: got the label {next(x for x in every if x in odd)!r} in column {column!r}, "
@@ -279,20 +253,15 @@ class ClassLabels(TaskType):
             DataError: if a label is not among the task's classes.
         """
         names = self.task.labels or ()
-        places = {name: number for number, name in enumerate(names)}
-        numbers = []
-        for label in (example.label for example in examples):
-            if isinstance(label, str):
-                number = places.get(label, -1)
-            else:
-                number = int(label) if label is not None and _whole(label) else -1
-            if not 0 <= number < len(names):
-                raise DataError(
-                    f"task {self.task.name}: got label {label!r}, expected one of its {len(names)} classes: "
-                    f"{', '.join(names[:20])}"
-                )
-            numbers.append(number)
-        return numbers
+        known = class_numbers(names)
+        labels = [example.label for example in examples]
+        unknown = [label for label in labels if label not in known]
+        if unknown:
+            raise DataError(
+                f"task {self.task.name}: got label {unknown[0]!r}, expected one of its {len(names)} classes: "
+                f"{', '.join(names[:20])}"
+            )
+        return [known[label] for label in labels]
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return predicted classes and true ones; predictions are logits [N, C] or classes [N]."""
@@ -334,7 +303,3 @@ class NumberLabels(TaskType):
     def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
         """Return the mean as the answer for all rows."""
         yield np.full((len(labels), 1), float(np.mean(labels)))
-
-
-def _whole(number: float) -> bool:
-    return math.isfinite(number) and number == int(number)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.rows import IGNORED, Row, row_facts
-from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.task_types.language import CausalType
 
@@ -40,7 +42,8 @@ class Chat(CausalType):
                 "the tokenizer of a chat model, or write the conversations as text and use task causal-lm"
             )
         self.fast_tokenizer("chat", "which maps tokens to places in the text")
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
+        need_columns(splits, self.task.columns, "chat")
         train, _, left_out = self._rows(splits.train)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too
@@ -51,7 +54,6 @@ class Chat(CausalType):
     def _rows(self, table: Dataset) -> tuple[list[Row], list[int], int]:
         """Return the rows, the lengths of the whole conversations, and how many have nothing to learn."""
         column, most = self.task.columns[0], self.options.max_length
-        need_columns(table, [column], "chat")
         rows, lengths, silent = [], [], 0
         for messages in table[column]:
             ids, spoken = encode(self.tokenizer, _checked(messages, column))
@@ -113,15 +115,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
     return list(coded["input_ids"]), spoken
 
 
-def _written(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool = False
-) -> str:
-    from jinja2 import TemplateError
-
+def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except TemplateError as error:
         raise DataError(
             f"chat: the chat template refuses a conversation ({error}), expected roles that it supports; repair the row"

@@ -20,7 +20,7 @@ from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import pooled
 from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
 from linearize.training.stage_two.rows import IGNORED, Predictions, Row
-from linearize.training.stage_two.splits import Given, Splits, View
+from linearize.training.stage_two.splits import Given, Splits, View, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 from linearize.training.stage_two.task_types.text import Reader, Texts, mean_over_chunks, read_chunks
 
@@ -87,11 +87,7 @@ class EmbeddedPairs(Texts):
     """
 
     head = HEADS["feature-extraction"]
-
-    @property
-    def trains(self) -> bool:
-        """Whether the rows can be trained on: no, as there is no head to train."""
-        return False
+    trains = False
 
     def prepare(self, given: Given) -> TaskData:
         """Read rows of two texts and their labels.
@@ -99,7 +95,7 @@ class EmbeddedPairs(Texts):
         Raises:
             DataError: if rows have only one text, or a label does not fit the task.
         """
-        splits = self.open_splits(given)
+        splits = open_splits(self.task, given, self.options)
         return self.rows(splits, splits.description)
 
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
@@ -150,9 +146,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
         """
         examples = view.fetch(range(len(view)))
         if any(example.pair is None for example in examples):
-            raise DataError(
-                f"task {self.task.name}: got rows with one text, expected two; name both columns (--columns A,B)"
-            )
+            raise DataError(f"task {self.task.name}: got rows with one text, expected two; name both (--columns A,B)")
         return [e.value for e in examples], [str(e.pair) for e in examples], self.numbered(examples)
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
@@ -180,11 +174,10 @@ class Retrieval(EmbeddedPairs):
         Raises:
             DataError: if a text has only one word, or there is only one text.
         """
-        splits = self.open_splits(given)
+        splits = open_splits(self.task, given, self.options)
         if len(splits.validation) < 2:
             raise DataError(
-                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several to "
-                "search; add rows"
+                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several; add rows"
             )
         what = "halves of the texts of" if len(self.task.columns) < 2 else "questions and texts of"
         return self.rows(splits, f"{what} {splits.description}")
@@ -216,9 +209,7 @@ class Retrieval(EmbeddedPairs):
         """Return the rank [N] of each row's second text by whole texts, and by the best part: [N, 1 + P, 2, D]."""
         embeddings = np.asarray(first_output(predictions))
         first, second = embeddings[:, :, 0], embeddings[:, :, 1]
-        parts = (
-            np.where((side == IGNORED).all(axis=-1, keepdims=True), np.nan, side)[:, 1:] for side in (first, second)
-        )
+        parts = (np.where((side == IGNORED).all(-1, keepdims=True), np.nan, side)[:, 1:] for side in (first, second))
         return ranks(first[:, 0], second[:, 0]), part_ranks(*parts)
 
     def chance_metrics(self, labels: Predictions) -> list[dict[str, float]]:

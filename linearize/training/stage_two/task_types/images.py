@@ -12,7 +12,7 @@ from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.heads import HEADS
 from linearize.data.encode import ImageEncoder
 from linearize.training.stage_two.rows import Row, stable_seed
-from linearize.training.stage_two.splits import Given, View
+from linearize.training.stage_two.splits import Given, View, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, TaskData
 
 DIGESTS = 512
@@ -54,7 +54,7 @@ class ImageClassification(ClassLabels):
         Raises:
             DataError: if the images or their classes cannot be read.
         """
-        splits = self.open_splits(given)
+        splits = open_splits(self.task, given, self.options)
         self.read_labels(splits.train)
         train, validation = ImageRows(splits.train, self.options.augment), ImageRows(splits.validation, False)
         return TaskData(self, train, validation, splits.description)

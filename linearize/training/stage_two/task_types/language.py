@@ -6,8 +6,6 @@ one token, so that every token but the very first is predicted once.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -21,9 +19,9 @@ from linearize.core.heads import HEADS
 from linearize.data.columns import column_kinds, find_column
 from linearize.training.stage_two.metrics import PositionLoss, losses_by_position, perplexity, range_sums
 from linearize.training.stage_two.rows import IGNORED, Logits, Predictions, Row, pad_with_labels, row_facts, stable_seed
-from linearize.training.stage_two.splits import Given, need_columns
+from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import TaskData, TaskType, first_output
-from linearize.training.stage_two.task_types.tokens import most_frequent
+from linearize.training.stage_two.task_types.tokens import TokenLabels
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,22 +39,18 @@ class Windows:
     Args:
         tokens: [N] int32.
         length: tokens per window.
-        starts: [W] first token of each window; None for windows that do not overlap.
-        fresh: [W] place in the whole row of the first token that a window predicts; None if it predicts all.
+        cuts: the first token of each window, and the first that it predicts, as places in the whole row [W] each
+            (`strided`); None for windows that do not overlap and predict all their tokens.
         fixed: whether masks are the same each time.
     """
 
     def __init__(
-        self,
-        tokens: np.ndarray,
-        length: int,
-        starts: np.ndarray | None = None,
-        fresh: np.ndarray | None = None,
-        fixed: bool = False,
+        self, tokens: np.ndarray, length: int, cuts: tuple[np.ndarray, np.ndarray] | None = None, fixed: bool = False
     ) -> None:
-        self.tokens, self.length, self.fresh, self.fixed = tokens, length, fresh, fixed
-        # Without starts: full windows, or a single short window if the row is too short.
-        self.starts = np.arange(0, max(1, len(tokens) - length + 1), length) if starts is None else starts
+        self.tokens, self.length, self.fixed = tokens, length, fixed
+        # Without cuts: full windows, or a single short window if the row is too short.
+        begins: np.ndarray = np.arange(0, max(1, len(tokens) - length + 1), length)
+        self.starts, self.fresh = (begins, begins) if cuts is None else cuts
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -65,8 +59,7 @@ class Windows:
         start = int(self.starts[place])
         ids = self.tokens[start : start + self.length].astype(np.int64)
         labels = ids.copy()
-        if self.fresh is not None:
-            labels[: int(self.fresh[place]) - start] = IGNORED
+        labels[: int(self.fresh[place]) - start] = IGNORED
         return {"input_ids": ids, "labels": labels, "fixed": self.fixed}
 
 
@@ -77,27 +70,26 @@ class LanguageType(TaskType):
     next_token = True
     most_tokens: ClassVar[int | None] = WINDOW
 
-    def read_tokens(self, given: Given, fit: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray, int, str]:
-        """Return training and validation texts, each as one row of tokens [N], the latter's word count, a description.
+    def read_tokens(self, given: Given, readings: int = 1) -> tuple[np.ndarray, np.ndarray, str]:
+        """Return training and validation texts, each as one row of tokens [N], and a description.
+
+        Without a length from the user (`auto_length`), rows are no longer than the tokens to measure on fill.
 
         Args:
             given: the data set.
-            fit: tokens to measure on -> the longest useful row, for options without a length (`auto_length`).
+            readings: how often every token stands in its row.
 
         Raises:
             DataError: if there is no text column.
         """
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         named = self.task.columns[0] if self.task.columns else None
         column = find_column(column_kinds(splits.train), named, "text", "text")
-        for table in (splits.train, splits.validation):
-            need_columns(table, [column], "text", kind="text")
+        need_columns(splits, [column], "text", kind="text")
         train, _ = tokens_of(splits.train, column, self.tokenizer)
-        valid, words = tokens_of(splits.validation, column, self.tokenizer)
-        if self.options.auto_length:
-            length = fit(len(valid))
-            self.options = dataclasses.replace(self.options, max_length=min(self.options.max_length, length))
-        return train, valid, words, splits.description
+        valid, self.words = tokens_of(splits.validation, column, self.tokenizer)
+        self.fit_length(readings * max(2, len(valid)))
+        return train, valid, splits.description
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the sum of the losses and the count of the tokens of each row [N]."""
@@ -132,20 +124,16 @@ class CausalLanguage(CausalType):
             DataError: if there is no text column or too little text for one window.
             ConfigError: if the stride does not fit.
         """
-        train, valid, self.words, description = self.read_tokens(given, lambda tokens: max(2, tokens))
+        train, valid, description = self.read_tokens(given)
         length = self.options.max_length
         _need_tokens(description, f"a window of {length}", min(length, 2), train, valid)
         stride = self.options.stride or length - 1
         if stride >= length:
             raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
-        starts, fresh = strided(len(valid), length, stride)
-        return TaskData(
-            self,
-            Windows(train, length),
-            Windows(valid, length, starts, fresh),
-            f"{description}; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}",
-            facts={"context": length, "stride": stride, "words": self.words},
-        )
+        validation = Windows(valid, length, strided(len(valid), length, stride))
+        description += f"; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}"
+        facts = {"context": length, "stride": stride, "words": self.words}
+        return TaskData(self, Windows(train, length), validation, description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return windows [B, T]; a shorter last window is padded with labels that do not count."""
@@ -173,7 +161,7 @@ class MaskedLanguage(LanguageType):
             DataError: if there is no text column or too little text for one window.
             ConfigError: if the tokenizer has no mask token.
         """
-        train, valid, _, description = self.read_tokens(given, lambda tokens: max(2, tokens))
+        train, valid, description = self.read_tokens(given)
         options = self.options
         _need_tokens(description, f"a window of {options.max_length}", min(options.max_length, 2), train, valid)
         if self.tokenizer.mask_token_id is None:
@@ -181,22 +169,13 @@ class MaskedLanguage(LanguageType):
         around = sum(token is not None for token in (self.tokenizer.cls_token_id, self.tokenizer.sep_token_id))
         length = options.max_length - around
         if length < 1:
-            raise ConfigError(
-                f"data, max_length: got {options.max_length}, expected more than the {around} special tokens"
-            )
-        held = Windows(valid, length, fixed=True)
-        return TaskData(
-            self,
-            Windows(train, length),
-            held,
-            f"{description}; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}",
-            facts={
-                "context": options.max_length,
-                "mask_share": options.mask_share,
-                # Windows do not overlap, and tokens that do not fill the last one are not measured.
-                "left_out_share": round(1 - min(1.0, len(held) * length / max(1, len(valid))), 4),
-            },
-        )
+            raise ConfigError(f"data, max_length: got {options.max_length}, expected more than {around} special tokens")
+        validation = Windows(valid, length, fixed=True)
+        description += f"; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}"
+        # Windows do not overlap, and tokens that do not fill the last one are not measured.
+        left_out = round(1 - min(1.0, len(validation) * length / max(1, len(valid))), 4)
+        facts = {"context": options.max_length, "mask_share": options.mask_share, "left_out_share": left_out}
+        return TaskData(self, Windows(train, length), validation, description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return rows with tokens replaced as in BERT: 80 % by the mask, 10 % by a random token, 10 % unchanged."""
@@ -290,20 +269,16 @@ class Copying(LanguageType):
             DataError: if there is no text column, or too little text for one passage.
             ConfigError: if `max_length` is below 4.
         """
-        train, valid, _, description = self.read_tokens(given, lambda tokens: max(4, 2 * tokens))
+        train, valid, description = self.read_tokens(given, readings=2)
         length = self.options.max_length // 2
         if length < 2:
             raise ConfigError(
                 f"data, max_length: got {self.options.max_length}, expected at least 4: each passage appears twice"
             )
         _need_tokens(description, f"a passage of {length}", length, train, valid)
-        return TaskData(
-            self,
-            Copies(train, length),
-            Copies(valid, length),
-            f"{description}; passages of {length:,} tokens, each twice",
-            facts={"context": 2 * length},
-        )
+        description += f"; passages of {length:,} tokens, each twice"
+        facts = {"context": 2 * length}
+        return TaskData(self, Copies(train, length), Copies(valid, length), description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return rows of both readings [B, T]."""
@@ -325,7 +300,7 @@ class Copying(LanguageType):
         return (np.asarray(predictions),)
 
 
-class Recall(LanguageType):
+class Recall(TokenLabels, LanguageType):
     """Predict chosen tokens of a sequence from the tokens before them (associative recall and similar tasks).
 
     A raw table with the columns `text` (tokens between blanks) and `positions` (which tokens are answers).
@@ -339,15 +314,11 @@ class Recall(LanguageType):
         Raises:
             DataError: if a column is missing or a sequence does not fit the length.
         """
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
+        need_columns(splits, ("text", "positions"), "recall")
         train, validation = self._rows(splits.train), self._rows(splits.validation)
         facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
-
-    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
-        """Return the predicted tokens [B, T]."""
-        guesses: Tensor = first_output(logits).argmax(dim=-1)
-        return guesses
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the predicted token of each place and the true one [N, T - 1]."""
@@ -359,20 +330,13 @@ class Recall(LanguageType):
         asked = answers != IGNORED
         return super().metrics(guesses[asked], answers[asked])
 
-    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
-        """Return the most frequent answer."""
-        return most_frequent(labels)
-
     def _rows(self, table: Dataset) -> list[Row]:
-        need_columns(table, ("text", "positions"), "recall")
         most = self.options.max_length
         rows = []
         for text, positions in zip(table["text"], table["positions"], strict=True):
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) > most:
-                raise DataError(
-                    f"recall: got a sequence of {len(ids)} tokens, expected at most {most}; raise max_length"
-                )
+                raise DataError(f"recall: got a row of {len(ids)} tokens, expected at most {most}; raise max_length")
             labels = torch.full((len(ids),), IGNORED)
             labels[positions] = torch.tensor(ids)[positions]
             rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels.tolist()})

@@ -15,27 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from linearize.core.errors import ConfigError
+from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.records import Example, paired_anew
-from linearize.training.stage_two.rows import (
-    IGNORED,
-    TOKEN_FIELDS,
-    Facts,
-    Row,
-    check_tokens,
-    coded,
-    pad,
-    row_facts,
-    tokenise,
-)
-from linearize.training.stage_two.splits import Given
+from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Facts, Row, coded, pad, row_facts, tokenise
+from linearize.training.stage_two.splits import Given, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, TaskType
 
 CHUNKS = "chunks"
 """The field of a row that holds a text's chunks."""
-OWNERS = "owners"
-"""The field of a batch of chunks that says which text each belongs to, long [chunks]."""
 TOKENS = 16_384
 """Tokens, padding included, that are read at a time."""
 
@@ -69,7 +57,7 @@ def pad_chunks(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[Row]
     """Return the chunks of texts as one batch: token fields [chunks, T], and `owners` [chunks]."""
     fields = pad(tokenizer, [chunk for chunks in texts for chunk in chunks])
     owners = [number for number, chunks in enumerate(texts) for _ in chunks]
-    return {**fields, OWNERS: torch.tensor(owners)}
+    return {**fields, "owners": torch.tensor(owners)}
 
 
 def read_chunks(read: Callable[..., Tensor], fields: Mapping[str, Tensor]) -> Tensor:
@@ -82,15 +70,10 @@ def read_chunks(read: Callable[..., Tensor], fields: Mapping[str, Tensor]) -> Te
     Returns:
         [chunks, C], fp32.
     """
-    fields = {name: field for name, field in fields.items() if name in TOKEN_FIELDS}
-    chunks, length = fields["input_ids"].shape
-    rows = max(1, TOKENS // length)
-    return torch.cat(
-        [
-            read(**{name: field[begin : begin + rows] for name, field in fields.items()}).float()
-            for begin in range(0, chunks, rows)
-        ]
-    )
+    names = [name for name in TOKEN_FIELDS if name in fields]
+    rows = max(1, TOKENS // fields["input_ids"].shape[1])
+    parts = zip(*(fields[name].split(rows) for name in names), strict=True)
+    return torch.cat([read(**dict(zip(names, part, strict=True))).float() for part in parts])
 
 
 def mean_over_chunks(read: Callable[..., Tensor], owners: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
@@ -122,9 +105,7 @@ class Reader(nn.Module):
         super().__init__()
         self.model, self.read = model, read
 
-    def forward(
-        self, labels: Tensor | None = None, owners: Tensor | None = None, **fields: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, labels: Any = None, owners: Tensor | None = None, **fields: Tensor) -> dict[str, Tensor]:
         """Return `logits` for a batch, and a zero loss, which the trainer needs."""
         logits = self.read(self.model, owners, **fields)
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
@@ -142,10 +123,16 @@ class Texts(TaskType):
         """Return texts, or pairs of texts, as token fields.
 
         Raises:
-            DataError: if a text has no token.
+            DataError: naming the place of a text without tokens.
         """
         rows = tokenise(self.tokenizer, first, second, self.options.max_length)
-        check_tokens(self.task, rows, self.tokenizer)
+        around, special = self.tokenizer.num_special_tokens_to_add(), set(self.tokenizer.all_special_ids)
+        for place, row in enumerate(rows):
+            if len(row["input_ids"]) <= around and special.issuperset(row["input_ids"]):
+                raise DataError(
+                    f"task {self.task.name}: got a text without any token (number {place} of {len(rows)}, from 0; the "
+                    "tokenizer drops all its characters), expected text; remove the row"
+                )
         return rows
 
     def measured(self, first: Sequence[str], second: Sequence[str] | None = None) -> tuple[list[Row], Facts]:
@@ -182,28 +169,21 @@ class _TextRows(Texts):
         Raises:
             DataError: if a column is missing, a regression's label is text, or a class is not among the task's.
         """
-        splits = self.open_splits(given)
+        splits = open_splits(self.task, given, self.options)
         self.read_labels(splits.train)
         examples = splits.train.fetch(range(len(splits.train)))
         held = splits.validation.fetch(range(len(splits.validation)))
         paired = any(example.pair is not None for example in held)
         if self.options.chunks and paired:
-            raise ConfigError(
-                f"chunks: task {self.task.name} reads pairs of texts, expected one text a row; drop --chunks"
-            )
+            raise ConfigError(f"chunks: task {self.task.name} reads pairs of texts, expected one a row; drop --chunks")
         rows, facts = self.measured(*_columns(held))
         validation = self._labelled(rows, held)
+        train = self._labelled(self.checked(*_columns(examples)), examples)
         extra = self._new_pairs(examples) if self.options.extra_pairs else None
         note = f", {len(extra):,} new pairs" if extra else ""
-        return TaskData(
-            self,
-            self._labelled(self.checked(*_columns(examples)), examples),
-            validation,
-            splits.description + note,
-            facts=facts,
-            extra=extra,
-            chunkable=getattr(self.tokenizer, "is_fast", False) and not paired,
-        )
+        chunkable = getattr(self.tokenizer, "is_fast", False) and not paired
+        description = splits.description + note
+        return TaskData(self, train, validation, description, facts=facts, extra=extra, chunkable=chunkable)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return padded token fields, of chunks if the rows are read as chunks, and labels [B]."""
@@ -215,7 +195,7 @@ class _TextRows(Texts):
         return Reader(model, mean_logits) if self.options.chunks else model
 
     @classmethod
-    def label_loss(cls, outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss on the rows that have a label; 0 if no row has one."""
         logits: Tensor = outputs.logits
         labels = inputs["labels"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,25 +18,31 @@ from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
-from linearize.training.stage_two.rows import (
-    IGNORED,
-    TOKEN_FIELDS,
-    Facts,
-    Logits,
-    Predictions,
-    Row,
-    row_facts,
-    tokenise,
-)
-from linearize.training.stage_two.splits import Given, need_columns
-from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, first_output
+from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Logits, Predictions, Row, row_facts, tokenise
+from linearize.training.stage_two.splits import Given, need_columns, open_splits
+from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, class_numbers, first_output
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import BatchEncoding
 
 
-class TokenClassification(TaskType):
+class TokenLabels(TaskType):
+    """Rows in which tokens have labels, `IGNORED` at all others; the prediction is the most likely label."""
+
+    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
+        """Return the predicted labels [B, T] of logits [B, T, C]."""
+        guesses: Tensor = first_output(logits).argmax(dim=-1)
+        return guesses
+
+    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
+        """Return the most frequent label as the answer everywhere; none if no token has a label."""
+        labels = np.asarray(labels)
+        known = labels[labels != IGNORED]
+        return (np.full_like(labels, np.bincount(known).argmax()),) if len(known) else ()
+
+
+class TokenClassification(TokenLabels):
     """Words that each have a tag."""
 
     head = HEADS["token-classification"]
@@ -49,20 +55,15 @@ class TokenClassification(TaskType):
             ConfigError: if the tokenizer cannot tell which word a token belongs to.
         """
         self.fast_tokenizer("token classification", "which maps tokens to words")
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         words, label = self.task.columns[0], str(self.task.label)
-        need_columns(splits.train, (words, label), "token classification")
+        need_columns(splits, (words, label), "token classification")
         if self.task.labels is None:
             self.task = dataclasses.replace(self.task, labels=self._tag_names(splits.train, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
         whole = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
         facts = row_facts([len(ids) for ids in whole["input_ids"]], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
-
-    def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
-        """Return the predicted tags [B, T] of logits [B, T, C]."""
-        tags: Tensor = first_output(logits).argmax(dim=-1)
-        return tags
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return each row's `entity_counts` [N, 5], from tags and labels [N, T]."""
@@ -71,10 +72,6 @@ class TokenClassification(TaskType):
         for guess, answer in zip(np.asarray(predictions), np.asarray(labels), strict=True):
             counts.append(entity_counts(*([names[i] for i in side[answer != IGNORED]] for side in (guess, answer))))
         return (np.array(counts),)
-
-    def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
-        """Return the most frequent tag as the answer for all words."""
-        return most_frequent(labels)
 
     def _tag_names(self, table: Dataset, label: str) -> tuple[str, ...]:
         """Return the tags in the order of their numbers: the column's, or those that occur."""
@@ -95,10 +92,9 @@ class TokenClassification(TaskType):
         return tuple(str(number) for number in range(int(max(tags_found)) + 1))
 
     def _rows(self, table: Dataset) -> list[Row]:
-        words, label = self.task.columns[0], str(self.task.label)
+        words, label, most = self.task.columns[0], str(self.task.label), self.options.max_length
         names = self.task.labels or ()
-        places: dict[str | int, int] = {name: number for number, name in enumerate(names)}
-        places |= {number: number for number in range(len(names))}
+        known = class_numbers(names)
         rows = []
         for texts, tags in zip(table[words], table[label], strict=True):
             if not isinstance(tags, list) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
@@ -106,29 +102,18 @@ class TokenClassification(TaskType):
                     f"task {self.task.name}: got {str(texts)[:60]!r} with {str(tags)[:60]!r}, expected a list of words "
                     f"in column {words!r} and a list of tags in {label!r}; repair the row"
                 )
-            unknown = [tag for tag in tags if tag not in places]
+            unknown = [tag for tag in tags if tag not in known]
             if unknown or len(tags) != len(texts):
                 problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
-                raise DataError(
-                    f"task {self.task.name}: got {problem}, expected one of {', '.join(names)} for every word"
-                )
-            coded = self.tokenizer(
-                list(texts), is_split_into_words=True, truncation=True, max_length=self.options.max_length
-            )
+                raise DataError(f"task {self.task.name}: got {problem}, expected one of {', '.join(names)} per word")
+            coded = self.tokenizer(list(texts), is_split_into_words=True, truncation=True, max_length=most)
             owners = coded.word_ids()
             labels = [
-                IGNORED if owner is None or owner == before else places[tags[owner]]
+                IGNORED if owner is None or owner == before else known[tags[owner]]
                 for owner, before in zip(owners, [None, *owners], strict=False)
             ]
             rows.append({**{name: coded[name] for name in TOKEN_FIELDS if name in coded}, "labels": labels})
         return rows
-
-
-def most_frequent(labels: Predictions) -> Iterable[np.ndarray]:
-    """Return one answer: the most frequent token label everywhere; empty if no token has a label."""
-    labels = np.asarray(labels)
-    known = labels[labels != IGNORED]
-    return (np.full_like(labels, np.bincount(known).argmax()),) if len(known) else ()
 
 
 BEST, LONGEST = 20, 30
@@ -150,27 +135,25 @@ class QuestionAnswering(TaskType):
             ConfigError: if the tokenizer does not map tokens to characters.
         """
         self.fast_tokenizer("question answering", "which maps tokens to characters")
-        splits = self.open_splits(given, raw=True)
+        splits = open_splits(self.task, given, self.options, raw=True)
         held = splits.validation
         question, context = self.task.columns
+        need_columns(splits, (question, context, str(self.task.label)), "question answering")
         for table in (held, splits.train):
-            need_columns(table, (question, context, str(self.task.label)), "question answering")
-            for owner, texts in enumerate(zip(table[question], table[context], strict=True)):
+            for row, texts in enumerate(zip(table[question], table[context], strict=True)):
                 if not all(isinstance(text, str) for text in texts):
                     raise DataError(
-                        f"question answering: got row {owner} without {question} or {context}, expected both texts"
+                        f"question answering: got row {row} without {question} or {context}, expected both texts"
                     )
         whole = tokenise(self.tokenizer, held[question], held[context])
         lengths = [len(row["input_ids"]) for row in whole]
-        if self.options.auto_length:
-            # Rows are padded to this length.
-            most = min(self.options.max_length, max(lengths, default=2))
-            self.options = dataclasses.replace(self.options, max_length=most)
+        # Rows are padded to this length.
+        self.fit_length(max(lengths, default=2))
         validation = self._rows(held)
         self.measured = validation
         self.texts = list(held[context])
         self.answers = [entry["text"] for entry in held[str(self.task.label)]]
-        facts: Facts = row_facts(lengths, self.options)
+        facts = row_facts(lengths, self.options)
         # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
         facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
         facts["split_share"] = round(float(np.mean(np.array(lengths) > self.options.max_length)), 4)
@@ -188,9 +171,7 @@ class QuestionAnswering(TaskType):
         return (np.array([agreement(guess, known) for guess, known in zip(guesses, self.answers, strict=True)]),)
 
     @classmethod
-    def teacher_loss(
-        cls, student: Any, teacher: Any, inputs: Mapping[str, Tensor], *, temperature: float = 1.0
-    ) -> Tensor:
+    def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
         """Return the mean divergence of the answers' starts and ends from the teacher's."""
         padded = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0
         losses = []
@@ -237,9 +218,7 @@ def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -
     return {**fields, "start_positions": start, "end_positions": end, "owner": owner, "offsets": offsets}
 
 
-def best_answers(
-    start: np.ndarray, end: np.ndarray, rows: Sequence[Row], texts: Sequence[str], empty: bool
-) -> list[str]:
+def best_answers(start: np.ndarray, end: np.ndarray, rows: list[Row], texts: list[str], empty: bool) -> list[str]:
     """Return the best span of each text over its rows, from start and end logits [R, T].
 
     `empty` says whether "no answer" is one of the choices, as in SQuAD 2. Its score is the lowest over a text's rows,
