@@ -13,16 +13,8 @@ from linearize.attention.shape import HeadShape
 from linearize.cli._output import ROOMY, Screen, table
 from linearize.core.errors import ConfigError
 from linearize.core.registry import KernelInfo, kernel_info, kernel_infos
-from linearize.evaluation.bench.measured import (
-    CAUSAL,
-    EXPERIMENTS,
-    FORWARD,
-    SPEED,
-    SPEED_SOURCE,
-    default_quality,
-    quality_of,
-    speed_of,
-)
+from linearize.evaluation.bench import measured
+from linearize.evaluation.bench.measured import CAUSAL, FORWARD, default_quality, speed_of
 
 FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
 LIMITS = ("low", "high", "multiple_of", "choices")
@@ -46,9 +38,9 @@ def describe(info: KernelInfo) -> dict[str, Any]:
     ]
     return {
         **{name: getattr(info, name) for name in ("name", "summary", "formula", "source", "url", "choose")},
-        "quality": [asdict(one) for one in quality_of(info.name)],
-        "speed": [asdict(one) for one in SPEED if one.kernel == info.name],
-        "speed_source": SPEED_SOURCE,
+        "quality": [asdict(one) for one in measured.quality_of(info.name)],
+        "speed": [asdict(one) for one in measured.SPEED if one.kernel == info.name],
+        "speed_source": measured.SPEED_SOURCE,
         "feature_size": row["features"],
         "state_bytes_bert_base": row["state_bytes"],
         "extra_parameters_bert_base": row["parameters"],
@@ -103,10 +95,10 @@ def _print(title: str, rows: Sequence[Mapping[str, Any]], out: Screen) -> None:
     columns = [COLUMNS[place] for place in kept]
     shown = [[row[place] for place in kept] for row in cells]
     out.print(table(title, columns, shown, right=tuple(range(1, len(columns) - 1))))
-    for experiment in EXPERIMENTS:
+    for experiment in measured.EXPERIMENTS:
         out.print(f"KL {experiment.key}: {experiment.what} ({experiment.source}).")
     tokens = getattr(speed_of("hedgehog", FORWARD), "tokens", 0)
-    out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({SPEED_SOURCE}).")
+    out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({measured.SPEED_SOURCE}).")
 
 
 def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[HeadShape], what: str) -> dict[str, Any]:

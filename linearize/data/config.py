@@ -58,9 +58,7 @@ class DataConfig:
         if isinstance(self.text_column, str) and "," in self.text_column:
             columns = [name.strip() for name in self.text_column.split(",")]
             if len(columns) != 2 or not all(columns) or self.text_pair_column is not None:
-                raise ConfigError(
-                    f"data: got text_column {self.text_column!r}, expected one name, or two with a comma."
-                )
+                raise ConfigError(f"data: got text_column {self.text_column!r}, expected one name, or two with a comma")
             object.__setattr__(self, "text_column", columns[0])
             object.__setattr__(self, "text_pair_column", columns[1])
         check(self, "data")

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from linearize.core.errors import ConfigError, DataError, first_line
-from linearize.core.parsing import parse_json, parse_yaml, read_text, write_file
+from linearize.core.errors import DataError
+from linearize.core.options import read_values
+from linearize.core.parsing import parse_json, write_file
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import recovery
@@ -134,13 +135,8 @@ def read_recipe(run: Path) -> Recipe:
     Raises:
         ConfigError: if it is damaged.
     """
-    path = run / RECIPE
-    try:
-        values = parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        text = f"{str(path)!r} cannot be read ({first_line(error)}); the run was damaged: run it again"
-        raise ConfigError(text) from error
-    return check(values if isinstance(values, dict) else {}, str(path))
+    where = str(run / RECIPE)
+    return check(read_values(run / RECIPE, repr(where), "a recipe; the run was damaged: run it again"), where)
 
 
 def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: int = 0) -> Table:

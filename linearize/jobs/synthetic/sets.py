@@ -130,11 +130,9 @@ class AssociativeRecall(MadeSet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vocabulary_size % 2 or self.length % 2:
-            raise ConfigError(
-                f"associative recall: got vocabulary {self.vocabulary_size} and length {self.length}, expected even "
-                "numbers"
-            )
+        size, length = self.vocabulary_size, self.length
+        if size % 2 or length % 2:
+            raise ConfigError(f"associative recall: got vocabulary {size} and length {length}, expected even numbers")
 
     def make(self, source: str = "") -> Rows:
         """Draw both splits; only the last answer is measured."""

@@ -142,9 +142,8 @@ def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, st
     texts = [" ".join(article) for article in joined]
     rows = [{"text": text} for text in texts if len(text.split()) >= config.shortest]
     if not rows:
-        raise DataError(
-            f"articles: got {len(joined)} articles, expected some of at least {config.shortest} words; lower shortest"
-        )
+        wanted = f"expected some of at least {config.shortest} words; lower shortest"
+        raise DataError(f"articles: got {len(joined)} articles, {wanted}")
     return rows
 
 
@@ -254,9 +253,8 @@ class Documents(MadeSet):
         if self.decides == "last" and self.parts < 2:
             raise ConfigError(f"documents: parts: got {self.parts}, expected 2 or more, as two of them decide")
         if self.apart >= max(self.parts, 2):
-            raise ConfigError(
-                f"documents: apart: got {self.apart}, expected 1 to {self.parts - 1} of {self.parts} parts"
-            )
+            most = f"{self.parts - 1} of {self.parts} parts"
+            raise ConfigError(f"documents: apart: got {self.apart}, expected 1 to {most}")
 
     def make(self, source: str = "") -> Rows:
         """Join the texts of both splits into documents."""
