@@ -150,8 +150,7 @@ class Parser(argparse.ArgumentParser):
     """Parser that suggests a correction for a mistyped option instead of printing the whole usage; no abbreviations."""
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
         """Report an unknown option first; argparse would report the missing required one that was mistyped.

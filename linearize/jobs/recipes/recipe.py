@@ -12,6 +12,7 @@ from typing import Any
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
 from linearize.core.options import build, kind_of, read_values
 from linearize.core.parsing import parse_yaml
+from linearize.core.registry import field_types
 from linearize.jobs.recipes import schema
 from linearize.jobs.recipes.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -55,14 +56,8 @@ class Job:
         return dataclasses.replace(self, rows=dataclasses.replace(self.rows, **changes))
 
 
-OPTIONS: dict[str, type] = {
-    "rows": DataOptions,
-    "teacher": TuneConfig,
-    "distil": schema.StageOne,
-    "align": schema.Alignment,
-    "finetune": StageTwo,
-}
-"""The option sections that a recipe sets for all tasks, and that single tasks may change."""
+OPTIONS = ("rows", "teacher", "distil", "align", "finetune")
+"""The sections of options that a recipe sets for all tasks, and that single tasks may change."""
 
 
 @dataclass(frozen=True)
@@ -205,10 +200,9 @@ def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
             make_options(column.make, column.options)
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
-    options: dict[str, Any] = {
-        key: build(config, {**getattr(recipe, key), **getattr(column, key)}, f"{where}.{key}")
-        for key, config in OPTIONS.items()
-    }
+    options: dict[str, Any] = {}
+    for key in OPTIONS:
+        options[key] = build(field_types(Job)[key], getattr(recipe, key) | getattr(column, key), f"{where}.{key}")
     data = column.dataset if recipe.data is None else recipe.data
     return Job(name, chosen, column, data, {**recipe.model.config, **column.model}, **options)
 

@@ -95,11 +95,10 @@ def read_rows(folder: Path) -> tuple[list[ResultRow], int]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = parse_json(line)
-            rows[row["cell"]] = row
-            float(row["score"])
+            rows[row["cell"]] = {**row, "score": float(row["score"])}
         except (ValueError, KeyError, TypeError):
             damaged += bool(line.strip())
-    return [row for row in rows.values() if isinstance(row.get("score"), int | float)], damaged
+    return list(rows.values()), damaged
 
 
 def repair(folder: Path) -> list[ResultRow]:

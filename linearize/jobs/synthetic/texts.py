@@ -25,7 +25,7 @@ class MadeSet:
     """A data set that is generated here; subclasses are dataclasses of its options.
 
     Attributes:
-        called: its name in messages.
+        called: its name, in recipes and messages.
         reads: the kind of source it is made from; empty if it needs no source.
         tokens: its tokens, which are separated by spaces in the texts; empty if any tokenizer will do.
         framed: whether its tokenizer begins rows with a special token.
@@ -174,6 +174,8 @@ class Needles(Articles):
 
     Passkeys differ only in the name, needles in topic and place. Source: https://arxiv.org/abs/2404.12096
     """
+
+    called = "needles"
 
     words: int = option(1_500, "words per document, including the fact", low=50)
     documents: int = option(50, "number of documents to search", low=2, high=len(PLACES))
@@ -329,7 +331,7 @@ class Halves(MadeSet):
         ConfigError: on construction, if a value is out of range or `overlap` is not below `longest`.
     """
 
-    called = "retrieval"
+    called = "retrieval-halves"
     reads = "a data set of long texts"
 
     text_column: str = option("text", "column of the texts")
@@ -341,7 +343,9 @@ class Halves(MadeSet):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.overlap >= self.longest:
-            raise ConfigError(f"retrieval: got overlap {self.overlap}, expected less than longest ({self.longest})")
+            raise ConfigError(
+                f"{self.called}: got overlap {self.overlap}, expected less than longest ({self.longest})"
+            )
 
     def make(self, source: str = "") -> Rows:
         """Cut the texts of both splits."""
@@ -362,7 +366,7 @@ def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
     texts = [text for text in texts if len(text) >= config.shortest]
     if len(texts) < 2:
         wanted = f" of {config.shortest} characters or more" if config.shortest else ""
-        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least two for pairs")
+        raise DataError(f"retrieval-halves: got {len(texts)} texts{wanted}, expected at least two for pairs")
     order = np.random.default_rng(config.seed).permutation(len(texts))
     starts = [(texts[i], max(0, len(texts[i]) // 2 - config.overlap // 2)) for i in order]
     cut = [(text[: begin + config.overlap], text[begin:]) for text, begin in starts]
