@@ -343,9 +343,7 @@ class Halves(MadeSet):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.overlap >= self.longest:
-            raise ConfigError(
-                f"{self.called}: got overlap {self.overlap}, expected less than longest ({self.longest})"
-            )
+            raise ConfigError(f"{self.called}: got overlap {self.overlap}, expected less than longest ({self.longest})")
 
     def make(self, source: str = "") -> Rows:
         """Cut the texts of both splits."""
