@@ -172,6 +172,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:z.{digits}f}"
 
 
+def shown(value: float | None, form: str) -> str:
+    """Format a figure as `form` says, None as a dash."""
+    return "-" if value is None else form.format(value)
+
+
 def show_findings(out: Console, findings: Findings) -> None:
     """Print a job's findings and the suggested next command; lines are not wrapped, so that they can be copied."""
     for line in findings.lines():

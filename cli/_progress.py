@@ -73,10 +73,9 @@ def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except Interrupted:
-        raise Interrupted(kept()) from None
     except KeyboardInterrupt as interrupt:
-        raise Interrupted(str(interrupt) or kept()) from None
+        known = "" if isinstance(interrupt, Interrupted) else str(interrupt)
+        raise Interrupted(known or kept()) from None
 
 
 class StepProgress:

@@ -309,7 +309,5 @@ def _parameters(name: str) -> int:
     with torch.device("meta"):
         model = AutoModel.from_config(AutoConfig.from_pretrained(place, **where))
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    inner = (
-        weight for path, weight in model.named_parameters() if "embedding" not in path and id(weight) not in tables
-    )
-    return sum(weight.numel() for weight in inner)
+    inner = {path: weight for path, weight in model.named_parameters() if "embedding" not in path}
+    return sum(weight.numel() for weight in inner.values() if id(weight) not in tables)
