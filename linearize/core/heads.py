@@ -53,6 +53,7 @@ class Head:
 
 
 SEQ2SEQ = "ForConditionalGeneration"
+"""Ending of the names of most encoder-decoder classes."""
 HEADS: dict[str, Head] = {
     head.name: head
     for head in (

@@ -146,19 +146,19 @@ def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: in
     table: dict[str, dict[str, Entry]] = {}
     for label in dict.fromkeys([*(cell.row for cell in wanted), *recipe.figures]):
         paper = recipe.figures.get(label, {})
-        line = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
-        if several:
-            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
-        table[label] = line
+        table[label] = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
     # The chance level of a task: it is the same for all rows of the table, as they share the validation rows.
     levels = {
         column: [_scaled(x, x["chance"]) for x in rows if x.get("task") == column and x.get("chance") is not None]
         for column in columns
     }
     chances = {column: Entry(_mean(levels[column]), None, None, len(recipe.seeds)) for column in columns}
-    if any(entry.ours is not None for entry in chances.values()) and CHANCE not in table:
-        table[CHANCE] = chances | ({AVERAGE: _average(list(chances.values()), None, [])} if several else {})
+    if any(entry.ours is not None for entry in chances.values()):
+        table.setdefault(CHANCE, chances)
     if several:
+        for label, line in table.items():
+            paper = recipe.figures.get(label, {})
+            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
         _recover_averages(recipe, table)
     done = {row["cell"] for row in rows}
     source = "" if recipe.paper is None else f" ({recipe.paper.title}, {recipe.paper.table})"

@@ -35,6 +35,7 @@ def make_tokenizer(
     """
     if size is not None and size <= len(SPECIAL) + 256 * (kind != "words"):
         raise ConfigError(f"tokenizer: got a vocabulary of {size}, expected more than its special tokens and bytes")
+    trainer: trainers.Trainer
     options: dict[str, Any] = {"special_tokens": list(SPECIAL), "show_progress": False}
     if kind == "words":
         made = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
@@ -47,9 +48,9 @@ def make_tokenizer(
         made, alphabet = Tokenizer(models.BPE()), sorted(pre_tokenizers.ByteLevel.alphabet())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "pieces")
         made.decoder = decoders.ByteLevel()
-        # Bytes are learned from no text.
-        wanted, texts = (len(SPECIAL) + len(alphabet), ()) if kind == "bytes" else (size or 8_192, texts)
-        trainer = trainers.BpeTrainer(vocab_size=wanted, initial_alphabet=alphabet, **options)
+        if kind == "bytes":
+            size, texts = len(SPECIAL) + len(alphabet), ()
+        trainer = trainers.BpeTrainer(vocab_size=size or 8_192, initial_alphabet=alphabet, **options)
     made.train_from_iterator(texts, trainer)
     return wrap(made, framed, segments)
 
