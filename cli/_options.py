@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from linearize.core.errors import ConfigError
-from linearize.core.options import convert, kind_of, make, options_of
-from linearize.core.parsing import parse_yaml, read_text
+from linearize.core.errors import ConfigError, suggestion
+from linearize.core.options import convert, make, options_of, read_values
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
@@ -25,8 +23,8 @@ NEVER = ("help", "json", "config")
 """Options that a config file cannot contain."""
 
 
-def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argparse._ActionsContainer]:
-    """Declare the options of a config, and return their groups by title.
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+    """Declare the options of a config.
 
     Options that are not given are missing from the parsed values, so that the config's defaults apply.
     """
@@ -51,7 +49,6 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> dict[str, argp
             if metadata.get("repeat"):
                 how["action"] = "append"
         group.add_argument(f"--{option.name.replace('_', '-')}", dest=option.name, **how)
-    return {title: group for title, group in groups.items() if title is not None}
 
 
 def take_options(args: argparse.Namespace, config: type[Config]) -> Config:
@@ -64,22 +61,12 @@ def take_options(args: argparse.Namespace, config: type[Config]) -> Config:
     return make(config, {name: values[name] for name in options_of(config) if name in values})
 
 
-def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Declare `--config`, if the verb has options that a file can contain."""
-    names = {action.dest for action in parser._actions if action.option_strings} - set(NEVER)
-    if names:
-        text = "options from a YAML file, one `option: value` per line; options on the command line take precedence"
-        parser.add_argument(FLAG, metavar="FILE", help=text)
-
-
-def config_file(words: list[str]) -> str | None:
+def config_file(words: list[str], prog: str | None = None) -> str | None:
     """Return the file that a command line names with `--config`, before the line is parsed."""
-    before = words[: words.index("--")] if "--" in words else words
-    for place, word in enumerate(before):
-        name, equals, value = word.partition("=")
-        if name == FLAG:
-            return value if equals else next(iter(before[place + 1 :]), None)
-    return None
+    parser = Parser(prog=prog, add_help=False)
+    parser.add_argument(FLAG)
+    file: str | None = parser.parse_known_args(words)[0].config
+    return file
 
 
 def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object]:
@@ -91,22 +78,13 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
     Raises:
         ConfigError: if the file cannot be read, or for an unknown key or a value of the wrong type, which it names.
     """
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"{FLAG}: got {file!r}, expected a YAML file of options")
-    try:
-        values = parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{FLAG}: {file!r} cannot be read as YAML ({error}); correct the file") from error
-    if not isinstance(values, Mapping | None):
-        raise ConfigError(f"{FLAG}: {file!r} holds {kind_of(values)}, expected options such as kernel: elu")
+    values = read_values(Path(file).expanduser(), f"{FLAG}: {file!r}", "a YAML file of options such as kernel: elu")
     known = {action.dest: action for action in parser._actions if action.dest not in NEVER}
     options: dict[str, object] = {}
-    for key, value in (values or {}).items():
+    for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = suggestion(name, known)
             raise ConfigError(f"{FLAG} {file}: unknown option {str(key)!r}.{hint} See: {parser.prog} --help")
         if name in options:
             raise ConfigError(f"{FLAG} {file}: {name} is given twice; give it once")
@@ -172,8 +150,7 @@ class Parser(argparse.ArgumentParser):
     """Parser that suggests a correction for a mistyped option instead of printing the whole usage; no abbreviations."""
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:  # type: ignore[override]
         """Report an unknown option first; argparse would report the missing required one that was mistyped.
@@ -186,34 +163,42 @@ class Parser(argparse.ArgumentParser):
         for word in itertools.takewhile("--".__ne__, words):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in options:
-                near = get_close_matches(name, options, n=1, cutoff=0.5)
-                hint = f" Did you mean {near[0]}?" if near else ""
+                hint = suggestion(name, options, "{}")
                 raise ConfigError(f"unknown option {name!r}.{hint} See: {self.prog} --help")
-        file = config_file(words)
+        file = config_file(words, self.prog)
         if file is not None:
             return parse_with_file(self, words, read_options(file, self))
         # Options may come before and between positional arguments, as in `run RECIPE --output DIR key=value`.
         return super().parse_intermixed_args(words, namespace)
+
+    def add_config_file(self) -> None:
+        """Declare `--config`, if the verb has options that a file can contain."""
+        if {action.dest for action in self._actions if action.option_strings} - set(NEVER):
+            text = "options from a YAML file, one `option: value` per line; options on the command line take precedence"
+            self.add_argument(FLAG, metavar="FILE", help=text)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise an error instead of printing it and exiting."""
         raise ConfigError(f"{message}; see: {self.prog} --help")
 
 
-FLAGS = {
-    "--dry-run": "check everything, time a few steps, estimate the cost (time, memory, disk space), and write nothing",
-    "--no-native": "neither compile nor use the native op for the CPU, as LINEARIZE_NATIVE=0 (see `linearize native`)",
-    "--explain-backend": "print which backend computes each layer's attention, and why those tried before it declined",
-    "--json": "print the result as JSON on stdout",
-}
-"""Options without a value that verbs share."""
-Groups = dict[str, argparse._ActionsContainer]
+Argument = tuple[str, dict[str, Any]]
+"""An option: its name, and the keyword arguments of `add_argument`."""
 
 
-def add_flags(parser: argparse._ActionsContainer, *flags: str) -> None:
-    """Declare some of `FLAGS`."""
-    for flag in flags:
-        parser.add_argument(flag, action="store_true", help=FLAGS[flag])
+def argument(name: str, **how: Any) -> Argument:
+    """Return an option or a positional argument; `how` are keyword arguments of `add_argument`."""
+    return name, how
+
+
+def switch(name: str, help: str) -> Argument:
+    """Return an option without a value."""
+    return argument(name, action="store_true", help=help)
+
+
+def repeated(name: str, help: str) -> Argument:
+    """Return an option with a pattern that may be given several times."""
+    return argument(name, action="append", default=[], metavar="PATTERN", help=help)
 
 
 class Verb:
@@ -226,15 +211,11 @@ class Verb:
             --json prints.
         job: the config whose fields are its options.
         flags: the members of `FLAGS` that it has.
-        output: default of `--output`, for verbs whose config does not have this option.
+        arguments: its options that are not in the config.
     """
 
     summary: ClassVar[str]
     module: ClassVar[str]
     job: ClassVar[type | None] = None
     flags: ClassVar[tuple[str, ...]] = ("--json",)
-    output: ClassVar[str] = ""
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare further options; `groups` are the option groups of the config, by title."""
+    arguments: ClassVar[tuple[Argument, ...]] = ()

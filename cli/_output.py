@@ -172,6 +172,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.2e}".replace("e+0", "e").replace("e+", "e") if abs(value) >= LARGE else f"{value:z.{digits}f}"
 
 
+def shown(value: float | None, form: str) -> str:
+    """Format a figure as `form` says, None as a dash."""
+    return "-" if value is None else form.format(value)
+
+
 def show_findings(out: Console, findings: Findings) -> None:
     """Print a job's findings and the suggested next command; lines are not wrapped, so that they can be copied."""
     for line in findings.lines():
@@ -220,17 +225,11 @@ def show_search(out: Console, result: SearchResult) -> None:
     columns = ["layer", "module", "becomes", "output error", "time (softmax: 1)", "why"]
     title = f"The plan, within {result.limit:.3g} times softmax's time at {result.length:,} tokens"
     out.print(table(title, columns, rows, right=(0, 3, 4)))
-    points = [
-        [
-            f"{point.name}{' *' if point.efficient else ''}",
-            point.kernels,
-            f"{point.error:.4g}",
-            f"{point.cosine:.4f}",
-            f"{point.share:.3g}",
-            f"{point.seconds:.3g}",
-        ]
-        for point in result.points
-    ]
+    figures = {"error": ".4g", "cosine": ".4f", "share": ".3g", "seconds": ".3g"}
+    points = []
+    for point in result.points:
+        name = f"{point.name} *" if point.efficient else point.name
+        points.append([name, point.kernels, *(format(getattr(point, key), how) for key, how in figures.items())])
     columns = ["choice", "kernels", "error", "pooled cosine", "time (softmax: 1)", "seconds"]
     title = f"Whole model against its original, without alignment; error: {result.figure}"
     out.print(table(title, columns, points, right=(2, 3, 4, 5)))

@@ -73,10 +73,9 @@ def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except Interrupted:
-        raise Interrupted(kept()) from None
     except KeyboardInterrupt as interrupt:
-        raise Interrupted(str(interrupt) or kept()) from None
+        known = "" if isinstance(interrupt, Interrupted) else str(interrupt)
+        raise Interrupted(known or kept()) from None
 
 
 class StepProgress:
@@ -94,16 +93,14 @@ class StepProgress:
         """Show on a terminal what is running, with how much of it is done, until the next step."""
         if not self.out.is_terminal:
             return
-        if self.bar is None or not self.waits_for:
+        if self.bar is None or what != self.waits_for:
             self.stop()
             columns = TextColumn("... {task.description}", markup=False), TimeElapsedColumn()
             # Redrawn seldom, because some of this work is timed.
             self.bar = Progress(*columns, console=self.out, transient=True, refresh_per_second=1)
             self.bar.add_task(what)
             self.bar.start()
-        elif what != self.waits_for:
-            self.bar.reset(self.bar.task_ids[0])
-        self.waits_for = what
+            self.waits_for = what
         self.bar.update(self.bar.task_ids[0], description=f"{what}{part}")
 
     def __call__(self, report: Report) -> None:
@@ -112,7 +109,7 @@ class StepProgress:
             self.stop()
         if not self.out.is_terminal:
             if report.step == 1 or report.held_out is not None:
-                self.out.print(self._line(report))
+                self.out.print(long(report))
             return
         roomy = self.out.width >= ROOMY
         if self.bar is None:
@@ -121,43 +118,44 @@ class StepProgress:
             if roomy:
                 columns[1:2] = [BarColumn(), count, TimeElapsedColumn()]
             self.bar = Progress(*columns, console=self.out)
-            self.bar.add_task(self.stage(report), total=report.steps, loss="")
+            self.bar.add_task(stage_of(report), total=report.steps, loss="")
             self.bar.start()
         losses = list(report.losses.values())
         layers = f" (layers {min(losses):.2f} to {max(losses):.2f})" if roomy and losses else ""
         text = f"loss {report.loss:z.3f}{layers}"
-        stage = self.stage(report)
+        stage = stage_of(report)
         self.bar.update(self.bar.task_ids[0], description=stage, total=report.steps, completed=report.step, loss=text)
         if report.held_out is not None:
-            self.bar.console.print(self._line(report))
-
-    @staticmethod
-    def stage(report: Report) -> str:
-        """Return the stage of a step."""
-        return f"{report.stage}, {report.phase}" if report.phase else report.stage
-
-    @classmethod
-    def where(cls, report: Report) -> str:
-        """Return a step's number, elapsed time and remaining time."""
-        stage = f"{cls.stage(report)}, " if report.phase else ""
-        return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
-
-    @classmethod
-    def short(cls, report: Report) -> str:
-        """Return a step's number, times and loss."""
-        return f"{cls.where(report)}: loss {report.loss:z.4f}"
-
-    @classmethod
-    def _line(cls, report: Report) -> str:
-        layers = f"; per layer {' '.join(f'{loss:z.2f}' for loss in report.losses.values())}" if report.losses else ""
-        held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
-        return f"{cls.short(report)}{held_out}{layers}"
+            self.out.print(long(report))
 
     def stop(self) -> None:
         """Remove the bar from the screen."""
         if self.bar is not None:
             self.bar.stop()
             self.bar, self.waits_for = None, ""
+
+
+def stage_of(report: Report) -> str:
+    """Return the stage of a step, and its phase."""
+    return f"{report.stage}, {report.phase}" if report.phase else report.stage
+
+
+def where(report: Report) -> str:
+    """Return a step's number, elapsed time and remaining time."""
+    stage = f"{stage_of(report)}, " if report.phase else ""
+    return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
+
+
+def short(report: Report) -> str:
+    """Return a step's number, times and loss."""
+    return f"{where(report)}: loss {report.loss:z.4f}"
+
+
+def long(report: Report) -> str:
+    """Return a step's number, times and all its losses."""
+    layers = f"; per layer {' '.join(f'{loss:z.2f}' for loss in report.losses.values())}" if report.losses else ""
+    held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
+    return f"{short(report)}{held_out}{layers}"
 
 
 class Work:
@@ -199,13 +197,13 @@ class Work:
             case events.StepDone(report):
                 self._last = report
                 self.progress(report)
-                self.beat.what = f"training, {self.progress.short(report)}"
+                self.beat.what = f"training, {short(report)}"
                 if report.step == report.steps:
                     self.now("measuring the result")
             case events.Logged(entry):
                 # A line of a log also gives the remaining time, as the bar does on a terminal.
                 timed = self._last is not None and self._last.step == entry["step"]
-                out.print(log_line(entry, self.progress.where(self._last) if self._last and timed else None))
+                out.print(log_line(entry, where(self._last) if self._last and timed else None))
             case events.Noted(text):
                 out.print(text)
             case events.Started(what):
@@ -228,8 +226,8 @@ class Work:
                 self.now("continuing after the search")
             case events.Distilled(distilled):
                 self.out.print(summary_of(distilled))
-                title = "Kernel against softmax, before > after stage one"
-                title = f"{title} ({distilled.before.queries} held-out queries)"
+                queries = f"({distilled.before.queries} held-out queries)"
+                title = f"Kernel against softmax, before > after stage one {queries}"
                 self.out.print(fidelity_table(title, distilled.after, distilled.before))
                 self.now("continuing after stage one")
             case events.Aligned(aligned):

@@ -7,14 +7,14 @@ import argparse
 from rich.console import Group
 
 from linearize.attention.interface import linear_attentions
-from linearize.cli._output import Screen, table
+from linearize.cli._output import Screen, shown, table
 from linearize.cli._progress import as_lines
 from linearize.cli.native import explain_layers, prepare_native
 from linearize.core.parsing import check_file
 from linearize.evaluation.bench.job import BenchResult, checked, make_suites, run_bench
 from linearize.evaluation.bench.meter import DTYPES
 from linearize.evaluation.bench.models import OfModel
-from linearize.evaluation.bench.rows import Row, faster_from, write_plot
+from linearize.evaluation.bench.rows import Row, faster_from, mebibytes, write_plot
 from linearize.evaluation.bench.suites import AttentionSuite
 from linearize.evaluation.options import BenchOptions
 
@@ -103,12 +103,8 @@ def _table(what: str, rows: list[Row]) -> Group:
         for variant in row.variants.values():
             timing = variant.timing
             line.append(variant.problem or "-" if timing is None else f"{timing.seconds:.4g} ({timing.spread:.0%})")
-        line.append("-" if row.speedup is None else f"{row.speedup:.2f} x")
-        for key in derived:
-            value = row.figures.get(key)
-            line.append("-" if value is None else SHOWN[key][1].format(value))
-        for name in with_memory:
-            taken = row.memory(name)
-            line.append("-" if taken is None else f"{taken / 2**20:,.1f}")
+        line.append(shown(row.speedup, "{:.2f} x"))
+        line += [shown(row.figures.get(key), SHOWN[key][1]) for key in derived]
+        line += [mebibytes(row.memory(name), 1) for name in with_memory]
         cells.append(line)
     return table(f"{what}: medians (spread)", columns, cells, right=tuple(range(len(columns))))

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from rich.console import RenderableType
 
 from linearize.checkpoint.output import claim
-from linearize.cli._output import Screen, fidelity_table, number, table
+from linearize.cli._output import Screen, fidelity_table, number, shown, table
 from linearize.cli._progress import as_lines, at_work
+from linearize.evaluation.bench.rows import mebibytes
 from linearize.evaluation.options import CompareOptions, ReportOptions
 from linearize.evaluation.report.compare import NUMBERS, compare_checkpoints, write_comparison
 from linearize.evaluation.report.gather import answer
@@ -97,7 +98,7 @@ def sides_table(
     columns += ["peak MiB"] if memory else []
     rows = []
     for side in sides:
-        length = "-" if side.max_length is None else f"{side.max_length:,}"
+        length = shown(side.max_length, "{:,}")
         cut = "-" if side.cut_share is None else f"{100 * side.cut_share:.1f} %"
         figures = [number(side.metrics.get(name), 4) for name in more]
         interval = "-" if side.interval is None else " to ".join(map(task.written, side.interval))
@@ -107,7 +108,7 @@ def sides_table(
         if costs:
             row.append("-" if cost is None else f"{cost.seconds:.3g}")
         if memory:
-            row.append("-" if cost is None or cost.peak_bytes is None else f"{cost.peak_bytes / 2**20:,.0f}")
+            row.append(mebibytes(None if cost is None else cost.peak_bytes))
         rows.append(row)
     if chance is not None:
         rows.append(["chance", "", "", task.written(chance), *[""] * (len(columns) - 4)])

@@ -10,19 +10,12 @@ from typing import Any
 
 from linearize.attention.factory import build_mixer, count_parameters, state_bytes
 from linearize.attention.shape import HeadShape
-from linearize.cli._output import ROOMY, Screen, table
+from linearize.cli._output import ROOMY, Screen, shown, table
 from linearize.core.errors import ConfigError
 from linearize.core.registry import KernelInfo, kernel_info, kernel_infos
-from linearize.evaluation.bench.measured import (
-    CAUSAL,
-    EXPERIMENTS,
-    FORWARD,
-    SPEED,
-    SPEED_SOURCE,
-    default_quality,
-    quality_of,
-    speed_of,
-)
+from linearize.evaluation.bench import measured
+from linearize.evaluation.bench.measured import CAUSAL, FORWARD, default_quality, speed_of
+from linearize.evaluation.bench.rows import mebibytes
 
 FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
 LIMITS = ("low", "high", "multiple_of", "choices")
@@ -46,9 +39,9 @@ def describe(info: KernelInfo) -> dict[str, Any]:
     ]
     return {
         **{name: getattr(info, name) for name in ("name", "summary", "formula", "source", "url", "choose")},
-        "quality": [asdict(one) for one in quality_of(info.name)],
-        "speed": [asdict(one) for one in SPEED if one.kernel == info.name],
-        "speed_source": SPEED_SOURCE,
+        "quality": [asdict(one) for one in measured.quality_of(info.name)],
+        "speed": [asdict(one) for one in measured.SPEED if one.kernel == info.name],
+        "speed_source": measured.SPEED_SOURCE,
         "feature_size": row["features"],
         "state_bytes_bert_base": row["state_bytes"],
         "extra_parameters_bert_base": row["parameters"],
@@ -93,20 +86,20 @@ def _print(title: str, rows: Sequence[Mapping[str, Any]], out: Screen) -> None:
             row["name"],
             row["features"] or "-",
             f"{row['parameters']:,}",
-            _mebibytes(row["state_bytes"]),
+            mebibytes(row["state_bytes"], 2),
             "-" if row["kl"] is None else f"{row['kl']:.3f} {row['experiment']}",
-            "-" if row["times_faster"] is None else f"{row['times_faster']:.1f} x",
+            shown(row["times_faster"], "{:.1f} x"),
             row["choose"],
         ]
         for row in rows
     ]
     columns = [COLUMNS[place] for place in kept]
-    shown = [[row[place] for place in kept] for row in cells]
-    out.print(table(title, columns, shown, right=tuple(range(1, len(columns) - 1))))
-    for experiment in EXPERIMENTS:
+    lines = [[row[place] for place in kept] for row in cells]
+    out.print(table(title, columns, lines, right=tuple(range(1, len(columns) - 1))))
+    for experiment in measured.EXPERIMENTS:
         out.print(f"KL {experiment.key}: {experiment.what} ({experiment.source}).")
     tokens = getattr(speed_of("hedgehog", FORWARD), "tokens", 0)
-    out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({SPEED_SOURCE}).")
+    out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({measured.SPEED_SOURCE}).")
 
 
 def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[HeadShape], what: str) -> dict[str, Any]:
@@ -123,10 +116,6 @@ def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[Hea
         "times_faster": None if speed is None else speed.times,
         "choose": info.choose or info.summary,
     }
-
-
-def _mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.2f}"
 
 
 def _list_for(model: str, out: Screen, *, as_json: bool) -> dict[str, object] | None:
@@ -170,7 +159,7 @@ def _explain(facts: dict[str, Any], out: Screen) -> None:
     size = (
         f"{facts['feature_size'] or 'no'} features, {facts['parameters_per_head']} parameters per head and layer "
         f"({facts['extra_parameters_bert_base']:,} for BERT-base); state of BERT-base: "
-        f"{_mebibytes(facts['state_bytes_bert_base'])} MiB"
+        f"{mebibytes(facts['state_bytes_bert_base'], 2)} MiB"
     )
     lines = [(label, facts[key]) for label, key in (("choose it", "choose"), ("formula", "formula"))]
     lines += [("source", facts["source"]), ("paper", facts["url"])]

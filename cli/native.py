@@ -58,8 +58,11 @@ def native(args: argparse.Namespace, out: Screen) -> None:
     """Build or remove the library, and print its state.
 
     Raises:
-        ConfigError: if the library cannot be compiled or gives wrong results, or there is no folder for it.
+        ConfigError: for two options that exclude each other, if the library cannot be compiled or gives wrong results,
+            or if there is no folder for it.
     """
+    if args.build and args.remove:
+        raise ConfigError("native: got --build and --remove, expected one of them")
     removed = building.remove() if args.remove else []
     if args.build:
         with out.status("compiling"):
@@ -72,9 +75,7 @@ def native(args: argparse.Namespace, out: Screen) -> None:
             # Another library takes precedence over the one that is used, but has a problem.
             problem = problem or " ".join(str(error).split())
     if library is None and cache_folder() is None:
-        raise ConfigError(
-            "native op: got no home folder, expected one for the compiled library; set HOME or XDG_CACHE_HOME"
-        )
+        raise ConfigError("native op: got no home folder for the compiled library; set HOME or XDG_CACHE_HOME")
     loaded = engine()
     rows = building.agreement() if args.build and loaded is not None else []
     facts: dict[str, Any] = {

@@ -13,7 +13,8 @@ from linearize.cli._output import Screen, print_json, table
 from linearize.cli._progress import at_work
 from linearize.core.errors import printable
 from linearize.core.events import Event
-from linearize.jobs.recipes.recipe import cells, load_recipe, plain, recipe_names, recipe_text
+from linearize.core.parsing import read_text
+from linearize.jobs.recipes.recipe import cells, load_recipe, plain, recipe_file, recipe_names
 from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables, to_markdown
 from linearize.jobs.recipes.schema import Recipe
 
@@ -23,7 +24,7 @@ def recipes(args: argparse.Namespace, out: Screen) -> object:
     if args.name:
         recipe = load_recipe(args.name)
         if not args.json:
-            print(printable(recipe_text(args.name)), end="")
+            print(printable(read_text(recipe_file(args.name))), end="")
         return plain(recipe)
     facts = []
     for name in recipe_names():

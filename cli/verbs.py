@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 
 import linearize.cli.verbs_train  # noqa: F401 - its verbs come first
-from linearize.cli._options import Groups, Parser, Verb, add_config_file, add_flags, add_options
-from linearize.evaluation.options import HOW, BenchOptions, CompareOptions, ReportOptions
+from linearize.cli._options import Argument, Parser, Verb, add_options, argument, repeated, switch
+from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import DemoJob, ExportJob, InitJob
 
+FORMATS = ("table", "md", "json")
 SHELLS = ("bash", "zsh", "fish")
+FLAGS = {
+    "--dry-run": "check everything, time a few steps, estimate the cost (time, memory, disk space), and write nothing",
+    "--no-native": "neither compile nor use the native op for the CPU, as LINEARIZE_NATIVE=0 (see `linearize native`)",
+    "--explain-backend": "print which backend computes each layer's attention, and why those tried before it declined",
+    "--json": "print the result as JSON on stdout",
+}
+"""Options without a value that verbs share."""
+
+
+def output_folder(name: str) -> tuple[Argument, ...]:
+    """Return the arguments for an output folder with this default."""
+    return (
+        argument("--output", default=name, metavar="DIR", help=f"output folder ({name})"),
+        switch("--overwrite", "replace the output, if linearize wrote it and it holds nothing else"),
+    )
 
 
 class Init(Verb):
@@ -47,18 +62,14 @@ class Run(Verb):
 
     summary = "run a recipe: a published table, or a demonstration"
     module = "recipes"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the recipe, its changes, and the run's folder."""
-        add = parser.add_argument
-        add("recipe", metavar="RECIPE", help="name of a recipe (see `linearize recipes`) or a YAML file")
-        add("changes", nargs="*", metavar="key=value", help="changes to the recipe: dotted keys, YAML values")
-        add("--output", metavar="DIR", help="folder of the run (runs/<recipe>)")
-        add("--dry-run", action="store_true", help="check and print the recipe, and do nothing else")
-        add("--resume", action="store_true", help="continue an interrupted run, or add kernels, tasks or seeds to one")
-        only = "run only these cells, such as *-mrpc-*; may be repeated"
-        add("--only", action="append", default=[], metavar="PATTERN", help=only)
+    arguments = (
+        argument("recipe", metavar="RECIPE", help="name of a recipe (see `linearize recipes`) or a YAML file"),
+        argument("changes", nargs="*", metavar="key=value", help="changes to the recipe: dotted keys, YAML values"),
+        argument("--output", metavar="DIR", help="folder of the run (runs/<recipe>)"),
+        switch("--dry-run", "check and print the recipe, and do nothing else"),
+        switch("--resume", "continue an interrupted run, or add kernels, tasks or seeds to one"),
+        repeated("--only", "run only these cells, such as *-mrpc-*; may be repeated"),
+    )
 
 
 class Recipes(Verb):
@@ -72,11 +83,7 @@ class Recipes(Verb):
 
     summary = "list the recipes, or print one"
     module = "recipes"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the recipe to print."""
-        parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print")
+    arguments = (argument("name", nargs="?", metavar="NAME", help="recipe to print"),)
 
 
 class Results(Verb):
@@ -95,13 +102,10 @@ class Results(Verb):
 
     summary = "show the table of a run, with the paper's figures"
     module = "recipes"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the folder and the format."""
-        add, formats = parser.add_argument, ("table", "md", "json")
-        add("folder", metavar="FOLDER", help="folder of one run, or a folder of runs")
-        add("--format", choices=formats, default="table", metavar="F", help=f"{', '.join(formats)} (table)")
+    arguments = (
+        argument("folder", metavar="FOLDER", help="folder of one run, or a folder of runs"),
+        argument("--format", choices=FORMATS, default="table", metavar="F", help=f"{', '.join(FORMATS)} (table)"),
+    )
 
 
 class Kernels(Verb):
@@ -120,12 +124,10 @@ class Kernels(Verb):
 
     summary = "list the kernels, explain one, or those that fit a model"
     module = "kernels"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the kernel or the model."""
-        parser.add_argument("name", nargs="?", metavar="NAME", help="kernel to explain")
-        parser.add_argument("--for", dest="model", metavar="MODEL", help="kernels that fit a model: Hub name or folder")
+    arguments = (
+        argument("name", nargs="?", metavar="NAME", help="kernel to explain"),
+        argument("--for", dest="model", metavar="MODEL", help="kernels that fit a model: Hub name or folder"),
+    )
 
 
 class Inspect(Verb):
@@ -139,11 +141,7 @@ class Inspect(Verb):
 
     summary = "show facts about a model or a converted checkpoint"
     module = "checkpoints"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the model."""
-        parser.add_argument("model", metavar="MODEL_OR_DIR", help="Hub name, folder or GGUF file, converted or not")
+    arguments = (argument("model", metavar="MODEL_OR_DIR", help="Hub name, folder or GGUF file, converted or not"),)
 
 
 class Export(Verb):
@@ -178,16 +176,13 @@ class Push(Verb):
 
     summary = "upload a converted checkpoint to the Hub"
     module = "checkpoints"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the folder, the repository and the files."""
-        add = parser.add_argument
-        add("folder", metavar="DIR", help="folder written by `linearize convert`")
-        add("repo", metavar="USER/NAME", help="repository on the Hub; created if missing")
-        add("--private", action="store_true", help="make a new repository private")
-        add("--include", metavar="PATTERN", action="append", default=[], help="also send these files (onnx/*)")
-        add("--dry-run", action="store_true", help="list the files that would be sent, and send nothing")
+    arguments = (
+        argument("folder", metavar="DIR", help="folder written by `linearize convert`"),
+        argument("repo", metavar="USER/NAME", help="repository on the Hub; created if missing"),
+        switch("--private", "make a new repository private"),
+        repeated("--include", "also send these files (onnx/*)"),
+        switch("--dry-run", "list the files that would be sent, and send nothing"),
+    )
 
 
 class Report(Verb):
@@ -208,7 +203,7 @@ class Report(Verb):
     summary = "write a page about a converted checkpoint: pictures and figures"
     module = "evaluate"
     job = ReportOptions
-    output = "report"
+    arguments = output_folder("report")
 
 
 class Compare(Verb):
@@ -227,7 +222,7 @@ class Compare(Verb):
     summary = "compare several conversions"
     module = "evaluate"
     job = CompareOptions
-    output = "comparison"
+    arguments = output_folder("comparison")
 
 
 class Bench(Verb):
@@ -257,15 +252,11 @@ class Bench(Verb):
     summary = "measure speed and memory of softmax and kernels"
     module = "bench"
     job = BenchOptions
-    flags = ()
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the plot, in the config's group of options."""
-        add = groups[HOW].add_argument
-        add("--plot", metavar="FILE.png", help="plot time and memory against length")
-        add("--overwrite", action="store_true", help="replace the file of --plot if it exists")
-        add_flags(groups[HOW], "--no-native", "--explain-backend", "--json")
+    flags = ("--no-native", "--explain-backend", "--json")
+    arguments = (
+        argument("--plot", metavar="FILE.png", help="plot time and memory against length"),
+        switch("--overwrite", "replace the file of --plot if it exists"),
+    )
 
 
 class Native(Verb):
@@ -287,13 +278,10 @@ class Native(Verb):
 
     summary = "compile the optional native op for the CPU, or show its state"
     module = "native"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare what to do with the library."""
-        what = parser.add_mutually_exclusive_group()
-        what.add_argument("--build", action="store_true", help="compile it, and compare it with the ops in PyTorch")
-        what.add_argument("--remove", action="store_true", help="delete the compiled library")
+    arguments = (
+        switch("--build", "compile it, and compare it with the ops in PyTorch"),
+        switch("--remove", "delete the compiled library"),
+    )
 
 
 class Completion(Verb):
@@ -309,11 +297,7 @@ class Completion(Verb):
 
     summary = "print a script for shell completion of verbs, options and names"
     module = "completion"
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the shell."""
-        parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    arguments = (argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS)),)
 
 
 class Demo(Verb):
@@ -337,14 +321,11 @@ def build_parser(name: str) -> Parser:
     verb = VERBS[name]
     description, _, epilog = inspect.cleandoc(verb.__doc__ or "").partition("\n\n")
     parser = Parser(prog=f"linearize {name}", description=description, epilog=epilog)
-    groups = {} if verb.job is None else add_options(parser, verb.job)
-    verb.declare(parser, groups)
-    if verb.output:
-        replaces = "replace the output, if linearize wrote it and it holds nothing else"
-        parser.add_argument("--output", default=verb.output, metavar="DIR", help=f"output folder ({verb.output})")
-        parser.add_argument("--overwrite", action="store_true", help=replaces)
-    add_flags(parser, *verb.flags)
-    add_config_file(parser)
+    if verb.job is not None:
+        add_options(parser, verb.job)
+    for word, how in (*verb.arguments, *(switch(flag, FLAGS[flag]) for flag in verb.flags)):
+        parser.add_argument(word, **how)
+    parser.add_config_file()
     return parser
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
-from linearize.cli._options import Groups, Verb
+from linearize.cli._options import Verb, argument, switch
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, SearchJob
 from linearize.jobs.task_config import EvaluateJob, LongdocJob, TuneJob
 
@@ -36,13 +34,10 @@ class Convert(Verb):
     module = "train"
     job = ConvertJob
     flags = ("--dry-run", "--no-native", "--explain-backend", "--json")
-
-    @staticmethod
-    def declare(parser: argparse.ArgumentParser, groups: Groups) -> None:
-        """Declare the options for uploading the result."""
-        add = parser.add_argument
-        add("--push-to-hub", metavar="USER/NAME", help="upload the result after the conversion")
-        add("--private", action="store_true", help="make a new repository on the Hub private")
+    arguments = (
+        argument("--push-to-hub", metavar="USER/NAME", help="upload the result after the conversion"),
+        switch("--private", "make a new repository on the Hub private"),
+    )
 
 
 class Search(Verb):

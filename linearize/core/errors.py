@@ -109,9 +109,13 @@ def interrupted_run(folder: object) -> ConfigError:
     )
 
 
+def suggestion(got: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """Return a sentence that names the nearest known name; empty if none is near."""
+    near = get_close_matches(got, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {form.format(*near)}?" if near else ""
+
+
 def unknown_name(kind: str, got: str, known: Iterable[str]) -> UnknownNameError:
     """Build the error for an unknown name, with the nearest known one and the whole list."""
     names = sorted(known)
-    near = get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return UnknownNameError(f"unknown {kind} {got!r}.{hint} Known: {', '.join(names) or 'none'}.")
+    return UnknownNameError(f"unknown {kind} {got!r}.{suggestion(got, names)} Known: {', '.join(names) or 'none'}.")

@@ -18,7 +18,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linearize.core.errors import ConfigError, LinearizeError, unknown_name
+from linearize.core.errors import ConfigError, LinearizeError, first_line, unknown_name
+from linearize.core.parsing import parse_json, parse_yaml, read_text
 from linearize.core.registry import KINDS, field_types, fits, kinds_of
 from linearize.core.registry import check as check
 from linearize.core.registry import option as option
@@ -280,6 +281,23 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
         return cls(**arguments)
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def read_values(path: Path, what: str, expected: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file, or in a JSON file by its ending; an empty file has no values.
+
+    Raises:
+        ConfigError: if the file cannot be read or holds something else; the message begins with `what`.
+    """
+    try:
+        text = read_text(path)
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise ConfigError(f"{what} cannot be read ({reason}); expected {expected}") from error
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{what} holds {kind_of(values)}, expected {expected}")
+    return values or {}
 
 
 def convert(hint: Any, value: object, where: str) -> Any:

@@ -139,9 +139,7 @@ def _checked(text: str, loader: Any) -> Any:
         if len(counts) > MOST_DEPTH + 1:
             raise ValueError(_TOO_DEEP)
         if aliases > MOST_ALIASES or sum(counts) > MOST_VALUES:
-            raise ValueError(
-                f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values after they are expanded"
-            )
+            raise ValueError(f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values with them expanded")
     return yaml.load(text, Loader=loader)
 
 
@@ -182,9 +180,7 @@ def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: b
         beside.touch(exist_ok=False)
         beside.unlink()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{option}: {path[:80]!r} cannot be used ({first_line(error)}); choose another file"
-        ) from None
+        raise ConfigError(f"{option}: cannot use {path[:80]!r} ({first_line(error)}); choose another file") from None
     if exists and not overwrite:
         raise ConfigError(f"{option}: {path!r} exists; choose another file, or pass --overwrite")
 
@@ -200,8 +196,6 @@ def write_file(path: str | os.PathLike[str], option: str, content: bytes) -> Non
         beside.write_bytes(content)
         beside.replace(path)
     except OSError as error:
-        raise ConfigError(
-            f"{option}: {str(path)!r} cannot be written ({error.strerror}); choose another file"
-        ) from error
+        raise ConfigError(f"{option}: cannot write {str(path)!r} ({error.strerror}); choose another file") from error
     finally:
         beside.unlink(missing_ok=True)

@@ -70,10 +70,10 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
                 f"{origin}: got {kinds[name]} in column {name!r}, expected {' or '.join(KINDS[role])}; "
                 f"its columns are: {listed(kinds)}."
             )
-    wanted = {name: role for role, name in asked.items()}
-    if len(wanted) < len(asked):
+    if len(set(asked.values())) < len(asked):
         raise DataError(f"{origin}: got the same column for two purposes, expected different ones: {names}.")
-    table = table.select_columns(list(wanted)).rename_columns({old: new for old, new in wanted.items() if old != new})
+    renamed = {name: role for role, name in asked.items() if name != role}
+    table = table.select_columns(list(asked.values())).rename_columns(renamed)
     return table.cast_column("image", Image(decode=False)) if modality == "image" else table
 
 

@@ -54,13 +54,12 @@ class DataConfig:
     streaming: bool = option(False, f"read only the first {STREAMED:,} rows, for sets too large to load")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset", as_mixture(self.dataset))
+        if self.dataset is not None:
+            object.__setattr__(self, "dataset", parse_mixture(self.dataset))
         if isinstance(self.text_column, str) and "," in self.text_column:
             columns = [name.strip() for name in self.text_column.split(",")]
             if len(columns) != 2 or not all(columns) or self.text_pair_column is not None:
-                raise ConfigError(
-                    f"data: got text_column {self.text_column!r}, expected one name, or two with a comma."
-                )
+                raise ConfigError(f"data: got text_column {self.text_column!r}, expected one name, or two with a comma")
             object.__setattr__(self, "text_column", columns[0])
             object.__setattr__(self, "text_pair_column", columns[1])
         check(self, "data")
@@ -94,11 +93,11 @@ class DataConfig:
         return ((self.dataset, 1.0),) if isinstance(self.dataset, str) else self.dataset
 
 
-def parse_mixture(text: str) -> str | Mixture:
-    """Read ``"name"`` or ``"name=weight,name=weight"``.
+def parse_mixture(value: Any) -> str | Mixture:
+    """Read ``"name"`` or ``"name=weight,name=weight"``, or weights as a mapping or a list of pairs.
 
     Args:
-        text: The option as typed or in a recipe. An existing path is a name, whatever characters it has. Names
+        value: The option as typed or in a recipe. An existing path is a name, whatever characters it has. Names
             separated by commas, without weights, get equal weights.
 
     Returns:
@@ -107,33 +106,18 @@ def parse_mixture(text: str) -> str | Mixture:
     Raises:
         ConfigError: If a name is empty or a weight is missing or not a positive number.
     """
-    if not text.strip():
-        raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; or leave it out.")
-    if ("," not in text and "=" not in text) or os.path.exists(text):
-        return text
-    pairs = []
-    for part in text.split(","):
-        name, equals, weight = part.rpartition("=") if "=" in text else (part, "=", "1")
-        if not equals:
-            raise ConfigError(f"data: got {part!r} without a weight in dataset {text!r}, expected name=weight.")
-        pairs.append((name.strip(), weight))
-    return _mixture(pairs)
-
-
-def as_mixture(value: Any) -> str | Mixture | None:
-    """Turn a string, or a mapping or list of pairs as YAML has them, into the type of a data set option.
-
-    Raises:
-        ConfigError: As `parse_mixture`; also for any other value.
-    """
-    if value is None:
-        return None
+    pairs: Any = list(value.items()) if isinstance(value, Mapping) else value
     if isinstance(value, str | os.PathLike):
-        return parse_mixture(os.fspath(value))
-    return _mixture(list(value.items()) if isinstance(value, Mapping) else value)
-
-
-def _mixture(pairs: object) -> Mixture:
+        text, pairs = os.fspath(value), []
+        if not text.strip():
+            raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; or leave it out.")
+        if ("," not in text and "=" not in text) or os.path.exists(text):
+            return text
+        for part in text.split(","):
+            name, equals, weight = part.rpartition("=") if "=" in text else (part, "=", "1")
+            if not equals:
+                raise ConfigError(f"data: got {part!r} without a weight in dataset {text!r}, expected name=weight.")
+            pairs.append((name.strip(), weight))
     mixture: Mixture = convert(Mixture, pairs, "data: dataset")
     if not mixture or not all(name and weight > 0 for name, weight in mixture):
         raise ConfigError(f"data: got dataset {pairs!r}, expected a name, or names with weights above 0.")

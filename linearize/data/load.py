@@ -155,9 +155,7 @@ def make_part(
     names = class_names(table)
     records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
     if not len(records.sizes):
-        raise DataError(
-            f"{origin} is empty: got {records.skipped} rows, all blank or without a label, expected a usable one."
-        )
+        raise DataError(f"{origin} is empty: all {records.skipped} rows are blank or unlabelled, expected a usable one")
     return records, origin
 
 

@@ -271,9 +271,7 @@ def files_in(folder: Path, _above: tuple[Path, ...] = (), _seen: list[int] | Non
         inner = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
         kinds = [path.is_dir() for path in inner]
     except (OSError, RuntimeError) as error:  # `resolve` calls a loop of links a RuntimeError.
-        raise DataError(
-            f"cannot read folder {folder.name!r}: {cause(error)}; expected a readable one; check it."
-        ) from error
+        raise DataError(f"cannot read folder {folder.name!r}: {cause(error)}; expected a readable one.") from error
     for path, is_folder in zip(inner, kinds, strict=True):
         if is_folder:
             yield from files_in(path, (*_above, real), seen)

@@ -86,12 +86,8 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> tuple[ConvertResult, 
     folder = minilm_folder()
     on_event(Noted("Model: all-MiniLM-L6-v2, 6-layer BERT, 12 heads of size 32, inputs of up to 512 tokens"))
     output, tokens, steps = job.output, job.tokens, job.steps
-    on_event(
-        Noted(
-            f"This takes some minutes: {steps} steps of stage one and {steps // 6} of alignment, then one document of "
-            f"{tokens:,} tokens"
-        )
-    )
+    trained = f"{steps} steps of stage one and {steps // 6} of alignment"
+    on_event(Noted(f"This takes some minutes: {trained}, then one document of {tokens:,} tokens"))
     conversion = convert_checkpoint(
         ConvertJob.of(
             model=str(folder),
@@ -116,10 +112,8 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> tuple[ConvertResult, 
     assert reader.tokenizer is not None
     document = long_document(reader.tokenizer, tokens)
     features = reader(document)
-    size = len(features[0][0])
-    on_event(
-        Noted(f"pipeline('feature-extraction', {output!r}): {len(features[0]):,} tokens in, vectors of {size} out")
-    )
+    read, size = len(features[0]), len(features[0][0])
+    on_event(Noted(f"pipeline('feature-extraction', {output!r}): {read:,} tokens in, vectors of {size} out"))
 
     on_event(Started(f"comparing time and memory on {tokens:,} tokens, softmax and linear in turns"))
     with quiet():

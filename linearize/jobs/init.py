@@ -15,7 +15,7 @@ from linearize.checkpoint.ownership import check_links
 from linearize.conversion.plan import convert
 from linearize.core.errors import ConfigError, first_line
 from linearize.core.heads import Processor
-from linearize.core.parsing import parse_json, parse_yaml, read_text
+from linearize.core.options import read_values
 from linearize.jobs.config import InitJob
 from linearize.modeling.plan import Plan
 from linearize.training.stage_two.load import label_options, ready
@@ -60,15 +60,7 @@ def read_config(name: str) -> dict[str, object]:
     if path.is_dir():
         check_links(path)
         path = path / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"config: got {name!r}, expected a JSON or YAML file, or a folder with a config.json")
-    try:
-        text = read_text(path)
-        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config: {name!r} cannot be read ({error}); correct the file") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"config: {name!r} is not a mapping, expected one with model_type")
+    values = read_values(path, f"config: {name!r}", "a JSON or YAML file with model_type, or a folder with config.json")
     for name in ("architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
         values.pop(name, None)
     return values

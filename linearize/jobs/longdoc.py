@@ -118,10 +118,10 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         for note in lengths.notes:
             on_event(Noted(note))
         begin(job, work, data)
-        for number, (folder, title, step) in enumerate(steps(job, work, lengths), start=1):
+        for number, (folder, title, run, step) in enumerate(steps(job, work, lengths), start=1):
             if not (work / folder).exists() and (job.align_steps or folder != ALIGNED):
                 on_event(Started(f"step {number} of {STEPS}: {title}"))
-                RUN[type(step)](step, on_event)
+                run(step, on_event)
         result = compare(job, work, data, lengths, device, on_event)
         result = replace(result, seconds=time.perf_counter() - start)
         save_all(job, work, result)
@@ -129,8 +129,8 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     return result
 
 
-def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Any]]:
-    """Return the jobs that precede the comparison, in order, each with its folder and title."""
+def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Callable[..., object], Any]]:
+    """Return the steps that precede the comparison, in order: the folder, the title, the function, and its job."""
     short, long = lengths.original, lengths.linear
     distilled_at, aligned_at = min(job.distill_length or short, long), min(job.align_length or long, long)
     file, columns, texts = write_texts(job, work)
@@ -165,20 +165,15 @@ def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str,
         output=str(work / ALIGNED),
         **shared,
     )
-    base = str(work / (ALIGNED if job.align_steps else CONVERTED))
+    original = tuning_job(job, job.model, work / ORIGINAL, short)
+    linear = tuning_job(job, str(work / (ALIGNED if job.align_steps else CONVERTED)), work / LINEAR, long)
+    converting = f"conversion for {long:,} tokens, stage one on rows of {distilled_at:,}"
     return [
-        (ORIGINAL, f"tuning the original at {short:,} tokens", tuning_job(job, job.model, work / ORIGINAL, short)),
-        (CONVERTED, f"conversion for {long:,} tokens, stage one on rows of {distilled_at:,}", conversion),
-        (ALIGNED, f"alignment on rows of up to {aligned_at:,} tokens", alignment),
-        (LINEAR, f"tuning the linear model at {long:,} tokens", tuning_job(job, base, work / LINEAR, long)),
+        (ORIGINAL, f"tuning the original at {short:,} tokens", finetune_checkpoint, original),
+        (CONVERTED, converting, convert_checkpoint, conversion),
+        (ALIGNED, f"alignment on rows of up to {aligned_at:,} tokens", align_checkpoint, alignment),
+        (LINEAR, f"tuning the linear model at {long:,} tokens", finetune_checkpoint, linear),
     ]
-
-
-RUN: dict[type, Callable[[Any, Callback], object]] = {
-    TuneJob: finetune_checkpoint,
-    ConvertJob: convert_checkpoint,
-    AlignJob: align_checkpoint,
-}
 
 
 def tuning_job(job: LongdocJob, model: str, target: Path, length: int) -> TuneJob:

@@ -303,6 +303,11 @@ def _parameters(name: str) -> int:
     import torch
     from transformers import AutoConfig, AutoModel
 
+    from linearize.conversion.gguf import located
+
+    place, where = located(name)
     with torch.device("meta"):
-        model = AutoModel.from_config(AutoConfig.from_pretrained(name))
-    return sum(parameter.numel() for path, parameter in model.named_parameters() if "embedding" not in path)
+        model = AutoModel.from_config(AutoConfig.from_pretrained(place, **where))
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    inner = {path: weight for path, weight in model.named_parameters() if "embedding" not in path}
+    return sum(weight.numel() for weight in inner.values() if id(weight) not in tables)

@@ -14,7 +14,7 @@ from support.tiny import original
 import linearize.conversion.gguf as reading
 from linearize.checkpoint.loading import load_model
 from linearize.core.errors import CheckpointError
-from linearize.jobs import demo
+from linearize.jobs import demo, task_config
 from linearize.training.stage_two.load import length_limit
 
 gguf = pytest.importorskip("gguf")
@@ -221,6 +221,13 @@ def test_tokenizer_files_of_the_folder_are_preferred(file, tmp_path):
     tokenizer(length=37).save_pretrained(tmp_path)
     for name in (str(tmp_path), str(tmp_path / file.name)):
         assert load_model(name).processor.get_vocab() == tokenizer().get_vocab() and length_limit(name) == 37
+
+
+def test_a_quick_look_counts_the_parameters_of_a_gguf_file(file, model, tmp_path):
+    """`longdoc --quick` ended in a traceback, and counted the embeddings of models that do not call them embeddings."""
+    model.save_pretrained(tmp_path / "folder")
+    inner = sum(weight.numel() for name, weight in model.model.named_parameters() if "embed_tokens" not in name)
+    assert task_config._parameters(str(file)) == task_config._parameters(str(tmp_path / "folder")) == inner
 
 
 def test_a_folder_with_other_weights_is_no_gguf(file, tmp_path):

@@ -99,9 +99,9 @@ def test_the_line_comes_before_the_file_and_the_file_before_the_defaults(file):
         ("overwrite: 1", "overwrite: got 1, expected true or false"),
         ("distill_steps: [1]", "distill_steps: got a list, expected a whole number"),
         ("batch-size: 1\nbatch_size: 2", "batch_size is given twice"),
-        ("- kernel", "holds a list, expected options such as kernel: elu"),
-        ("kernel: [", "cannot be read as YAML"),
-        ("kernel: !!python/object/apply:os.getcwd []", "cannot be read as YAML"),
+        ("- kernel", "holds a list, expected a YAML file of options such as kernel: elu"),
+        ("kernel: [", "cannot be read (line 1"),
+        ("kernel: !!python/object/apply:os.getcwd []", "cannot be read (line 1"),
         ("kernel: &a [*a]", "refers to itself"),
         ("distill_steps: -1", "stage one, steps: got -1, expected a whole number of at least 0"),
     ],
@@ -120,7 +120,7 @@ def test_a_missing_file_or_option_is_refused(file, tmp_path, capsys):
 
 
 def test_what_stands_behind_two_dashes_is_no_file():
-    assert config_file(["a", "--", "--config", "b"]) is None and config_file(["--config"]) is None
+    assert config_file(["a", "--", "--config", "b"]) is None and config_file(["a", "--conf", "b"]) is None
     assert config_file(["a", "--config", "b"]) == config_file(["--config=b", "a"]) == "b"
 
 

@@ -149,7 +149,7 @@ def test_an_empty_file_is_called_empty(write: Write, gpt_tokenizer: Any, name: s
 
 def test_nothing_but_blank_rows_is_called_empty(write: Write, gpt_tokenizer: Any) -> None:
     path = write("a.jsonl", '{"text": " "}\n{"text": ""}\n')
-    with pytest.raises(DataError, match="is empty: got 2 rows, all blank"):
+    with pytest.raises(DataError, match="is empty: all 2 rows are blank"):
         load_source(DataConfig(dataset=path), gpt_tokenizer, "text")
 
 

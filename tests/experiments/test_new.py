@@ -82,6 +82,6 @@ def test_errors_of_kernel_arguments_too(arguments, words):
 def test_what_is_no_yaml_says_where(text, words, tmp_path):
     """It spoke of "<unicode string>", and showed the line with an arrow."""
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(f"recipe mine: not YAML: {words}")) as caught:
+    with pytest.raises(ConfigError, match=re.escape(f"recipe mine cannot be read ({words}")) as caught:
         load_recipe(str(tmp_path / "mine.yaml"))
     assert "unicode" not in str(caught.value)

@@ -167,7 +167,7 @@ def test_missing_keys_and_other_files(tiny, write, tmp_path):
         load_recipe(write(tiny))
     with pytest.raises(UnknownNameError, match="Did you mean 'minilm-glue'"):
         load_recipe("minilm-gleu")
-    for text, message in (("a: [", "not YAML"), ("- a", "got a list"), ("!!python/object:os.system {}", "not YAML")):
+    for text, message in (("a: [", "cannot be read"), ("- a", "a list"), ("!!python/object:os.system {}", "be read")):
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_recipe(str(tmp_path / "bad.yaml"))

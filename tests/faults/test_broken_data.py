@@ -58,7 +58,7 @@ REFUSED = {
     "empty.jsonl.gz": (zipped(b""), "is empty: got no rows"),
     "header.csv": (b"text,label\n", "is empty: got no rows"),
     "blank-lines.jsonl": (b"\n \n\n", "is empty: got no rows"),
-    "blank-rows.jsonl": (lines({"text": " \t", "label": 1} for _ in range(40)), "got 40 rows, all blank"),
+    "blank-rows.jsonl": (lines({"text": " \t", "label": 1} for _ in range(40)), "all 40 rows are blank"),
     "no-fields.jsonl": (lines({} for _ in range(40)), "is empty: got no rows"),
     "mixed.jsonl": (lines(ROWS, '{"text": 5, "label": 1}'), "got json in column 'text', expected text"),
     "numbers.jsonl": (lines({"text": n, "label": 1} for n in range(40)), "got number in column 'text', expected text"),

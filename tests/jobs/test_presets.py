@@ -68,7 +68,7 @@ def test_longdoc_has_its_own_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(longdoc, "write_texts", lambda job, work: (tmp_path / "t", None, 40))
     lengths = longdoc.Lengths(original=64, linear=128, longest=128, notes=())
     job = LongdocJob.of(model="m", task="text-classification", dataset="d", max_length=128, preset="recall")
-    made = next(made for _, _, made in longdoc.steps(job, tmp_path, lengths) if isinstance(made, ConvertJob))
+    made = next(made for *_, made in longdoc.steps(job, tmp_path, lengths) if isinstance(made, ConvertJob))
     assert (made.distill_length, made.distill.query_sample, made.data.packing) == (64, None, False)
 
 

@@ -65,6 +65,8 @@ def test_verb(switch, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(native.SWITCH, "1")
     # The op as it is compiled for users is tested elsewhere; -O3 takes ten times as long.
     monkeypatch.setattr(locate, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in locate.FLAGS))
+    assert main(["native", "--build", "--remove"]) == 2
+    assert "expected one of them" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
     assert main(["native", "--build", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["agreement"]) == 6 * len(native_kernels())
     assert main(["native", "--remove"]) == 0

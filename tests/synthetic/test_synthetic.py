@@ -142,7 +142,7 @@ def test_retrieval(tmp_path):
         first, second = row["text1"], row["text2"]
         assert first[2:] == second[:4] == "abcd" and (first[0] == second[-1]) == bool(row["label"])
     for wrong in ({"shortest": -1}, {"overlap": -1}, {"longest": 5, "overlap": 5}):
-        with pytest.raises(ConfigError, match=r"retrieval, (shortest|overlap): got -1|expected less than longest"):
+        with pytest.raises(ConfigError, match=r"halves, (shortest|overlap): got -1|expected less than longest"):
             made_texts.Halves(**wrong)
     (tmp_path / "set.txt").write_text("\n".join(texts * 6))
     made, _ = make("retrieval-halves", {"longest": 4}, str(tmp_path / "set.txt"))

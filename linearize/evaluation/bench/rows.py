@@ -114,9 +114,9 @@ class Row:
         }
 
 
-def mebibytes(count: int | None) -> str:
-    """Return peak memory in MiB as text; "-" if it was not measured."""
-    return "-" if count is None else f"{count / 2**20:.0f}"
+def mebibytes(count: int | None, digits: int = 0) -> str:
+    """Return memory in MiB as text, with some decimals; "-" if it was not measured."""
+    return "-" if count is None else f"{count / 2**20:,.{digits}f}"
 
 
 def ratio(one: float | None, other: float | None) -> float | None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
-from linearize.core.options import build, kind_of
-from linearize.core.parsing import parse_yaml, read_text
+from linearize.core.options import build, kind_of, read_values
+from linearize.core.parsing import parse_yaml
+from linearize.core.registry import field_types
 from linearize.jobs.recipes import schema
 from linearize.jobs.recipes.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.prepare import check_extra_pairs
 from linearize.training.stage_two.tasks import Task, task
 
-SUFFIXES = (".yaml", ".yml")
 AVERAGE = "average"
 PRETRAIN = "pretrain"
 
@@ -56,14 +56,8 @@ class Job:
         return dataclasses.replace(self, rows=dataclasses.replace(self.rows, **changes))
 
 
-OPTIONS: dict[str, type] = {
-    "rows": DataOptions,
-    "teacher": TuneConfig,
-    "distil": schema.StageOne,
-    "align": schema.Alignment,
-    "finetune": StageTwo,
-}
-"""The option sections that a recipe sets for all tasks, and that single tasks may change."""
+OPTIONS = ("rows", "teacher", "distil", "align", "finetune")
+"""The sections of options that a recipe sets for all tasks, and that single tasks may change."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +96,26 @@ def _file_name(text: str) -> str:
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package."""
-    folder = resources.files("linearize.recipes")
-    return sorted(file.name.rpartition(".")[0] for file in folder.iterdir() if file.name.endswith(SUFFIXES))
+    return sorted(file.stem for file in _package_folder().glob("*.yaml"))
 
 
-def recipe_text(name: str) -> str:
-    """Return the text of a recipe of the package, by name, or of a recipe file.
+def recipe_file(name: str) -> Path:
+    """Return the file of a recipe: that of a recipe of the package, by name, or the one that is named.
 
     Raises:
         UnknownNameError: if neither exists.
     """
     path = Path(name).expanduser()
-    if path.suffix in SUFFIXES and path.is_file():
-        return read_text(path)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return path
     names = recipe_names()
     if name not in names:
         raise unknown_name("recipe", name, names)
-    return (resources.files("linearize.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+    return _package_folder() / f"{name}.yaml"
+
+
+def _package_folder() -> Path:
+    return Path(str(resources.files("linearize.recipes")))
 
 
 def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
@@ -132,14 +129,7 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
         ConfigError: if it is not YAML, or for anything unknown or of the wrong type; the message names the key.
     """
     where = f"recipe {Path(name).stem}"
-    try:
-        values = parse_yaml(recipe_text(name))
-    except (OSError, ValueError) as error:
-        if isinstance(error, LinearizeError):
-            raise
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
+    values = read_values(recipe_file(name), where, "keys with values")
     for change in changes:
         _change(values, change)
     return check(values, where)
@@ -210,10 +200,9 @@ def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
             make_options(column.make, column.options)
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
-    options: dict[str, Any] = {
-        key: build(config, {**getattr(recipe, key), **getattr(column, key)}, f"{where}.{key}")
-        for key, config in OPTIONS.items()
-    }
+    options: dict[str, Any] = {}
+    for key in OPTIONS:
+        options[key] = build(field_types(Job)[key], getattr(recipe, key) | getattr(column, key), f"{where}.{key}")
     data = column.dataset if recipe.data is None else recipe.data
     return Job(name, chosen, column, data, {**recipe.model.config, **column.model}, **options)
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from linearize.core.errors import ConfigError, DataError, first_line
-from linearize.core.parsing import parse_json, parse_yaml, read_text, write_file
+from linearize.core.errors import DataError
+from linearize.core.options import read_values
+from linearize.core.parsing import parse_json, write_file
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import recovery
@@ -94,11 +95,10 @@ def read_rows(folder: Path) -> tuple[list[ResultRow], int]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = parse_json(line)
-            rows[row["cell"]] = row
-            float(row["score"])
+            rows[row["cell"]] = {**row, "score": float(row["score"])}
         except (ValueError, KeyError, TypeError):
             damaged += bool(line.strip())
-    return [row for row in rows.values() if isinstance(row.get("score"), int | float)], damaged
+    return list(rows.values()), damaged
 
 
 def repair(folder: Path) -> list[ResultRow]:
@@ -134,13 +134,8 @@ def read_recipe(run: Path) -> Recipe:
     Raises:
         ConfigError: if it is damaged.
     """
-    path = run / RECIPE
-    try:
-        values = parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        text = f"{str(path)!r} cannot be read ({first_line(error)}); the run was damaged: run it again"
-        raise ConfigError(text) from error
-    return check(values if isinstance(values, dict) else {}, str(path))
+    where = str(run / RECIPE)
+    return check(read_values(run / RECIPE, repr(where), "a recipe; the run was damaged: run it again"), where)
 
 
 def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: int = 0) -> Table:
@@ -151,19 +146,19 @@ def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: in
     table: dict[str, dict[str, Entry]] = {}
     for label in dict.fromkeys([*(cell.row for cell in wanted), *recipe.figures]):
         paper = recipe.figures.get(label, {})
-        line = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
-        if several:
-            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
-        table[label] = line
+        table[label] = {column: _entry(rows, label, column, paper.get(column)) for column in columns}
     # The chance level of a task: it is the same for all rows of the table, as they share the validation rows.
     levels = {
         column: [_scaled(x, x["chance"]) for x in rows if x.get("task") == column and x.get("chance") is not None]
         for column in columns
     }
     chances = {column: Entry(_mean(levels[column]), None, None, len(recipe.seeds)) for column in columns}
-    if any(entry.ours is not None for entry in chances.values()) and CHANCE not in table:
-        table[CHANCE] = chances | ({AVERAGE: _average(list(chances.values()), None, [])} if several else {})
+    if any(entry.ours is not None for entry in chances.values()):
+        table.setdefault(CHANCE, chances)
     if several:
+        for label, line in table.items():
+            paper = recipe.figures.get(label, {})
+            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
         _recover_averages(recipe, table)
     done = {row["cell"] for row in rows}
     source = "" if recipe.paper is None else f" ({recipe.paper.title}, {recipe.paper.table})"

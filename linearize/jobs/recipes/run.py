@@ -217,6 +217,3 @@ def _sweep(recipe: Recipe, folder: Path) -> None:
     for path in folder.glob("distilled/*" if recipe.keep_models else "*/*"):
         if path.is_dir():
             remove_weights(path)
-
-
-__all__ = ["CellDone", "CellStarted", "check_data", "environment", "run_recipe"]

@@ -105,11 +105,8 @@ class Runner:
         recipe, job, seed, row = self.recipe, cell.job, cell.seed, cell.kernel
         target, softmax = self.folder / "cells" / cell.key, None
         if recipe.flow == "scratch":
-            first, base = resolve(recipe).get(PRETRAIN), None
-            if first is not None:
-                base = self._tune(
-                    self.folder / f"pretrained/{row.called}-s{seed}", first, seed, first.finetune, row=row
-                )
+            first, place = resolve(recipe).get(PRETRAIN), self.folder / f"pretrained/{row.called}-s{seed}"
+            base = None if first is None else self._tune(place, first, seed, first.finetune, row=row)
             return self._tune(target, cell.read, seed, job.finetune, base=base, row=row), None
         tuned_first, teacher = recipe.flow == "finetuned", bool(job.finetune.teacher)
         if recipe.flow != "untuned" and (row.name == SOFTMAX or tuned_first or teacher):

@@ -120,7 +120,7 @@ class AssociativeRecall(MadeSet):
         ConfigError: on construction, for a value out of range, or an odd length or vocabulary.
     """
 
-    called = "associative recall"
+    called = "associative-recall"
     framed = False
 
     train: int = option(20_000, "training rows")
@@ -131,11 +131,9 @@ class AssociativeRecall(MadeSet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vocabulary_size % 2 or self.length % 2:
-            raise ConfigError(
-                f"associative recall: got vocabulary {self.vocabulary_size} and length {self.length}, expected even "
-                "numbers"
-            )
+        size, length = self.vocabulary_size, self.length
+        if size % 2 or length % 2:
+            raise ConfigError(f"associative-recall: got vocabulary {size} and length {length}, expected even numbers")
 
     def make(self, source: str = "") -> Rows:
         """Draw both splits; only the last answer is measured."""
@@ -205,15 +203,8 @@ def pixel_text(image: Image, side: int) -> str:
     return " ".join(map(str, np.asarray(grey).reshape(-1).tolist()))
 
 
-SETS: dict[str, type[MadeSet]] = {
-    "listops": ListOps,
-    "associative-recall": AssociativeRecall,
-    "pixels": Pixels,
-    "articles": Articles,
-    "documents": Documents,
-    "needles": Needles,
-    "retrieval-halves": Halves,
-}
+MADE: tuple[type[MadeSet], ...] = (ListOps, AssociativeRecall, Pixels, Articles, Documents, Needles, Halves)
+SETS = {made.called: made for made in MADE}
 
 
 def make(

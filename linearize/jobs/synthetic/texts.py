@@ -26,7 +26,7 @@ class MadeSet:
     """A data set that is generated here; subclasses are dataclasses of its options.
 
     Attributes:
-        called: its name in messages.
+        called: its name, in recipes and messages.
         reads: the kind of source it is made from; empty if it needs no source.
         tokens: its tokens, which are separated by spaces in the texts; empty if any tokenizer will do.
         framed: whether its tokenizer begins rows with a special token.
@@ -143,9 +143,8 @@ def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, st
     texts = [" ".join(article) for article in joined]
     rows = [{"text": text} for text in texts if len(text.split()) >= config.shortest]
     if not rows:
-        raise DataError(
-            f"articles: got {len(joined)} articles, expected some of at least {config.shortest} words; lower shortest"
-        )
+        wanted = f"expected some of at least {config.shortest} words; lower shortest"
+        raise DataError(f"articles: got {len(joined)} articles, {wanted}")
     return rows
 
 
@@ -176,6 +175,8 @@ class Needles(Articles):
 
     Passkeys differ only in the name, needles in topic and place. Source: https://arxiv.org/abs/2404.12096
     """
+
+    called = "needles"
 
     words: int = option(1_500, "words per document, including the fact", low=50)
     documents: int = option(50, "number of documents to search", low=2, high=len(PLACES))
@@ -255,9 +256,8 @@ class Documents(MadeSet):
         if self.decides == "last" and self.parts < 2:
             raise ConfigError(f"documents: parts: got {self.parts}, expected 2 or more, as two of them decide")
         if self.apart >= max(self.parts, 2):
-            raise ConfigError(
-                f"documents: apart: got {self.apart}, expected 1 to {self.parts - 1} of {self.parts} parts"
-            )
+            most = f"{self.parts - 1} of {self.parts} parts"
+            raise ConfigError(f"documents: apart: got {self.apart}, expected 1 to {most}")
 
     def make(self, source: str = "") -> Rows:
         """Join the texts of both splits into documents."""
@@ -332,7 +332,7 @@ class Halves(MadeSet):
         ConfigError: on construction, if a value is out of range or `overlap` is not below `longest`.
     """
 
-    called = "retrieval"
+    called = "retrieval-halves"
     reads = "a data set of long texts"
 
     text_column: str = option("text", "column of the texts")
@@ -344,7 +344,7 @@ class Halves(MadeSet):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.overlap >= self.longest:
-            raise ConfigError(f"retrieval: got overlap {self.overlap}, expected less than longest ({self.longest})")
+            raise ConfigError(f"{self.called}: got overlap {self.overlap}, expected less than longest ({self.longest})")
 
     def make(self, source: str = "") -> Rows:
         """Cut the texts of both splits."""
@@ -365,7 +365,7 @@ def halves(config: Halves, texts: list[str]) -> list[dict[str, object]]:
     texts = [text for text in texts if len(text) >= config.shortest]
     if len(texts) < 2:
         wanted = f" of {config.shortest} characters or more" if config.shortest else ""
-        raise DataError(f"retrieval: got {len(texts)} texts{wanted}, expected at least two for pairs")
+        raise DataError(f"retrieval-halves: got {len(texts)} texts{wanted}, expected at least two for pairs")
     order = np.random.default_rng(config.seed).permutation(len(texts))
     starts = [(texts[i], max(0, len(texts[i]) // 2 - config.overlap // 2)) for i in order]
     cut = [(text[: begin + config.overlap], text[begin:]) for text, begin in starts]

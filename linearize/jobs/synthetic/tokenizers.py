@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -35,24 +35,23 @@ def make_tokenizer(
     """
     if size is not None and size <= len(SPECIAL) + 256 * (kind != "words"):
         raise ConfigError(f"tokenizer: got a vocabulary of {size}, expected more than its special tokens and bytes")
+    trainer: trainers.Trainer
+    options: dict[str, Any] = {"special_tokens": list(SPECIAL), "show_progress": False}
     if kind == "words":
         made = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        counter = trainers.WordLevelTrainer(vocab_size=size or 10_000_000, special_tokens=list(SPECIAL))
         # A special token in the texts, such as WikiText's <unk>, would leave a gap in the token ids, and the last id
         # would be outside the embedding.
-        plain = (" ".join(word for word in text.split() if word not in SPECIAL) for text in texts)
-        made.train_from_iterator(plain, counter)
-        return wrap(made, framed, segments)
-    made = Tokenizer(models.BPE())
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "pieces")
-    made.decoder = decoders.ByteLevel()
-    wanted = len(SPECIAL) + len(alphabet) if kind == "bytes" else size or 8_192
-    learner = trainers.BpeTrainer(
-        vocab_size=wanted, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(() if kind == "bytes" else texts, learner)
+        texts = (" ".join(word for word in text.split() if word not in SPECIAL) for text in texts)
+        trainer = trainers.WordLevelTrainer(vocab_size=size or 10_000_000, **options)
+    else:
+        made, alphabet = Tokenizer(models.BPE()), sorted(pre_tokenizers.ByteLevel.alphabet())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "pieces")
+        made.decoder = decoders.ByteLevel()
+        if kind == "bytes":
+            size, texts = len(SPECIAL) + len(alphabet), ()
+        trainer = trainers.BpeTrainer(vocab_size=size or 8_192, initial_alphabet=alphabet, **options)
+    made.train_from_iterator(texts, trainer)
     return wrap(made, framed, segments)
 
 
