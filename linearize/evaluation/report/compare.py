@@ -14,11 +14,11 @@ from linearize.checkpoint.output import atomic_folder
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.options import name_of
 from linearize.core.parsing import finite
 from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
-from linearize.evaluation.report.inputs import FIGURES as PER_INPUT
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
 from linearize.modeling.model import kernel_parameters
@@ -106,7 +106,7 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
     if len(options.checkpoints) < 2:
         raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
     device = check_device(options.device)
-    folders = [Path(checkpoint).name for checkpoint in options.checkpoints]
+    folders = [Path(name_of(checkpoint)).name for checkpoint in options.checkpoints]
     names = folders if len(set(folders)) == len(folders) else options.checkpoints
     for checkpoint in options.checkpoints:
         check_converted(checkpoint)
@@ -170,10 +170,7 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
         name=name,
         kernels=", ".join(f"{count} x {kernel}" for kernel, count in kernels.items()),
         parameters_added=sum(p.numel() for p in kernel_parameters(loaded.model)),
-        kl=fidelity.mean("kl"),
-        total_variation=fidelity.mean("total_variation"),
-        negative_share=fidelity.mean("negative_share"),
-        output_error=fidelity.mean("output_error"),
+        **{name: fidelity.mean(name) for name in ("kl", "total_variation", "negative_share", "output_error")},
         cosine=None if measured.outputs is None else measured.outputs.cosine,
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
         per_input=measure_each_input(loaded, measured),
@@ -184,10 +181,10 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
 def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[str], list[SideDifference]]:
     """Return, for each figure, a sentence that names the best conversion, and its differences from the others."""
     verdicts, differences = [], []
-    for figure in (*PER_INPUT, "cosine"):
+    for figure, label in FIGURES.items():
         values = {each.name: each.per_input[figure] for each in conversions if figure in each.per_input}
         if len(values) == len(conversions):
-            verdict, by_figure = best_by(FIGURES[figure], values, larger_is_better=figure == "cosine")
+            verdict, by_figure = best_by(label, values, larger_is_better=figure == "cosine")
             verdicts.append(verdict)
             differences += by_figure
     times = {
