@@ -26,15 +26,11 @@ from linearize.evaluation.bench.meter import (
     in_turns,
     seconds_of,
 )
-from linearize.evaluation.bench.models import BERT_BASE, BenchModel, DecodeModelSuite, ModelSuite, OfModel
+from linearize.evaluation.bench.models import BERT_BASE, BenchModel, DecodeModelSuite, ModelSuite
 from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
-from linearize.evaluation.options import BenchOptions
+from linearize.evaluation.options import BenchOptions, check_lengths
 
-OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
-    "model": ModelSuite,
-    "decode-model": DecodeModelSuite,
-}
 KERNEL = "hedgehog"
 
 
@@ -101,9 +97,7 @@ def checked(options: BenchOptions) -> BenchOptions:
     if options.layers is not None and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
     if options.image_sizes is not None:
-        bad = [n for n in options.image_sizes if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16]
-        if bad or not options.image_sizes:
-            raise ConfigError(f"image-size: got {bad[0] if bad else 'none'}, expected pixels such as 224,384,512")
+        check_lengths(options.image_sizes, 1 << 16, "image-size", "pixels such as 224,384,512")
         if options.suite != "model" or options.lengths is not None:
             other = "leave --lengths out" if options.suite == "model" else "measure a MODEL's forward"
             raise ConfigError(f"image-size: only the forward pass of an image MODEL has image sizes; {other}")
@@ -126,20 +120,18 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
             hybrid = Hybrid(**{**more.given, "scale": scale})
             named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
             named |= {"kernel": kernel, "kernel_args": dict(options.kernel_args), "hybrid": hybrid}
-            if options.suite not in OF_MODELS:
+            if options.suite == "attention":
                 sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
                 yield AttentionSuite(sizes, options.causal, options.backward)
                 continue
             # The decoded token comes after its context.
-            whole = longest + (options.suite == "decode-model")
-            model = BenchModel(
-                options.model or BERT_BASE, **named, layers=options.layers, longest=whole, image_size=size
-            )
+            named |= {"longest": longest + options.decode, "layers": options.layers, "image_size": size}
+            model = BenchModel(options.model or BERT_BASE, **named)
             if model.converted and (options.kernels or options.kernel_args or hybrid != PLAIN):
                 raise ConfigError(
                     f"bench: {model.model!r} is already converted and has its own kernels; leave kernel and window out"
                 )
-            yield OF_MODELS[options.suite](model)
+            yield DecodeModelSuite(model) if options.decode else ModelSuite(model)
 
 
 def run_tasks(
