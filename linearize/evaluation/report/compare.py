@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import Loaded, check_converted, check_device, load_converted
@@ -21,6 +22,7 @@ from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
+from linearize.fidelity.plots import FIDELITY_FIGURES
 from linearize.modeling.model import kernel_parameters
 
 FIGURES = {
@@ -166,11 +168,12 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
         notes.append(f"no cosine to the original, as {measured.missing}; give it with --original.")
     fidelity = measured.fidelity
     kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
+    figures: dict[str, Any] = {name: fidelity.mean(name) for name in FIDELITY_FIGURES}
     conversion = Conversion(
         name=name,
         kernels=", ".join(f"{count} x {kernel}" for kernel, count in kernels.items()),
         parameters_added=sum(p.numel() for p in kernel_parameters(loaded.model)),
-        **{name: fidelity.mean(name) for name in ("kl", "total_variation", "negative_share", "output_error")},
+        **figures,
         cosine=None if measured.outputs is None else measured.outputs.cosine,
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
         per_input=measure_each_input(loaded, measured),

@@ -76,8 +76,7 @@ class Section:
 
 def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
     """Render a figure to a picture."""
-    png, width, height = to_png(figure)
-    return Picture(name, alt, caption or alt, png, width, height)
+    return Picture(name, alt, caption or alt, *to_png(figure))
 
 
 def write_report(
