@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
             notes += [suite.note] if suite.note else []
         if several:
             suites = make_suites(options, lengths[-1])
-        tasks = ((suite, tokens) for suite in suites for tokens in suite.lengths(lengths))
+        tasks = ((suite, tokens, options.memory) for suite in suites for tokens in suite.lengths(lengths))
         result = run_tasks(tasks, options, on_event)
     return replace(result, notes=list(dict.fromkeys(notes)))
 
@@ -134,25 +134,18 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
             yield DecodeModelSuite(model) if options.decode else ModelSuite(model)
 
 
-def run_tasks(
-    tasks: Iterable[tuple[Suite, int]],
-    options: BenchOptions,
-    on_event: Callback,
-    remember: Callable[[tuple[Suite, int]], bool] | None = None,
-) -> BenchResult:
+def run_tasks(tasks: Iterable[tuple[Suite, int, bool]], options: BenchOptions, on_event: Callback) -> BenchResult:
     """Measure suites at lengths, and the machine's noise before, between and after them.
 
     Args:
-        tasks: suites and lengths.
+        tasks: suites, lengths, and whether memory is measured too.
         options: device, dtype and repeats.
         on_event: called with every event.
-        remember: whether to measure a task's memory too; None: all or none, depending on the options.
     """
     watch = NoiseWatch(options.device)
     rows = []
-    for suite, tokens in tasks:
+    for suite, tokens, memory in tasks:
         on_event(Started(f"{suite.what}, {tokens:,} tokens"))
-        memory = options.memory if remember is None else remember((suite, tokens))
         rows.append(measure(suite, tokens, repeats=options.repeats, memory=memory))
         watch.probe()
     return BenchResult(describe(options.device, options.dtype), watch.stop(), rows)
