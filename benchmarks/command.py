@@ -66,7 +66,8 @@ def measure_suites(suites: Sequence[Suite], lengths: Sequence[int], options: Ben
     with threads(options.threads):
         for suite in suites:
             suite.check()
-        result = run_tasks([(suite, tokens) for suite in suites for tokens in lengths], options, as_lines(out))
+        tasks = [(suite, tokens, options.memory) for suite in suites for tokens in lengths]
+        result = run_tasks(tasks, options, as_lines(out))
     show(out, result)
     if as_json:
         print_json(result.to_dict())

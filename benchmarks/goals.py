@@ -168,7 +168,7 @@ def run_goals(
         tasks += [task for task in goal.tasks if task not in tasks]
     with_memory = [task for goal in goals if goal.memory for task in goal.tasks]
     with threads(options.threads):
-        result = run_tasks(tasks, options, on_event, remember=lambda task: task in with_memory)
+        result = run_tasks([(*task, task in with_memory) for task in tasks], options, on_event)
         rates = {
             dtype: peak_rate(options.device, dtype)
             for dtype in {suite.sizes.dtype for suite, _ in tasks if isinstance(suite, AttentionSuite)}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from linearize.core.errors import ConfigError, UnknownNameError
-from linearize.core.options import build, check, effective, option, options_of
+from linearize.core.options import build, check, effective, name_of, option, options_of, recorded
 from linearize.core.parsing import parse_yaml
 from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, InitJob
@@ -127,3 +127,12 @@ def test_precision_no_is_a_word_in_yaml(precision):
     assert build(TuneConfig, values, "finetune").precision == precision
     with pytest.raises(ConfigError, match="got true"):
         build(TuneConfig, parse_yaml("precision: yes"), "finetune")
+
+
+def test_the_current_folder_is_recorded_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "bert" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "bert" / "inner")
+    assert [name_of(name) for name in (".", "..", str(tmp_path / "bert") + "/", "org/bert")] == [
+        *("inner", "bert", "bert", "org/bert")
+    ]
+    assert recorded(ReportOptions("."))["checkpoint"] == "inner"

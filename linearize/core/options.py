@@ -15,7 +15,6 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, first_line, unknown_name
@@ -196,7 +195,7 @@ def recorded(job: object) -> dict[str, Any]:
 
 def name_of(source: str) -> str:
     """Return a Hub name unchanged; strip the private path from a local file or folder."""
-    return Path(source).name if os.path.exists(source) else source
+    return os.path.basename(os.path.abspath(source)) if os.path.exists(source) else source
 
 
 def without_folder(value: Any) -> Any:

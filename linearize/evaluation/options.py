@@ -13,25 +13,25 @@ from linearize.core.options import check, option, parse_image_sizes, parse_lengt
 
 WHAT, SIZES, HOW = "what to measure", "sizes of random inputs", "how"
 SIZE: dict[str, Any] = {"low": 1, "high": 65536}
-LENGTHS = {
-    "attention": (512, 4096, 16384),
-    "decode-model": (8192, 32768),
-    "model": (128, 512, 4096),
-}
+LENGTHS = {"attention": (512, 4096, 16384), "decode-model": (8192, 32768), "model": (128, 512, 4096)}
 """The suites, and their default lengths."""
 OF_ATTENTION = ("causal", "backward", "heads", "head_dim")
 
 
-def check_lengths(lengths: Sequence[int]) -> list[int]:
+def check_lengths(
+    lengths: Sequence[int],
+    most: int = 1 << 24,
+    name: str = "lengths",
+    expected: str = "numbers of tokens such as 512,4096,16384",
+) -> list[int]:
     """Return the lengths in ascending order without duplicates.
 
     Raises:
-        ConfigError: if there are no lengths, or one of them is not a positive integer.
+        ConfigError: if there are no lengths, or one of them is not an integer from 1 to `most`.
     """
-    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 24]
+    bad = [n for n in lengths if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= most]
     if bad or not lengths:
-        got = repr(bad[0]) if bad else "none"
-        raise ConfigError(f"lengths: got {got}, expected numbers of tokens such as 512,4096,16384")
+        raise ConfigError(f"{name}: got {repr(bad[0]) if bad else 'none'}, expected {expected}")
     return sorted(set(lengths))
 
 

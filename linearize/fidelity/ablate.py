@@ -68,18 +68,20 @@ def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
     """
     if part not in PARTS:
         raise unknown_name("part to remove", part, PARTS)
-    layers = list(linear_attentions(model).values())
-    restores = [restore for layer in layers if (restore := _REMOVE[part](layer)) is not None]
-    try:
-        if not restores:
+    with undone(map(_REMOVE[part], linear_attentions(model).values())) as found:
+        if not found:
             have = {"kernel": "a window next to its kernel", "window": "a window", "exact-keys": "exact keys"}
             raise ConfigError(
                 f"ablate: got {part!r}, but no layer of this model has {have.get(part, 'a kernel')}; leave it out"
             )
         yield model
-    finally:
-        for restore in restores:
-            restore()
+
+
+@contextlib.contextmanager
+def undone(changes: Iterable[Callable[[], None] | None]) -> Iterator[bool]:
+    """Undo changes of layers after the block, given the functions that undo them; yield whether there are any."""
+    with contextlib.ExitStack() as stack:
+        yield bool([stack.callback(undo) for undo in changes if undo is not None])
 
 
 def _has_kernel_and_window(layer: LinearAttention) -> bool:

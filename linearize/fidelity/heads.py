@@ -27,7 +27,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Callback, Started, ignore
-from linearize.fidelity.ablate import changed, without_kernel
+from linearize.fidelity.ablate import changed, undone, without_kernel
 from linearize.fidelity.teacher import last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
 from linearize.modeling.plan import Plan
@@ -107,47 +107,42 @@ def head_shares(
         points: number of steps from softmax to the window.
 
     Returns:
-        [H] per converted layer, by host module. The shares add up to the squared relative error of the last hidden
-        state.
+        [H] per converted layer, by its module in the plan. The shares add up to the squared relative error of the last
+        hidden state.
 
     Raises:
         ConfigError: if the model returns no hidden states.
     """
-    layers = linear_attentions(model)
+    layers = linear_attentions(model.base_model)
     device = next(model.parameters()).device
     shares = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
     names = {id(layer): name for name, layer in layers.items()}
-    restores = [restore for layer in layers.values() if (restore := without_kernel(layer)) is not None]
     power = 0.0
-    try:
-        with evaluating(model), recomputed(model), torch.enable_grad():
-            for number, batch in enumerate(batches):
-                batch = {name: value.to(device) for name, value in batch.items()}
-                with torch.no_grad(), observed(model, lambda *_: None):
-                    wanted = _states(model, batch)
-                power += float(wanted.square().sum())
-                for point in range(points):
-                    gates = {
-                        name: torch.full((len(share),), (point + 0.5) / points, device=device, requires_grad=True)
-                        for name, share in shares.items()
-                    }
+    with undone(map(without_kernel, layers.values())), evaluating(model), recomputed(model), torch.enable_grad():
+        for number, batch in enumerate(batches):
+            batch = {name: value.to(device) for name, value in batch.items()}
+            with torch.no_grad(), observed(model, lambda *_: None):
+                wanted = _states(model, batch)
+            power += float(wanted.square().sum())
+            for point in range(points):
+                gates = {
+                    name: torch.full((len(share),), (point + 0.5) / points, device=device, requires_grad=True)
+                    for name, share in shares.items()
+                }
 
-                    def mix(
-                        layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-                    ) -> Tensor:
-                        gate = gates[names[id(layer)]][:, None, None]  # noqa: B023
-                        softmax = softmax_heads_output(layer, q, k, v, mask, scaling)
-                        return torch.lerp(softmax, layer(q, k, v, mask, scaling), gate.to(v.dtype))
+                def mix(
+                    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+                ) -> Tensor:
+                    gate = gates[names[id(layer)]][:, None, None]  # noqa: B023
+                    softmax = softmax_heads_output(layer, q, k, v, mask, scaling)
+                    return torch.lerp(softmax, layer(q, k, v, mask, scaling), gate.to(v.dtype))
 
-                    with observed(model, mix):
-                        error = (_states(model, batch) - wanted).square().sum()
-                        grads = torch.autograd.grad(error, list(gates.values()))
-                    for share, grad in zip(shares.values(), grads, strict=True):
-                        share += grad.double().cpu() / points
-                    on_event(Advanced(number * points + point + 1, len(batches) * points))
-    finally:
-        for restore in restores:
-            restore()
+                with observed(model, mix):
+                    error = (_states(model, batch) - wanted).square().sum()
+                    grads = torch.autograd.grad(error, list(gates.values()))
+                for share, grad in zip(shares.values(), grads, strict=True):
+                    share += grad.double().cpu() / points
+                on_event(Advanced(number * points + point + 1, len(batches) * points))
     return {name: share / max(power, 1e-30) for name, share in shares.items()}
 
 
@@ -185,7 +180,7 @@ def keep_heads(
         row = longest_row(trained_on or {})
         if row and row["input_ids"].shape[1] > TOKENS:
             groups.append([repeated(row, SEGMENT)])
-    layers = linear_attentions(model)
+    layers = linear_attentions(model.base_model)
     found = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
     for group in groups:
         for name, share in _shares_by_window(model, group, on_event, points).items():
@@ -196,11 +191,9 @@ def keep_heads(
     )
     if count > len(ranked):
         raise ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {len(ranked)} heads")
-    # Names in a plan start at the base model.
-    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     chosen: dict[str, list[int]] = {}
     for _, name, head in ranked[:count]:
-        chosen.setdefault(name.removeprefix(prefix), []).append(head)
+        chosen.setdefault(name, []).append(head)
     kept = {
         layer.module: replace(layer.hybrid, softmax_heads=tuple(sorted(chosen[layer.module])))
         for layer in plan.converted
@@ -219,12 +212,8 @@ def _shares_by_window(
     )
     narrow = None if tokens is None else max(1, tokens // WINDOWS)
     windows = [(layer, layer.hybrid.window) for layer in linear_attentions(model).values()]
-    restores = [changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow]
-    try:
+    with undone(changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow):
         return head_shares(model, batches, on_event, points)
-    finally:
-        for restore in restores:
-            restore()
 
 
 def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:

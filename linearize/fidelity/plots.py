@@ -143,6 +143,9 @@ def _measured(axes: Axes, log: Sequence[Mapping[str, Any]], key: str, label: str
 
 
 def _finish(axes: Axes) -> None:
-    style.whole_numbers(axes)
+    """Put ticks only at whole steps, and explain the lines that have a label."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8, frameon=False)

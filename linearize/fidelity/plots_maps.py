@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 GAP = 0.12
 """Gap between two maps of a mosaic, as a fraction of a map."""
@@ -37,21 +36,20 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     cell = min(1.0, 10.0 / columns)
     figure = style.new_figure(2.1 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
     places = style.axes_grid(figure, len(blocks), 1)
-    images = [
-        _mosaic(axes, layer, name, heads, columns) for axes, (layer, name, heads) in zip(places, blocks, strict=True)
-    ]
-    style.weight_bar(figure, images[0], places)
+    for axes, (layer, name, heads) in zip(places, blocks, strict=True):
+        _mosaic(axes, layer, name, heads, columns)
+    style.weight_bar(figure, places)
     return figure
 
 
-def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> AxesImage:
+def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> None:
     tokens = layer.softmax.shape[-1]
     step = tokens + max(1, round(GAP * tokens))
     canvas = np.full((2 * step - (step - tokens), columns * step - (step - tokens)), np.nan)
     for place, head in enumerate(heads):
         for row, weights in enumerate((layer.softmax[head], layer.linear[head])):
             canvas[row * step : row * step + tokens, place * step : place * step + tokens] = style.shade(weights)
-    image = axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+    axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
     style.tidy(axes, f"{name} ({layer.kernel})")
     middles = [place * step + tokens / 2 for place in range(len(heads))]
     axes.set_xticks(middles, [f"head {head}" for head in heads], fontsize=6)
@@ -65,7 +63,6 @@ def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int)
         for row in range(2):
             corner = (place * step - 0.5, row * step - 0.5)
             axes.add_patch(Rectangle(corner, tokens, tokens, fill=False, edgecolor="#999999", linewidth=0.4))
-    return image
 
 
 def _colours() -> Colormap:
@@ -86,11 +83,9 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
     side = min(7.0, max(3.0, 0.14 * len(tokens) + 1.0))
     figure = style.new_figure(2 * side + 0.8, side + 0.5)
     panels = figure.subplots(1, 2)
-    image: AxesImage | None = None
-    for axes, weights, name in zip(
-        panels, (layer.softmax[head], layer.linear[head]), ("softmax", layer.kernel), strict=True
-    ):
-        image = axes.imshow(style.shade(weights), cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+    sides = (("softmax", layer.softmax[head]), (layer.kernel, layer.linear[head]))
+    for axes, (name, weights) in zip(panels, sides, strict=True):
+        axes.imshow(style.shade(weights), cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
         rows, columns = np.nonzero((weights < -style.LEAST_WEIGHT).numpy())
         axes.scatter(columns, rows, marker="x", s=8, c="black", linewidths=0.6)
         style.tidy(axes, name, "key", "query" if name == "softmax" else "")
@@ -98,7 +93,7 @@ def head_map(layer: LayerMaps, head: int, tokens: Sequence[str], title: str = ""
         labels = [style.safe_label(token) for token in tokens]
         axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(len(tokens)), labels, fontsize=size)
-    style.weight_bar(figure, image, panels)
+    style.weight_bar(figure, panels)
     style.headline(figure, title or f"{layer.module}, head {head}")
     return figure
 
@@ -147,7 +142,6 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
     places = style.axes_grid(figure, count, min(count, 6))
     titles = ["the picture"]
     places[0].imshow(pixels)
-    image: AxesImage | None = None
     colours = colormaps[style.FIGURES].with_extremes(under=style.NEGATIVE)
     for number, (layer, name) in enumerate(zip(maps, style.layer_names([one.module for one in maps]), strict=True)):
         for side, weights in enumerate((layer.softmax.mean(dim=0), layer.linear.mean(dim=0))):
@@ -156,13 +150,13 @@ def picture_maps(maps: Sequence[LayerMaps], picture: Tensor) -> Figure:
             # Draw the picture pale and grey, so that colour and brightness show only attention.
             axes.imshow(pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=1.6)
             extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-            image = axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
+            axes.imshow(heat, cmap=colours, alpha=0.65, extent=extent, vmin=0.0, vmax=1.0)
             titles.append(f"{name}, {('softmax', 'linear')[side]}")
     for axes, title in zip(places, titles, strict=True):
         style.tidy(axes, title)
         axes.set_xticks([])
         axes.set_yticks([])
-    style.weight_bar(figure, image, places)
+    style.weight_bar(figure, places)
     return figure
 
 

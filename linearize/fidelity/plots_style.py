@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
     from torch import Tensor
 
 SOFTMAX, LINEAR, THIRD = "#1b3a5c", "#e08214", "#8a8a8a"
@@ -74,20 +73,12 @@ def shade(weights: Tensor) -> np.ndarray:
     return np.where(values < -LEAST_WEIGHT, -1.0, places)
 
 
-def weight_bar(figure: Figure, image: AxesImage | None, axes: Sequence[Axes]) -> None:
+def weight_bar(figure: Figure, axes: Sequence[Axes]) -> None:
     """Draw the scale of weights next to maps made with `shade`."""
-    assert image is not None, "there is a map to draw the scale of"
-    bar = figure.colorbar(image, ax=list(axes), pad=0.01, fraction=0.025, aspect=30)
+    bar = figure.colorbar(axes[-1].images[-1], ax=list(axes), pad=0.01, fraction=0.025, aspect=30)
     bar.set_ticks([0, 1 / 3, 2 / 3, 1], labels=["≤0.001", "0.01", "0.1", "1"])
     bar.ax.tick_params(labelsize=7)
     bar.set_label(WEIGHT_SCALE, fontsize=7)
-
-
-def whole_numbers(axes: Axes, ticks: int = 9) -> None:
-    """Put ticks only at whole numbers, for axes such as steps and layers."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
 
 
 def to_png(figure: Figure, dpi: int = 110) -> tuple[bytes, int, int]:

@@ -1,12 +1,16 @@
-"""Candidates of a search: kernels with arguments, labelled as the user typed them, and their plans for each layer."""
+"""Candidates of a search: kernels with arguments, labelled as the user typed them, their plans and their modules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.attention.interface import linear_attentions
+from linearize.attention.layer import LinearAttention
 from linearize.conversion.plan import replan
 from linearize.core.errors import ConfigError
 from linearize.core.options import parse_pairs
@@ -126,3 +130,35 @@ def lay_out(
     if len(labels) < 1 + (not softmax):
         raise ConfigError("candidates: fewer than two of them fit this model; name others with --candidates")
     return Layout(base, layers, labels, plans, REFERENCE if REFERENCE in plans else labels[0])
+
+
+Key = tuple[int, str]
+"""Number of a layer and label of a candidate."""
+
+
+class Candidates:
+    """Every candidate of every layer as a module, with the layer of the frozen model that provides its q, k and v.
+
+    Attributes:
+        hosts: the searched layers of the frozen model, by number.
+        modules: the candidates, by layer number and label.
+    """
+
+    def __init__(self, layout: Layout, model: PreTrainedModel, device: torch.device) -> None:
+        attentions = linear_attentions(model.base_model)
+        self.hosts = {number: attentions[layer.module] for number, layer in layout.layers.items()}
+        self.number_of = {id(host): number for number, host in self.hosts.items()}
+        self.modules: dict[Key, LinearAttention] = {}
+        for label, plans in layout.plans.items():
+            for number, layer in plans.items():
+                module = LinearAttention(*layer.mixer)
+                module.reset_parameters(layout.base.seed + number)
+                self.modules[number, label] = module.to(device).eval().requires_grad_(False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers of all candidates by name, detached but not copied."""
+        return {
+            f"{number}/{label}.{name}": tensor
+            for (number, label), module in self.modules.items()
+            for name, tensor in module.state_dict().items()
+        }

@@ -30,16 +30,13 @@ def parse_budget(given: str | Iterable[str] | Mapping[str, object]) -> dict[str,
         ConfigError: for anything else.
     """
     if isinstance(given, Mapping):
-        pairs = [(str(name), str(value)) for name, value in given.items()]
-    else:
-        texts = [given] if isinstance(given, str) else list(given)
-        parts = [part.strip().partition("=") for text in texts for part in text.split(",") if part.strip()]
-        for name, equals, _ in parts:
-            if not equals:
-                raise _not_a_limit(repr(name))
-        pairs = [(name.strip(), value.strip()) for name, _, value in parts]
+        given = [f"{name}={value}" for name, value in given.items()]
+    texts = [given] if isinstance(given, str) else given
     budget: dict[str, float] = {}
-    for name, text in pairs:
+    for part in filter(None, map(str.strip, ",".join(texts).split(","))):
+        name, equals, text = map(str.strip, part.partition("="))
+        if not equals:
+            raise _not_a_limit(repr(name))
         if name not in (COST, SOFTMAX_LAYERS):
             raise unknown_name("budget", name, (COST, SOFTMAX_LAYERS))
         if name in budget:

@@ -65,15 +65,13 @@ def costs_of_layers(layout: Layout, length: int, device: str, dtype: torch.dtype
         on_event: called before each measurement.
     """
     name = next((name for name, known in DTYPES.items() if known == dtype), "float32")
-    groups: list[tuple[dict[str, AttentionSuite], dict[str, Cost]]] = []
+    groups: dict[str, dict[str, Cost]] = {}
     costs = {}
     for number in layout.layers:
         suites = {label: suite_of(plans[number], device, name) for label, plans in layout.plans.items()}
-        group = next((measured for others, measured in groups if others == suites), None)
-        if group is None:
-            group = measure_costs(suites, length, on_event)
-            groups.append((suites, group))
-        costs[number] = group
+        if repr(suites) not in groups:
+            groups[repr(suites)] = measure_costs(suites, length, on_event)
+        costs[number] = groups[repr(suites)]
     return costs
 
 

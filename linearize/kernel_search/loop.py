@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from linearize.conversion.plan import plan as make_plan
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.events import Callback, Noted, Started, ignore
-from linearize.kernel_search.candidates import Layout, lay_out
+from linearize.kernel_search.candidates import Candidates, Key, Layout, lay_out
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.costs import Cost, Costs, costs_of_layers
 from linearize.kernel_search.result import (
@@ -32,11 +32,12 @@ from linearize.kernel_search.result import (
     short,
 )
 from linearize.kernel_search.table import Choice, Table, rung_steps
-from linearize.kernel_search.trainer import Candidates, SearchTrainer
 from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
+from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss
 from linearize.training.stage_one.run import Batches, Progress, Run, check_batches, frozen
 from linearize.training.stage_one.start import start_scales
 from linearize.training.stage_one.states import RunState
@@ -160,7 +161,7 @@ class _Search(Run):
 
     def run(self, held_out: list[dict[str, Tensor]]) -> SearchResult:
         """Search; after a Ctrl-C the error carries the best plan so far."""
-        saved = self.load(self.candidates.weights())
+        first, saved = 0, self.load(self.candidates.weights())
         if saved is not None:
             # A resumed search keeps the costs that it started with.
             known: Mapping[str, Mapping[str, Any]] = saved.record["costs"]
@@ -180,30 +181,26 @@ class _Search(Run):
         self.table = Table.of(self.layout, self.costs)
         self.limit = self.table.limit(self.config)
         self.whole = WholeModel(self.carrier, self.candidates, held_out, self.accelerator, self.config.precision)
-        try:
-            return self._search(saved)
-        except KeyboardInterrupt as interrupt:
-            if self.best is None:
-                raise
-            why = reasons(self.best, self.table)
-            raise SearchInterruptedError(self.layout.plan(self.best, why), why) from interrupt
-
-    def _search(self, saved: RunState | None) -> SearchResult:
-        first = 0
         if saved is not None:
             first = saved.record["rung"]
             self.table.load(saved.record["table"])
             self.whole.known = {tuple(x): WholeError(**error) for x, error in saved.record["known"]}
             if self.table.measured:
                 self.best = self.table.best(self.limit, self.config.softmax_layers)
-        for number in range(first, self.table.rungs):
-            self._rung(number, saved)
-            saved = None
         try:
-            return self._result(self._choose())
-        except KeyboardInterrupt:
-            self.save()
-            raise
+            for number in range(first, self.table.rungs):
+                self._rung(number, saved)
+                saved = None
+            try:
+                return self._result(self._choose())
+            except KeyboardInterrupt:
+                self.save()
+                raise
+        except KeyboardInterrupt as interrupt:
+            if self.best is None:
+                raise
+            why = reasons(self.best, self.table)
+            raise SearchInterruptedError(self.layout.plan(self.best, why), why) from interrupt
 
     def _rung(self, number: int, saved: RunState | None) -> None:
         """Train the remaining candidates, measure them, and keep the better half of each layer."""
@@ -264,24 +261,18 @@ class _Search(Run):
     def _choose(self) -> Choice:
         """Return the choice with the smallest error of the whole model.
 
-        Errors of single layers misrank choices, as their effect on the output depends on all later layers. So each
-        layer's errors are weighted by the effect of its best candidate alone, and the best choices by plain and by
-        weighted errors are tried on the whole model, along with one kernel in every layer.
-
         Raises:
             TrainingError: if so many candidates diverged that no plan meets the budget.
         """
-        plain = self.table.best(self.limit, self.config.softmax_layers)
+        limits = self.limit, self.config.softmax_layers
+        plain = self.table.best(*limits)
         if plain is None:
             raise TrainingError(
                 "search: too many candidates diverged (NaN or infinite) for a plan that meets the budget; "
                 "check the data for broken inputs, or name other candidates (--candidates)"
             )
         self.on_event(Started("trying plans on the whole model"))
-        self.whole.weigh(self.table, tuple(map(self.table.best_of, self.table.rows)))
-        weighed = self.table.best(self.limit, self.config.softmax_layers)
-        choices = [weighed or plain, plain, *self.table.uniform(self.limit)]
-        self.best = min(zip(self.whole.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
+        self.best = self.whole.decide(self.table, tuple(map(self.table.best_of, self.table.rows)), *limits, plain)
         return self.best
 
     def _result(self, choice: Choice) -> SearchResult:
@@ -308,7 +299,7 @@ class _Search(Run):
             noisy=any(cost.noisy for row in self.costs.values() for cost in row.values()),
             seconds=self.seconds,
             kernels={
-                name: {key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
+                name: {key: tensor.clone() for key, tensor in module.state_dict().items()}
                 for name, module in learned.items()
             },
             history=self.history,
@@ -322,7 +313,7 @@ class _Search(Run):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights of all candidates, including those that are no longer trained."""
-        return {name: tensor.detach() for name, tensor in self.candidates.weights().items()}
+        return self.candidates.weights()
 
     def record(self) -> dict[str, object]:
         """Return the state as plain data."""
@@ -336,6 +327,57 @@ class _Search(Run):
     def last_state(self) -> RunState | None:
         """Return the state of the finished search; None before its last rung."""
         return self.current_state() if self.number + 1 == self.table.rungs else None
+
+
+class SearchTrainer(KernelTrainer):
+    """Trains some of the candidates together, in one pass of the frozen model per batch.
+
+    Inside a layer they take turns: loss and gradient of each are computed at once, so no activations are kept. If one
+    diverges, it is dropped and the others continue.
+
+    Attributes:
+        dropped: the candidates that diverged.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        candidates: Candidates,
+        keys: Iterable[Key],
+        config: DistillConfig,
+        accelerator: Accelerator,
+    ) -> None:
+        losses: list[LayerLoss] = []
+        self.key_of: dict[int, Key] = {}
+        self.dropped: set[Key] = set()
+        for key in keys:
+            module = candidates.modules[key]
+            if any(True for _ in module.parameters()):
+                loss = layer_loss(f"{key[0]}/{key[1]}", module.train().requires_grad_(True), config)
+                loss.host = candidates.hosts[key[0]]
+                self.key_of[id(loss)] = key
+                losses.append(loss)
+        super().__init__(model, losses, config, accelerator)
+
+    def _groups(self) -> list[dict[str, object]]:
+        """Return one parameter group per candidate; an empty one in rungs that have nothing left to train."""
+        return super()._groups() or [{"params": [], "peak": 0.0, "warmup": 0.0}]
+
+    def finish_gradient(self, loss: LayerLoss, step: int) -> None:
+        """Turn a candidate's gradient into that of the mean loss, and clip it; drop a candidate that diverged."""
+        try:
+            super().finish_gradient(loss, step)
+        except TrainingError:
+            self.drop(loss)
+
+    def drop(self, loss: LayerLoss) -> None:
+        """Remove a candidate from the training."""
+        for losses in self.by_host.values():
+            losses[:] = [other for other in losses if other is not loss]
+        for parameter in loss.layer.parameters():
+            parameter.grad = None
+        self.layers = [other for other in self.layers if other is not loss]
+        self.dropped.add(self.key_of[id(loss)])
 
 
 __all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "search"]

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
-from linearize.fidelity.teacher import body_of, frozen_output, run_body, softmax_output
+from linearize.fidelity.teacher import body_of, frozen_output, show, softmax_output
+from linearize.kernel_search.candidates import Candidates, Key
 from linearize.kernel_search.table import Choice, Table
-from linearize.kernel_search.trainer import Candidates, Key
 from linearize.modeling.plan import SOFTMAX
 from linearize.training.alignment.objective import FAR_BELOW, divergence, flat, is_regression, masked_rows, pooled
 from linearize.training.alignment.pair import Outputs, find_blocks, run
@@ -125,23 +125,21 @@ class WholeModel:
         error = {key: torch.zeros((), dtype=torch.float64) for row in of_layer.values() for key in row}
         power = {number: torch.zeros((), dtype=torch.float64) for number in of_layer}
 
-        def observe(
-            layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
+        def visit(
+            name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
         ) -> Tensor | None:
             number = self.candidates.number_of[id(layer)]
-            with torch.autocast(device_type=q.device.type, enabled=False):
-                target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
-                padding = None if mask is None else ~mask[:, None, :, None].bool()
-                power[number] += _square_sum(target, padding)
-                for key in of_layer[number]:
-                    out = self.candidates.modules[key](q, k, v, mask, scaling).float()
-                    error[key] += _square_sum(out - target, padding)
+            target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
+            padding = None if mask is None else ~mask[:, None, :, None].bool()
+            power[number] += _square_sum(target, padding)
+            for key in of_layer[number]:
+                out = self.candidates.modules[key](q, k, v, mask, scaling).float()
+                error[key] += _square_sum(out - target, padding)
             # The host itself would build a T x T mask from the causal mask and the padding.
             return target.to(v.dtype) if layer.shape.causal else None
 
-        with observed(self.model, observe), autocast(self.accelerator, self.precision):
-            for batch in self.held_out:
-                run_body(self.model, {name: value.to(self.accelerator.device) for name, value in batch.items()})
+        with autocast(self.accelerator, self.precision):
+            show(self.model, self.held_out, visit)
         return {key: float((value / power[key[0]].clamp(min=1e-30)).sqrt()) for key, value in error.items()}
 
     @torch.no_grad()
@@ -171,6 +169,25 @@ class WholeModel:
                 hidden, cosine / max(rows, 1), error / divisor if predictions.count else None
             )
         return [self.known[choice] for choice in choices]
+
+    def decide(self, table: Table, labels: Choice, limit: float, softmax: int, *others: Choice | None) -> Choice:
+        """Return the choice with the smallest error of the whole model.
+
+        Errors of single layers misrank choices, as their effect on the output depends on all later layers. So each
+        layer's errors are weighted by the effect of one of its candidates alone (`weigh`), and the best choice by
+        weighted errors is tried on the whole model, along with others and with one kernel in every layer.
+
+        Args:
+            table: a table with the errors of the candidates.
+            labels: the candidate of each layer to weigh it by.
+            limit: maximum cost.
+            softmax: maximum number of layers that may stay softmax.
+            *others: other choices to try, such as the best by plain errors; None is ignored.
+        """
+        self.weigh(table, labels)
+        tried = (table.best(limit, softmax), *others, *table.uniform(limit))
+        choices = [choice for choice in tried if choice is not None]
+        return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
 
     def weigh(self, table: Table, labels: Choice) -> None:
         """Set each layer's weight in a table: the error with only this layer replaced, over the layer's own.

@@ -28,10 +28,9 @@ from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
 from linearize.core.registry import SCALES, kernel_info, make_config
 from linearize.fidelity.teacher import frozen_output, run_body
-from linearize.kernel_search.candidates import Layout
+from linearize.kernel_search.candidates import Candidates, Layout
 from linearize.kernel_search.loop import carrier_of
 from linearize.kernel_search.table import Choice, Entry, Table
-from linearize.kernel_search.trainer import Candidates
 from linearize.kernel_search.whole import WholeModel
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.training.stage_one.loop import make_accelerator
@@ -152,12 +151,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
         for number, label in keys:
             entries[number][label] = Entry(state_numbers(options[number][label]), error[number, label])
         table = Table(entries, dict.fromkeys(layers, 1 / limit), reference[0], labels)
-        plain = table.best(1.0, 0)
-        whole.weigh(table, reference)
-        weighed = table.best(1.0, 0)
-        tried = [choice for choice in (weighed, plain) if choice is not None] + [reference, *table.uniform(1.0)]
-        results = whole.errors(tried)
-    chosen = min(zip(results, tried, strict=True), key=lambda pair: pair[0].score)[1]
+        chosen = whole.decide(table, reference, 1.0, 0, table.best(1.0, 0), reference)
     why = {
         number: f"error of the layer's output {error[number, label]:.3g}, with {usual} {error[number, usual]:.3g}"
         for number, label, usual in zip(layers, chosen, reference, strict=True)

@@ -113,7 +113,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
     huge = AttentionSuite(AttentionSizes("elu", heads=4096))
     assert memory.memory_of(huge, "softmax", 1 << 24).problem == "out of memory"
     with pytest.raises(LinearizeError, match="a separate process failed: TypeError"):
-        in_fresh_process(memory.measure_memory)
+        in_fresh_process(huge, "softmax", None)
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))
 
     def none(*_):
@@ -129,7 +129,7 @@ def test_memory_that_runs_out_is_a_result(monkeypatch):
 def test_memory_counts_what_takes_the_place_of_something_freed():
     """At 1,024 tokens the output alone is 3 MiB; it used to hide, now and then, in what drawing the inputs had left."""
     suite = AttentionSuite(AttentionSizes())
-    found = [in_fresh_process(memory.measure_memory, suite, "softmax", 1024, 1) / 2**20 for _ in range(2)]
+    found = [in_fresh_process(suite, "softmax", 1024) / 2**20 for _ in range(2)]
     assert min(found) >= 3.0 and max(found) - min(found) < 0.5, found
 
 

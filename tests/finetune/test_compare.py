@@ -181,8 +181,8 @@ def test_peak_memory_is_measured_in_a_process_of_its_own(place, monkeypatch):
     found = memory.peak_of_reading(str(place / "linear"), HEAD, 4, 12)
     assert found is not None and 0 <= found < 10**9
 
-    def failing(function, *arguments):
-        raise LinearizeError(f"{function.__name__} failed on {arguments}")
+    def failing(*what):
+        raise LinearizeError(f"failed on {what}")
 
     monkeypatch.setattr(memory, "in_fresh_process", failing)
     assert memory.peak_of_reading(str(place / "linear"), HEAD, 4, 12) is None

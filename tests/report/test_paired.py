@@ -106,7 +106,8 @@ def test_all_are_timed_in_the_same_turns_and_noise_is_no_verdict(tmp_path, capsy
 
     monkeypatch.setattr(compare, "in_turns", in_turns)
     monkeypatch.setattr(meter.Noise, "too_noisy", property(lambda noise: True))
-    line = ["compare", "one", "same", "--inputs", "6", "--lengths", "16", "--repeats", "3", "--device", "cpu"]
+    monkeypatch.chdir(tmp_path / "one")
+    line = ["compare", ".", "../same", "--inputs", "6", "--lengths", "16", "--repeats", "3", "--device", "cpu"]
     code, out, err = run(capsys, *line)
     assert code == 0, err
     assert turns == [([("one", "softmax"), ("one", "linear"), ("same", "softmax"), ("same", "linear")], 3)]

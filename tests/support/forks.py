@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -124,22 +125,23 @@ def together(
         return out
 
 
-def in_place_of_interpreter(command: Sequence[str], *, input: str, env: Mapping[str, str], **_: Any) -> Done:
-    """Replace `subprocess.run` of `python -c CODE` with text for its stdin: the same code, in a fork."""
-    code = "import io, sys; sys.stdin = io.StringIO(sys.argv.pop())\n" + command[2]
-    return python(code, input, environment=env)
+def in_place_of_interpreter(
+    command: Sequence[str], *, input: bytes, env: Mapping[str, str], **_: Any
+) -> subprocess.CompletedProcess[bytes]:
+    """Replace `subprocess.run` of `python -c CODE` with bytes for its stdin: the same code, in a fork."""
+    code = "import io, sys; sys.stdin = io.TextIOWrapper(io.BytesIO(bytes.fromhex(sys.argv.pop())))\n" + command[2]
+    done = python(code, input.hex(), environment=env)
+    return subprocess.CompletedProcess(command, done.returncode, done.stdout.encode(), done.stderr.encode())
 
 
-def in_forked_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def in_forked_process(suite: Any, variant: str, tokens: int) -> int:
     """Replace `linearize.evaluation.bench.memory.in_fresh_process`: the same call, in a fork."""
-    import json
-
-    done = run(_answer, function, *arguments)
+    done = run(_answer, suite, variant, tokens)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return int(done.stdout.split()[-1])
 
 
-def _answer(function: Callable[..., Any], *arguments: Any) -> None:
-    import json
+def _answer(*what: Any) -> None:
+    from linearize.evaluation.bench.memory import added_memory
 
-    print(json.dumps(function(*arguments)))
+    print(added_memory(*what))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,15 +26,11 @@ from linearize.evaluation.bench.meter import (
     in_turns,
     seconds_of,
 )
-from linearize.evaluation.bench.models import BERT_BASE, BenchModel, DecodeModelSuite, ModelSuite, OfModel
+from linearize.evaluation.bench.models import BERT_BASE, BenchModel, DecodeModelSuite, ModelSuite
 from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
-from linearize.evaluation.options import BenchOptions
+from linearize.evaluation.options import BenchOptions, check_lengths
 
-OF_MODELS: dict[str, Callable[[BenchModel], OfModel]] = {
-    "model": ModelSuite,
-    "decode-model": DecodeModelSuite,
-}
 KERNEL = "hedgehog"
 
 
@@ -87,7 +83,7 @@ def run_bench(options: BenchOptions, on_event: Callback = ignore) -> BenchResult
             notes += [suite.note] if suite.note else []
         if several:
             suites = make_suites(options, lengths[-1])
-        tasks = ((suite, tokens) for suite in suites for tokens in suite.lengths(lengths))
+        tasks = ((suite, tokens, options.memory) for suite in suites for tokens in suite.lengths(lengths))
         result = run_tasks(tasks, options, on_event)
     return replace(result, notes=list(dict.fromkeys(notes)))
 
@@ -101,9 +97,7 @@ def checked(options: BenchOptions) -> BenchOptions:
     if options.layers is not None and options.model not in (None, BERT_BASE):
         raise ConfigError(f"layers: a checkpoint has its own; leave it out, or measure {BERT_BASE}")
     if options.image_sizes is not None:
-        bad = [n for n in options.image_sizes if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 1 << 16]
-        if bad or not options.image_sizes:
-            raise ConfigError(f"image-size: got {bad[0] if bad else 'none'}, expected pixels such as 224,384,512")
+        check_lengths(options.image_sizes, 1 << 16, "image-size", "pixels such as 224,384,512")
         if options.suite != "model" or options.lengths is not None:
             other = "leave --lengths out" if options.suite == "model" else "measure a MODEL's forward"
             raise ConfigError(f"image-size: only the forward pass of an image MODEL has image sizes; {other}")
@@ -126,41 +120,32 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
             hybrid = Hybrid(**{**more.given, "scale": scale})
             named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
             named |= {"kernel": kernel, "kernel_args": dict(options.kernel_args), "hybrid": hybrid}
-            if options.suite not in OF_MODELS:
+            if options.suite == "attention":
                 sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)
                 yield AttentionSuite(sizes, options.causal, options.backward)
                 continue
             # The decoded token comes after its context.
-            whole = longest + (options.suite == "decode-model")
-            model = BenchModel(
-                options.model or BERT_BASE, **named, layers=options.layers, longest=whole, image_size=size
-            )
+            named |= {"longest": longest + options.decode, "layers": options.layers, "image_size": size}
+            model = BenchModel(options.model or BERT_BASE, **named)
             if model.converted and (options.kernels or options.kernel_args or hybrid != PLAIN):
                 raise ConfigError(
                     f"bench: {model.model!r} is already converted and has its own kernels; leave kernel and window out"
                 )
-            yield OF_MODELS[options.suite](model)
+            yield DecodeModelSuite(model) if options.decode else ModelSuite(model)
 
 
-def run_tasks(
-    tasks: Iterable[tuple[Suite, int]],
-    options: BenchOptions,
-    on_event: Callback,
-    remember: Callable[[tuple[Suite, int]], bool] | None = None,
-) -> BenchResult:
+def run_tasks(tasks: Iterable[tuple[Suite, int, bool]], options: BenchOptions, on_event: Callback) -> BenchResult:
     """Measure suites at lengths, and the machine's noise before, between and after them.
 
     Args:
-        tasks: suites and lengths.
+        tasks: suites, lengths, and whether memory is measured too.
         options: device, dtype and repeats.
         on_event: called with every event.
-        remember: whether to measure a task's memory too; None: all or none, depending on the options.
     """
     watch = NoiseWatch(options.device)
     rows = []
-    for suite, tokens in tasks:
+    for suite, tokens, memory in tasks:
         on_event(Started(f"{suite.what}, {tokens:,} tokens"))
-        memory = options.memory if remember is None else remember((suite, tokens))
         rows.append(measure(suite, tokens, repeats=options.repeats, memory=memory))
         watch.probe()
     return BenchResult(describe(options.device, options.dtype), watch.stop(), rows)

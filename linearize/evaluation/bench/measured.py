@@ -63,11 +63,7 @@ class KernelSpeed:
 
 
 EMBEDDING = Experiment("a", "MiniLM, 300 steps of stage one on STS-B, one seed", "docs/results/minilm-embedding.json")
-MIXTURE = Experiment(
-    "b",
-    "MiniLM, 1,000 steps of 8 sentences, one seed",
-    "docs/benchmarks/kernels.md",
-)
+MIXTURE = Experiment("b", "MiniLM, 1,000 steps of 8 sentences, one seed", "docs/benchmarks/kernels.md")
 EXPERIMENTS = (EMBEDDING, MIXTURE)
 QUALITY = (
     KernelQuality("hedgehog", 0.0431, EMBEDDING, score=99.8),

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
-import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +20,7 @@ from transformers import PreTrainedModel
 from linearize.core.errors import LinearizeError
 from linearize.evaluation.bench.meter import Call
 from linearize.evaluation.bench.rows import Variant
+from linearize.evaluation.bench.suites import Suite
 
 OUT_OF_MEMORY = "out of memory"
 SHARE = 0.8
@@ -32,6 +30,9 @@ WARM_UP = 8
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Make glibc's peak match the tensors: no arenas per thread, and freed memory returns to the system at once.
 By default glibc keeps freed blocks of up to 32 MiB, and a tensor that reuses one of them adds nothing to the peak."""
+
+KILLED = -9, 137
+"""Exit statuses of a process that the system killed: Python's, and a shell's."""
 
 _STATUS, _RESET, _FREE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
@@ -59,41 +60,24 @@ def out_of_memory(error: Exception) -> Variant:
     return Variant(problem=OUT_OF_MEMORY)
 
 
-class Prepares(Protocol):
-    """Anything whose memory can be measured: `linearize.evaluation.bench.suites.Suite`, or `Reading`."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def counts_prepared(self) -> bool: ...
-
-    def prepare(self, variant: str, tokens: int) -> Call: ...
-
-
-def memory_of(suite: Prepares, variant: str, tokens: int) -> Variant:
+def memory_of(suite: Suite | Reading, variant: str, tokens: int) -> Variant:
     """Measure a variant's peak memory: in this process on a GPU, in a fresh one on the CPU; no figure elsewhere."""
     try:
         if suite.device == "cpu":
-            return Variant(bytes=in_fresh_process(measure_memory, suite, variant, tokens, torch.get_num_threads()))
+            return Variant(bytes=in_fresh_process(suite, variant, tokens))
         if suite.device.startswith("cuda"):
-            return Variant(bytes=_added(suite, variant, tokens))
+            return Variant(bytes=added_memory(suite, variant, tokens))
     except (RuntimeError, MemoryError, OutOfMemoryError) as error:
         return out_of_memory(error)
     return Variant()
 
 
-def measure_memory(suite: Prepares, variant: str, tokens: int, threads: int) -> int:
-    """Return the bytes that a call adds to this process's peak; runs in the fresh process."""
-    torch.set_num_threads(threads)
-    return _added(suite, variant, tokens, limit_memory)
-
-
-def _added(suite: Prepares, variant: str, tokens: int, limit: Callable[[], None] = lambda: None) -> int:
-    """Return the bytes that a call adds after a short warm-up call; `limit` is called between them."""
+def added_memory(suite: Suite | Reading, variant: str, tokens: int) -> int:
+    """Return the bytes that a call adds after a short warm-up call; on the CPU only in a fresh process."""
     start, highest = peak_meter(suite.device)
     suite.prepare(variant, WARM_UP)()
-    limit()
+    if suite.device == "cpu":
+        limit_memory()
     gc.collect()
     before = start()
     call = suite.prepare(variant, tokens)
@@ -167,8 +151,8 @@ def peak_of_reading(model: str, auto_class: str, rows: int, tokens: int, device:
         return None
 
 
-def in_fresh_process(function: Callable[..., object], *arguments: object) -> Any:
-    """Call a module-level function in a new interpreter, offline; arguments are pickled, the result is sent as JSON.
+def in_fresh_process(suite: Suite | Reading, variant: str, tokens: int) -> int:
+    """Return `added_memory` in a new interpreter, offline, which gets the suite as a pickle and prints the bytes.
 
     Raises:
         OutOfMemoryError: if memory runs out there.
@@ -177,33 +161,32 @@ def in_fresh_process(function: Callable[..., object], *arguments: object) -> Any
     environment = os.environ | MALLOC | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         [sys.executable, "-c", "from linearize.evaluation.bench.memory import serve; serve()"],
-        input=base64.b64encode(pickle.dumps((function, arguments))).decode(),
+        input=pickle.dumps((suite, variant, tokens, torch.get_num_threads())),
         capture_output=True,
-        text=True,
         env=environment,
         check=False,
     )
-    if done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+    if done.returncode in KILLED:
         raise OutOfMemoryError(OUT_OF_MEMORY)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise LinearizeError(f"a measurement in a separate process failed: {last}")
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    if answer == OUT_OF_MEMORY:
-        raise OutOfMemoryError(OUT_OF_MEMORY)
-    return answer
+    return int(done.stdout.split()[-1])
 
 
 def serve() -> None:
-    """Read a function and its arguments from stdin, and write its result to stdout: the fresh process's only job."""
-    function, arguments = pickle.loads(base64.b64decode(sys.stdin.read()))
+    """Measure what stdin names, and print the bytes; if memory runs out, exit as if the system had killed the process.
+
+    This is the fresh process's only job.
+    """
+    suite, variant, tokens, threads = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(threads)
     try:
-        answer = function(*arguments)
+        sys.stdout.write(f"\n{added_memory(suite, variant, tokens)}\n")
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        answer = OUT_OF_MEMORY
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+        sys.exit(KILLED[1])
 
 
 def limit_memory() -> None:

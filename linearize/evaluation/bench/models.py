@@ -76,9 +76,7 @@ class BenchModel:
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, folder: str | None, *, longest: int = 512, image_size: int | None = None
-    ) -> BenchModel:
+    def of(cls, model: PreTrainedModel, folder: str | None, longest: int, image_size: int | None = None) -> BenchModel:
         """Wrap a converted model that is already loaded.
 
         Args:

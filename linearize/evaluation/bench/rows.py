@@ -70,8 +70,7 @@ class Row:
 
     def seconds(self, variant: str) -> float | None:
         """Return a variant's median time, or None."""
-        timing = self.timing(variant)
-        return None if timing is None else timing.seconds
+        return getattr(self.timing(variant), "seconds", None)
 
     def memory(self, variant: str) -> int | None:
         """Return a variant's peak memory in bytes, or None."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import Loaded, check_converted, check_device, load_converted
@@ -14,13 +15,14 @@ from linearize.checkpoint.output import atomic_folder
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.options import name_of
 from linearize.core.parsing import finite
 from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
-from linearize.evaluation.report.inputs import FIGURES as PER_INPUT
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
+from linearize.fidelity.plots import FIDELITY_FIGURES
 from linearize.modeling.model import kernel_parameters
 
 FIGURES = {
@@ -106,7 +108,7 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
     if len(options.checkpoints) < 2:
         raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
     device = check_device(options.device)
-    folders = [Path(checkpoint).name for checkpoint in options.checkpoints]
+    folders = [Path(name_of(checkpoint)).name for checkpoint in options.checkpoints]
     names = folders if len(set(folders)) == len(folders) else options.checkpoints
     for checkpoint in options.checkpoints:
         check_converted(checkpoint)
@@ -166,14 +168,12 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
         notes.append(f"no cosine to the original, as {measured.missing}; give it with --original.")
     fidelity = measured.fidelity
     kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
+    figures: dict[str, Any] = {name: fidelity.mean(name) for name in FIDELITY_FIGURES}
     conversion = Conversion(
         name=name,
         kernels=", ".join(f"{count} x {kernel}" for kernel, count in kernels.items()),
         parameters_added=sum(p.numel() for p in kernel_parameters(loaded.model)),
-        kl=fidelity.mean("kl"),
-        total_variation=fidelity.mean("total_variation"),
-        negative_share=fidelity.mean("negative_share"),
-        output_error=fidelity.mean("output_error"),
+        **figures,
         cosine=None if measured.outputs is None else measured.outputs.cosine,
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
         per_input=measure_each_input(loaded, measured),
@@ -184,10 +184,10 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
 def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[str], list[SideDifference]]:
     """Return, for each figure, a sentence that names the best conversion, and its differences from the others."""
     verdicts, differences = [], []
-    for figure in (*PER_INPUT, "cosine"):
+    for figure, label in FIGURES.items():
         values = {each.name: each.per_input[figure] for each in conversions if figure in each.per_input}
         if len(values) == len(conversions):
-            verdict, by_figure = best_by(FIGURES[figure], values, larger_is_better=figure == "cosine")
+            verdict, by_figure = best_by(label, values, larger_is_better=figure == "cosine")
             verdicts.append(verdict)
             differences += by_figure
     times = {

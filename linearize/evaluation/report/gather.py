@@ -6,7 +6,7 @@ A report opens with a sentence that says how close to softmax the model is, how 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
 from linearize.conversion.positions import current_image_size, current_length, runs_beyond_limit
 from linearize.core.errors import DataError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.options import name_of
 from linearize.evaluation.bench.job import measure
 from linearize.evaluation.bench.meter import Noise, NoiseWatch
 from linearize.evaluation.bench.models import BenchModel, PairSuite
@@ -48,33 +49,33 @@ class Gathered:
         info: facts about the checkpoint.
         inputs: the inputs in one line.
         fidelity: each layer compared with its own softmax.
-        maps: attention maps of the first input.
-        picture: the first image as the model gets it, [C, height, width], or None.
         outputs: the model's outputs compared with the original's, or None.
-        speeds: one row per length.
-        noise: how noisy the machine was; None if nothing was timed.
         log: lines of the checkpoint's log.
         notes: caveats for the reader.
+        picture: the first image as the model gets it, [C, height, width], or None.
+        maps: attention maps of the first input.
+        speeds: one row per length.
+        noise: how noisy the machine was; None if nothing was timed.
         left_out: missing parts of the report, with the reasons.
     """
 
     info: CheckpointInfo
     inputs: str
     fidelity: Fidelity
-    maps: list[LayerMaps]
-    picture: Tensor | None
     outputs: OutputDifference | None
-    speeds: list[Row]
-    noise: Noise | None
     log: list[dict[str, object]]
     notes: list[str]
-    left_out: list[str]
+    picture: Tensor | None = None
+    maps: list[LayerMaps] = field(default_factory=list)
+    speeds: list[Row] = field(default_factory=list)
+    noise: Noise | None = None
+    left_out: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
         """Return the numbers as plain data."""
         plan = None if self.info.plan is None else self.info.plan.to_dict()
         info = {name: value for name, value in vars(self.info).items() if name not in ("plan", "provenance")}
-        info["name"] = Path(self.info.name).name or self.info.name
+        info["name"] = Path(name_of(self.info.name)).name
         return {
             "answer": answer(self),
             "checkpoint": info | {"plan": plan},
@@ -104,13 +105,23 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     info = inspect_checkpoint(options.checkpoint)
     made = info.provenance
     measured = measure_checkpoint(loaded, options.inputs, options.original, made, on_event)
-    inputs, notes, left_out = measured.inputs, list(measured.notes), []
+    first = measured.inputs.first(MAP_TOKENS)
+    found = Gathered(
+        info,
+        measured.inputs.description,
+        measured.fidelity,
+        measured.outputs,
+        read_log(options.checkpoint),
+        list(measured.notes),
+        None if loaded.modality == "text" else first["pixel_values"][0],
+    )
+    notes, left_out = found.notes, found.left_out
     trained = made.weights_were_trained
     original = measured.original.model if measured.original and measured.outputs else None
     if trained:
         notes.append(OTHER_SOFTMAX)
     if original is not None or not trained:
-        merit = kernel_merit(loaded.model, inputs.batches, original if trained else None)
+        merit = kernel_merit(loaded.model, measured.inputs.batches, original if trained else None)
         against = " Its other weights were trained together with the kernel." if trained else ""
         notes += [] if merit is None else [f"Control, compared with the original: {merit.text}.{against}"]
     elif made.numbers("kernel_merit"):
@@ -122,42 +133,26 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         )
     elif measured.outputs is None:
         left_out.append("Whole outputs compared with the original's: the two models' outputs differ in kind.")
-    speeds, noise = _speeds(options, loaded, notes, left_out, on_event)
-    first = inputs.first(MAP_TOKENS)
-    maps: list[LayerMaps] = []
+    _time(found, loaded, options, on_event)
     try:
-        maps = attention_maps(loaded.model, first)
+        found.maps = attention_maps(loaded.model, first)
     except DataError as error:
         left_out.append(f"Attention maps: {error}.")
-    log = read_log(options.checkpoint)
     for stage, name in ((STAGE_ONE, "Stage one"), (STAGE_TWO, "Stage two")):
-        if not any(line["stage"] == stage for line in log):
+        if not any(line["stage"] == stage for line in found.log):
             left_out.append(f"{name}'s curves: the checkpoint has no {LOG} with lines of this stage.")
-    return Gathered(
-        info=info,
-        inputs=inputs.description,
-        fidelity=measured.fidelity,
-        maps=maps,
-        picture=None if loaded.modality == "text" else first["pixel_values"][0],
-        outputs=measured.outputs,
-        speeds=speeds,
-        noise=noise,
-        log=log,
-        notes=notes,
-        left_out=left_out,
-    )
+    return found
 
 
-def _speeds(
-    options: ReportOptions, loaded: Loaded, notes: list[str], left_out: list[str], on_event: Callback
-) -> tuple[list[Row], Noise | None]:
+def _time(found: Gathered, loaded: Loaded, options: ReportOptions, on_event: Callback) -> None:
+    """Measure time and memory at every length, or say in `left_out` why not."""
     size: int | None = None
     limit = current_length(loaded.model)
     if loaded.modality == "text":
         beyond = limit is not None and runs_beyond_limit(loaded.model)
-        lengths = lengths_within(None if beyond else limit, options.lengths, notes)
+        lengths = lengths_within(None if beyond else limit, options.lengths, found.notes)
         if beyond and limit is not None and lengths and lengths[-1] > limit:
-            notes.append(
+            found.notes.append(
                 f"Time was measured beyond the {limit:,} tokens that this checkpoint was made for: its rotary "
                 "positions continue beyond that, but were never trained there."
             )
@@ -165,19 +160,18 @@ def _speeds(
     else:
         height, width = current_image_size(loaded.model) or (0, 1)
         if height != width or limit is None:
-            left_out.append("Time and memory: the images are not square, or their number of tokens is not known.")
-            return [], None
+            found.left_out.append("Time and memory: the images are not square, or their number of tokens is not known.")
+            return
         size, lengths, what = height, [limit] if options.lengths else [], f"{height} x {width} pixels"
     if not lengths:
-        left_out.append("Time and memory against length: no length to measure at (--lengths).")
-        return [], None
+        found.left_out.append("Time and memory against length: no length to measure at (--lengths).")
+        return
     on_event(Started(f"time and memory at {what}"))
-    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
-    folder = options.checkpoint if on_cpu and Path(options.checkpoint).is_dir() else None
-    if folder is None:
-        left_out.append("Memory against length: measured only on the CPU, for checkpoints in a folder.")
-    suite = PairSuite(BenchModel.of(loaded.model, folder, longest=lengths[-1], image_size=size))
-    watch, rows, memory = NoiseWatch(suite.device), [], folder is not None
+    memory = loaded.model.device.type == "cpu" and Path(options.checkpoint).is_dir()
+    if not memory:
+        found.left_out.append("Memory against length: measured only on the CPU, for checkpoints in a folder.")
+    suite = PairSuite(BenchModel.of(loaded.model, options.checkpoint if memory else None, lengths[-1], size))
+    watch = NoiseWatch(suite.device)
     for tokens in lengths:
         try:
             row = measure(suite, tokens, repeats=TURNS, memory=memory)
@@ -185,12 +179,12 @@ def _speeds(
             if not memory:
                 raise
             # A report does not fail because memory, which is measured before time, cannot be measured.
-            left_out.append(f"Memory against length: {error}.")
+            found.left_out.append(f"Memory against length: {error}.")
             memory = False
-            row = measure(suite, tokens, repeats=TURNS, memory=memory)
-        rows.append(row)
+            row = measure(suite, tokens, repeats=TURNS, memory=False)
+        found.speeds.append(row)
         watch.probe()
-    return rows, watch.stop()
+    found.noise = watch.stop()
 
 
 def answer(found: Gathered) -> str:
@@ -229,15 +223,14 @@ def _fast(found: Gathered) -> str:
     if found.noise is not None and found.noise.too_noisy:
         return "its speed is unknown, as the machine was too noisy"
     row, speedup = timed[-1]
-    if found.picture is not None:
-        return f"one image, {row.tokens:,} tokens, takes {1 / speedup:.2f} times as long as with softmax"
-    if _same(row, speedup):
-        return f"one input of {row.tokens:,} tokens takes as long as with softmax"
-    if speedup < 1:
-        return f"one input of {row.tokens:,} tokens takes {1 / speedup:.2f} times as long as with softmax"
+    one = f"one input of {row.tokens:,} tokens" if found.picture is None else f"one image, {row.tokens:,} tokens,"
+    if found.picture is None and _same(row, speedup):
+        return f"{one} takes as long as with softmax"
+    if found.picture is not None or speedup < 1:
+        return f"{one} takes {1 / speedup:.2f} times as long as with softmax"
     slower = [other.tokens for other, times in timed if times <= 1 or _same(other, times)]
     short = f", one of {slower[-1]:,} is not faster" if slower else ""
-    return f"one input of {row.tokens:,} tokens is processed {speedup:.2f} times as fast as with softmax{short}"
+    return f"{one} is processed {speedup:.2f} times as fast as with softmax{short}"
 
 
 def _same(row: Row, speedup: float) -> bool:

@@ -22,13 +22,7 @@ from linearize.data.encode import make_encoder
 from linearize.data.load import load_source, open_records
 from linearize.data.records import Example
 from linearize.evaluation.options import InputOptions
-from linearize.fidelity.measure import (
-    Fidelity,
-    OutputDifference,
-    check_original,
-    measure_layers,
-    output_difference,
-)
+from linearize.fidelity.measure import Fidelity, OutputDifference, check_original, measure_layers, output_difference
 
 BATCH = 8
 LENGTH, LONGEST = 128, 512

@@ -22,7 +22,7 @@ from linearize.checkpoint.output import atomic_folder, claim
 from linearize.core.errors import DataError, printable
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.figures import with_interval
-from linearize.core.options import recorded
+from linearize.core.options import name_of, recorded
 from linearize.core.parsing import finite
 from linearize.evaluation.bench.rows import mebibytes, time_and_memory
 from linearize.evaluation.options import ReportOptions
@@ -77,8 +77,7 @@ class Section:
 
 def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
     """Render a figure to a picture."""
-    png, width, height = to_png(figure)
-    return Picture(name, alt, caption or alt, png, width, height)
+    return Picture(name, alt, caption or alt, *to_png(figure))
 
 
 def write_report(
@@ -108,7 +107,7 @@ def write_report(
         kernels = ", ".join(dict.fromkeys(layer.kernel for layer in found.fidelity.layers))
         architecture = found.info.architecture or found.info.model_type
         text = template().render(
-            title=f"{Path(options.checkpoint).name}: report",
+            title=f"{Path(name_of(options.checkpoint)).name}: report",
             lead=answer(found),
             what=f"{architecture}: linear attention ({kernels}) compared with its softmax.",
             sections=sections,
@@ -145,7 +144,7 @@ def _checkpoint(found: Gathered) -> Iterator[Section]:
     in_training = dict(found.info.provenance.training_rows())
     rows = [[label, value] for label, value in found.info.rows() if label not in in_training]
     # Reports are shared, and the layout of a user's disk is private.
-    rows[0] = [rows[0][0], Path(found.info.name).name or found.info.name]
+    rows[0] = [rows[0][0], Path(name_of(found.info.name)).name]
     rows.append(["inputs of this report", found.inputs])
     text = "Facts about the checkpoint, from its own record."
     yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows, "facts"),))

@@ -129,10 +129,8 @@ def best_by(
     differences = [difference for difference in pairs if difference is not None]
     if len(differences) < len(others):
         count = len(per_input[best])
-        return (
-            f"{by}: {count} inputs are too few to tell a difference from noise; use --inputs {FEWEST} or more",
-            [],
-        )
+        few = f"{by}: {count} inputs are too few to tell a difference from noise; use --inputs {FEWEST} or more"
+        return few, []
     return _verdict(by, best, {each.minus: each.within_noise for each in differences}), differences
 
 
