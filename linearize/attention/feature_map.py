@@ -76,6 +76,7 @@ class FeatureMapMixer(Mixer):
         self.counts = self.info.positional or hybrid.trained_length is not None
         self.memory: dict[str, Any] = {}
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the maps and the modules around them; a separate query map starts as a copy of the keys' map."""
         self.keys.reset_parameters(generator)
@@ -88,12 +89,11 @@ class FeatureMapMixer(Mixer):
         if self.queries is None:
             return
         groups = self.shape.heads // self.shape.key_heads
-        with torch.no_grad():
-            mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
-            for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
-                # A tensor shared by all heads has one entry on the head axis in both maps.
-                shared = tensor.shape == mine[name].shape
-                tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
+        mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
+        for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
+            # A tensor shared by all heads has one entry on the head axis in both maps.
+            shared = tensor.shape == mine[name].shape
+            tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
 
     @property
     def learnable(self) -> bool:

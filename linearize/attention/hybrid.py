@@ -50,12 +50,11 @@ class LogScale(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start at zero; the hidden units are random, but their output weights are zero."""
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.zero_()
-            if self.hidden is not None:
-                drawn = torch.randn(self.hidden.shape, generator=generator)
-                self.hidden.copy_(drawn * self.hidden.shape[-1] ** -0.5)
+        for parameter in self.parameters():
+            parameter.zero_()
+        if self.hidden is not None:
+            drawn = torch.randn(self.hidden.shape, generator=generator)
+            self.hidden.copy_(drawn * self.hidden.shape[-1] ** -0.5)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -95,6 +95,7 @@ class BlockMixer(Mixer):
         build: Any = info.build
         self.blocks = Blocks(config.block, shape.causal, build.softmax)
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the parameters of the output module; nothing is random."""
         if self.output is not None:

@@ -102,7 +102,6 @@ def register_macformer(
             config=MacformerConfig,
             build=build,
             feature_dim=lambda config, d: config.features,
-            parameters=lambda config, d: 0,
             output_parameters=lambda config, v: 2,
             parameters_formula="2 (gamma, beta)",
             learnable=True,

@@ -22,20 +22,18 @@ MOMENTUM = 0.01
 """Share of a new batch in the running statistics, once a hundred batches have been averaged."""
 
 
+def _buffer(*shape: int) -> nn.Buffer:
+    return nn.Buffer(torch.empty(shape, dtype=torch.float32))
+
+
 class Standardise(Inputs):
     """The first half of ppSBN: standardise each channel, then scale every vector to length 1."""
 
     def __init__(self, heads: int, key_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.query_mean: Tensor
-        self.query_variance: Tensor
-        self.key_mean: Tensor
-        self.key_variance: Tensor
-        self.batches: Tensor
-        for name, count in (("query", heads), ("key", key_heads)):
-            for statistic in ("mean", "variance"):
-                self.register_buffer(f"{name}_{statistic}", torch.empty(count, head_dim, dtype=torch.float32))
-        self.register_buffer("batches", torch.empty(1, dtype=torch.float32))
+        self.query_mean, self.query_variance = _buffer(heads, head_dim), _buffer(heads, head_dim)
+        self.key_mean, self.key_variance = _buffer(key_heads, head_dim), _buffer(key_heads, head_dim)
+        self.batches = _buffer(1)
 
     def reset_parameters(self) -> None:
         """Reset the statistics to those before any batch."""
@@ -81,9 +79,8 @@ class Rescale(Output):
 
     def reset_parameters(self) -> None:
         """Start with the identity."""
-        with torch.no_grad():
-            self.gamma.fill_(1.0)
-            self.beta.fill_(1.0)
+        self.gamma.fill_(1.0)
+        self.beta.fill_(1.0)
 
     def forward(self, mixed: Tensor) -> Tensor:
         """Rescale [B, H, T, V]; below `EPS` the power function continues as a straight line."""

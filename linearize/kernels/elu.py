@@ -41,9 +41,6 @@ register_kernel(
         config=NoArguments,
         build=Elu,
         feature_dim=lambda config, d: d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
     )
 )

@@ -48,9 +48,6 @@ register_kernel(
         config=ExpConfig,
         build=Exp,
         feature_dim=lambda config, d: d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
     )
 )

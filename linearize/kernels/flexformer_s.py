@@ -59,11 +59,6 @@ class FlexformerSConfig(SpectralConfig):
         choices=("positive", "paper", "squared"),
     )
 
-    @property
-    def positive(self) -> bool:
-        """Whether weights can never be negative; in the squared form, up to rounding."""
-        return self.form == "positive"
-
     def count(self, head_dim: int) -> int:
         """Return n for a head size."""
         if self.frequencies is not None or self.form != "squared":
@@ -93,14 +88,12 @@ class FlexformerS(SpectralMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the frequencies from the scaled-down Gaussian density, or orthonormal directions."""
-        self.reset_tau()
-        self.reset_magnitude()
+        self.reset_factors()
         if self.stretch is None:
             draw_normal(self.weight, generator, self.config.deviation(0.2))
             return
-        with torch.no_grad():
-            self.weight.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
-            self.stretch.fill_(self.config.deviation(0.05))
+        self.weight.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
+        self.stretch.fill_(self.config.deviation(0.05))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         y = project(x, self.weight)

@@ -60,13 +60,12 @@ class Hedgehog(FeatureMap):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start at the identity: the untrained map is the activation of [x ; -x] and of random rotations of it."""
         heads, rows, size = self.weight.shape
-        with torch.no_grad():
-            self.weight[:, :size].copy_(torch.eye(rows, size)[:size])
-            if rows > size:
-                self.weight[:, size:].copy_(orthonormal(heads, rows - size, size, generator))
-            self.weight.mul_(self.config.start)
-            if self.bias is not None:
-                self.bias.zero_()
+        self.weight[:, :size].copy_(torch.eye(rows, size)[:size])
+        if rows > size:
+            self.weight[:, size:].copy_(orthonormal(heads, rows - size, size, generator))
+        self.weight.mul_(self.config.start)
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         y = project(x, self.weight)

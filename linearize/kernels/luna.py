@@ -80,9 +80,8 @@ class Luna(FeatureMap):
         draw_uniform(self.slope, generator, 1.0)
         draw_uniform(self.offset, generator, 1.0)
         draw_uniform(self.out_weight, generator, self.config.hidden**-0.5)
-        with torch.no_grad():
-            self.bias.zero_()
-            self.out_bias.fill_(0.5)
+        self.bias.zero_()
+        self.out_bias.fill_(0.5)
         if self.gate is not None and self.gate_bias is not None:
             draw_uniform(self.gate, generator, self.head_dim**-0.5)
             draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)

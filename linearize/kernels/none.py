@@ -43,9 +43,6 @@ register_kernel(
         config=NoArguments,
         build=Nothing,
         feature_dim=lambda config, d: 1,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
         needs_window=True,
     )

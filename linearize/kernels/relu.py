@@ -36,9 +36,6 @@ register_kernel(
         config=NoArguments,
         build=Relu,
         feature_dim=lambda config, d: d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
     )
 )

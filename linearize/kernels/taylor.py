@@ -38,9 +38,6 @@ register_kernel(
         config=NoArguments,
         build=Taylor,
         feature_dim=lambda config, d: 1 + d + d * d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
         max_head_dim=128,
     )
