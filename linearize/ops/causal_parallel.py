@@ -10,8 +10,6 @@ quadratic in the number of chunks, but much smaller than all else up to a millio
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,46 +61,33 @@ def parallel_sums(
         rows = state.log_scale[:, :, None, None].expand(-1, -1, count, size)
     else:
         chunks = cut(scale[..., None], FLOOR)[..., 0]
-        levels = _levels(chunks, state.log_scale, later)
-        values_after = values * torch.exp(chunks - levels.after[..., None])[..., None]
-        sums = k.transpose(-1, -2) @ values_after
-        before = torch.exp(state.log_scale[..., None] - levels.before)[..., None, None] * state.kv[:, :, None]
+        rows, start, end, carry = _levels(chunks, state.log_scale, later)
+        sums = k.transpose(-1, -2) @ (values * torch.exp(chunks - end[..., None])[..., None])
+        before = torch.exp(state.log_scale[..., None] - start)[..., None, None] * state.kv[:, :, None]
         # A lone chunk has no others before it; zeros times its sums would spread a NaN.
         if count != 1:
-            before = before + (levels.carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
-        decay = torch.exp((chunks[..., None, :] - levels.rows[..., None]).masked_fill(later, FLOOR))
-        past = torch.exp(levels.before[..., None] - levels.rows)[..., None]
+            before = before + (carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
+        decay = torch.exp((chunks[..., None, :] - rows[..., None]).masked_fill(later, FLOOR))
+        past = torch.exp(start[..., None] - rows)[..., None]
         near = (scores * decay[:, :, :, None]).flatten(3, 4) @ values
         mixed = near + (q.unflatten(3, (groups, size)) * past[:, :, :, None]).flatten(3, 4) @ before
-        fade = torch.exp(levels.before[..., -1] - levels.after[..., -1])[..., None, None]
-        after, rows = State(before[:, :, -1] * fade + sums[:, :, -1], levels.after[..., -1]), levels.rows
+        fade = torch.exp(start[..., -1] - end[..., -1])[..., None, None]
+        after = State(before[:, :, -1] * fade + sums[:, :, -1], end[..., -1])
     mixed = mixed.unflatten(3, (groups, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
     return mixed, rows.flatten(2)[:, :, :tokens], after
 
 
-class _Levels(NamedTuple):
-    """Running maxima of log-scales, without a gradient.
-
-    Attributes:
-        rows: [B, K, n, C] up to each token.
-        before: [B, K, n] before each chunk.
-        after: [B, K, n] after each chunk.
-        carry: [B, K, n, n] factor that brings the sums of chunk m to the level before chunk n; 0 unless m < n.
-    """
-
-    rows: Tensor
-    before: Tensor
-    after: Tensor
-    carry: Tensor
-
-
 @torch.no_grad()
-def _levels(chunks: Tensor, start: Tensor, later: Tensor) -> _Levels:
-    """Return the maxima for log-scales [B, K, n, C] after a state of log-scale `start` [B, K]."""
+def _levels(chunks: Tensor, start: Tensor, later: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return running maxima of log-scales [B, K, n, C] after a state of log-scale `start` [B, K], without a gradient.
+
+    They are the maxima up to each token [B, K, n, C], before each chunk [B, K, n], and after each chunk [B, K, n]; the
+    last result is the factor [B, K, n, n] that brings the sums of chunk m to the level before chunk n; 0 unless m < n.
+    """
     count = torch.arange(chunks.shape[2], device=chunks.device)
     tops = chunks.amax(dim=-1)[..., None, :].masked_fill(count > count[:, None], FLOOR)
     after = torch.maximum(tops.amax(dim=-1), start[..., None])
     before = torch.cat([start[..., None], after[..., :-1]], dim=-1)
     rows = torch.maximum(chunks[..., None, :].masked_fill(later, FLOOR).amax(dim=-1), before[..., None])
     gaps = (after[..., None, :] - before[..., None]).masked_fill(count >= count[:, None], FLOOR)
-    return _Levels(rows, before, after, torch.exp(gaps))
+    return rows, before, after, torch.exp(gaps)

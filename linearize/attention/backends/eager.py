@@ -10,7 +10,6 @@ from torch import Tensor
 from linearize.attention.backends.causal import causal_op
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import (
-    Floor,
     LinearOp,
     Mapped,
     WindowState,
@@ -46,7 +45,7 @@ class Eager:
                 return mixer.cast_output(chosen.output(*tensors, **options), call.v.dtype), None
             op = chosen.attend
         if mixer.floor > 0.0:
-            out, state = floored_attention(*tensors, Floor(mixer.floor, mixer.eps), op=op, **options)
+            out, state = floored_attention(*tensors, mixer.floor, op=op, **options)
         else:
             out, state = op(*tensors, **options)
         return mixer.cast_output(out, call.v.dtype), state._asdict() if call.needs_state else None
