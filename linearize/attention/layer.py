@@ -43,11 +43,7 @@ class LinearAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        kernel: str,
-        arguments: Mapping[str, object],
-        shape: HeadShape,
-        hybrid: Hybrid | None = None,
+        self, kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid | None = None
     ) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape

@@ -179,10 +179,7 @@ class FixedMap(FeatureMap):
 def floor_option(default: float) -> Any:
     """Declare the argument `floor` of a map with signed weights."""
     return option(
-        default,
-        "c: denominators are at least c |phi(q)| . sum |phi(k)|, if weights can be negative",
-        low=0.0,
-        high=1.0,
+        default, "c: denominators are at least c |phi(q)| . sum |phi(k)|, if weights can be negative", low=0.0, high=1.0
     )
 
 

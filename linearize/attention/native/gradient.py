@@ -22,12 +22,7 @@ Fallback = Callable[..., Tensor]
 
 
 def attend_with_gradient(
-    maps: Sequence[MapSpec],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    fallback: Fallback,
-    options: AttendOptions,
+    maps: Sequence[MapSpec], q: Tensor, k: Tensor, v: Tensor, fallback: Fallback, options: AttendOptions
 ) -> Tensor:
     """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
 
