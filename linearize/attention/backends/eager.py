@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.causal import causal_op
+from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import (
     LinearOp,
@@ -40,10 +40,9 @@ class Eager:
         tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
         op: LinearOp = bidirectional_attention
         if mixer.shape.causal:
-            chosen = causal_op(call.k, call.v, normalize=mixer.divides)
-            if mixer.floor == 0.0 and not call.needs_state:
-                return mixer.cast_output(chosen.output(*tensors, **options), call.v.dtype), None
-            op = chosen.attend
+            op = causal_op(call.k, normalize=mixer.divides)
+            if op is attend_with_state and not call.needs_state:
+                return mixer.cast_output(attend_causally(*tensors, **options), call.v.dtype), None
         if mixer.floor > 0.0:
             out, state = floored_attention(*tensors, mixer.floor, op=op, **options)
         else:
