@@ -102,6 +102,7 @@ class FeatureMapMixer(Mixer):
 
     @property
     def learnable(self) -> bool:
+        """Whether stage one has parameters to train: those of the kernel, or log-scales."""
         return self.info.learnable or self.key_scale is not None
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:

@@ -151,6 +151,7 @@ class Macformer(FeatureMap):
         self.signs.copy_(torch.randint(2, self.signs.shape, generator=generator) * 2.0 - 1.0)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         product = x.new_ones(*x.shape[:-1], sum(self.counts))
         features = [product[..., : self.counts[0]] * self.factors[0]]
         rest = product[..., self.counts[0] :]

@@ -98,6 +98,7 @@ class FlexformerN(SpectralMap):
             self.b[:, : len(rows)] = rows.to(self.b)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         angle, envelope = project(x, self.a), project(x, self.b)
         if self.config.form == "paper":
             return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
@@ -105,6 +106,7 @@ class FlexformerN(SpectralMap):
         return Features(halves(angle, envelope) if self.config.positive else waves(angle, envelope))
 
     def map_spec(self) -> MapSpec:
+        """Describe the map for the native op."""
         if self.config.positive:
             return MapSpec("positive_waves", self.a, self.b, magnitude=self.m)
         if self.config.form == "damped":

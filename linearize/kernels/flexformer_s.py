@@ -96,6 +96,7 @@ class FlexformerS(SpectralMap):
         self.stretch.fill_(self.config.deviation(0.05))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         y = project(x, self.weight)
         if self.stretch is not None:
             envelope = self.times_magnitude(y.softmax(dim=-1), x)
@@ -104,6 +105,7 @@ class FlexformerS(SpectralMap):
         return Features(phi if self.config.form == "paper" else _products(phi), self.log_norm(x))
 
     def map_spec(self) -> MapSpec | None:
+        """Describe the map for the native op; None if it lacks this form."""
         if self.config.form != "paper":
             return None
         return MapSpec("waves", self.weight, tau=self.tau, amplitude=self.n**-0.5, scaled=True)

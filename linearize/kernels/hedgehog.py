@@ -68,6 +68,7 @@ class Hedgehog(FeatureMap):
             self.bias.zero_()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         y = project(x, self.weight)
         if self.bias is not None:
             y = y + self.bias.float()[:, None]
@@ -78,6 +79,7 @@ class Hedgehog(FeatureMap):
         return Features(torch.exp(both - largest), largest[..., 0])
 
     def map_spec(self) -> MapSpec:
+        """Describe the map for the native op."""
         stable = self.config.activation == "softmax"
         return MapSpec("softmax_both" if stable else "exp_both", self.weight, bias=self.bias, scaled=not stable)
 

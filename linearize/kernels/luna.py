@@ -87,6 +87,7 @@ class Luna(FeatureMap):
             draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         u = project(x, self.weight) + self.bias.float()[:, None]
         psi = self._psi(u) * self.config.projections**-0.5
         if self.gate is not None and self.gate_bias is not None:
@@ -94,6 +95,7 @@ class Luna(FeatureMap):
         return Features(psi.flatten(-2))
 
     def map_spec(self) -> MapSpec | None:
+        """Describe the map for the native op; None if it lacks this form."""
         if self.gate is not None:
             return None
         shape = (self.heads, self.config.channels, self.config.hidden)

@@ -51,6 +51,7 @@ class Performer(FeatureMap):
         self.weight.copy_(draw(self.heads, self.m, self.head_dim, generator=generator))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         exponent = project(x, self.weight) - 0.5 * x.square().sum(dim=-1, keepdim=True)
         largest = exponent.amax(dim=-1, keepdim=True)
         return Features(torch.exp(exponent - largest) * self.m**-0.5, largest[..., 0])

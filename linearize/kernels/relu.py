@@ -22,6 +22,7 @@ class Relu(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features(x.relu())
 
 

@@ -50,9 +50,11 @@ class T2r(FeatureMap):
         self.bias.zero_()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features((project(x, self.weight) + self.bias.float()[:, None]).relu())
 
     def map_spec(self) -> MapSpec:
+        """Describe the map for the native op."""
         return MapSpec("relu", self.weight, bias=self.bias)
 
 

@@ -62,6 +62,7 @@ class Mapped(NamedTuple):
     log_scale: Tensor | None = None
 
     def taken(self, order: Tensor) -> Mapped:
+        """Return the tokens `order` [B, N]."""
         return Mapped(take(self.x, order), take(self.phi, order), take(self.scale(), order))
 
     def scale(self) -> Tensor:
@@ -128,9 +129,11 @@ class Keys(NamedTuple):
     mask: Tensor
 
     def part(self, tokens: slice) -> Keys:
+        """Return some of the tokens."""
         return self._each(lambda x: x[:, :, tokens], self.mask[:, tokens])
 
     def then(self, other: Keys) -> Keys:
+        """Return these tokens followed by others."""
         k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
         return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
 
@@ -139,9 +142,11 @@ class Keys(NamedTuple):
         return self._each(lambda x: pick(x, tokens), mask)
 
     def taken(self, order: Tensor) -> Keys:
+        """Return the tokens `order` [B, N]."""
         return self._each(lambda x: take(x, order), self.mask.gather(1, order))
 
     def padded(self, before: int) -> Keys:
+        """Return these tokens after `before` empty places."""
         ends = (before, 0)
         return self._each(lambda x: F.pad(x, ends if x.ndim == 3 else (0, 0, *ends)), F.pad(self.mask, ends))
 

@@ -88,6 +88,7 @@ class Fused:
     name, uses_op = "triton", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         if is_tracing():
             return "a graph is being traced"
         if call.q.device.type not in DEVICES:
@@ -109,6 +110,7 @@ class Fused:
         return _unreadable(call) or unknown_maps(mixer) or _unknown_kinds(mixer) or _too_large(mixer, call) or absence()
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
         maps, mask = maps_of(mixer), call.key_padding_mask
         mask = None if mask is None else mask.bool().contiguous()
         factor, shift = _key_factors(mixer, call, mask)
@@ -425,6 +427,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, settings: Settings, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, H, T, V], and the sums [B, K, F, V + 1] if the state is needed, else None."""
         queries, keys = _sides(q, q, k, v, *more)
         launcher = Launcher(settings, mask, q, v, more[1].shape[1])
         # `needs_input_grad` is also true while gradients are off, for leaves that could have one.
@@ -445,6 +448,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs, given that of the output."""
         mask, out, inverse, states, q, k, v, *more = ctx.saved_tensors
         settings, weights = ctx.settings, more[1:]
         launcher = Launcher(settings, mask, q, v, weights[0].shape[1])

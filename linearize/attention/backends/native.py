@@ -29,6 +29,7 @@ class Native:
     name, uses_op = "native", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         step, why = call.one_step, ""
         if not step and mixer.window is not None and call.state is not None:
             why = "it cannot add several tokens to the state of a window"
@@ -48,6 +49,7 @@ class Native:
         return "rows of different lengths fade differently" if _uneven(mixer, call) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, from the op in C."""
         if not call.one_step or call.state is None:
             return _attend(mixer, call) if mixer.window is None else _attend_window(mixer, call)
         native, state, mask = loaded(), call.state, call.key_padding_mask

@@ -42,6 +42,7 @@ class Streamed:
     name, uses_op = "streamed", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         if is_tracing():
             # Check this first: reading the number of tokens would make it a constant of the graph.
             return "a graph is being traced"
@@ -59,6 +60,7 @@ class Streamed:
         return ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, computed part by part."""
         state, outputs = call.linear_state, []
         if mixer.shape.causal:
             attend = _recomputed(partial(_attend, mixer, causal_op(call.k, normalize=mixer.divides)))
