@@ -102,12 +102,8 @@ class LinearStateLayer(CacheLayerMixin):
 
     def __init__(self, keep: int = 0) -> None:
         super().__init__()
-        self.state: State | None = None
-        self.tokens = 0
         self.keep, self.record_past = keep, False
-        self.base: State | None = None
-        self.recorded: Recorded | None = None
-        self._awaiting = self._cropped = False
+        self.reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate nothing: the mixer creates the state."""
@@ -198,8 +194,10 @@ class LinearStateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state, self.tokens, self._awaiting = None, 0, False
-        self.base, self.recorded, self._cropped = None, None, False
+        self.state: State | None = None
+        self.base: State | None = None
+        self.recorded: Recorded | None = None
+        self.tokens, self._awaiting, self._cropped = 0, False, False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state, self.base = (
@@ -283,14 +281,14 @@ class LinearizeCache(DynamicCache):
 
 def cache_nbytes(cache: Cache) -> int:
     """Return the size in bytes of the states, keys and values in a cache."""
-    total = 0
-    for layer in cache.layers:
+
+    def size(layer: Any) -> int:
         if isinstance(layer, LinearStateLayer):
-            total += layer.nbytes()
-            continue
+            return layer.nbytes()
         kept = (getattr(layer, "keys", None), getattr(layer, "values", None))
-        total += sum(tensor.nbytes for tensor in kept if tensor is not None)
-    return total
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    return sum(map(size, cache.layers))
 
 
 def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -202,9 +201,7 @@ class FeatureMapMixer(Mixer):
             phi, log_scale = MappedTokens.apply(spec, scale, x, *(getattr(spec, name) for name in MAP_WEIGHTS))
         else:
             x = x.float() if scale == 1.0 else x.float() * scale
-            own: Callable[..., Features] = map
-            if not map.symmetric:
-                own = map.forward_queries if queries else map.forward_keys
+            own = map.forward_queries if queries else map.forward_keys
             phi, log_scale = own(x, positions)
         if groups > 1:
             phi = phi.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
