@@ -102,8 +102,12 @@ class LinearStateLayer(CacheLayerMixin):
 
     def __init__(self, keep: int = 0) -> None:
         super().__init__()
+        self.state: State | None = None
+        self.tokens = 0
         self.keep, self.record_past = keep, False
-        self.reset()
+        self.base: State | None = None
+        self.recorded: Recorded | None = None
+        self._awaiting = self._cropped = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate nothing: the mixer creates the state."""
@@ -194,10 +198,8 @@ class LinearStateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state: State | None = None
-        self.base: State | None = None
-        self.recorded: Recorded | None = None
-        self.tokens, self._awaiting, self._cropped = 0, False, False
+        self.state, self.tokens, self._awaiting = None, 0, False
+        self.base, self.recorded, self._cropped = None, None, False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state, self.base = (
