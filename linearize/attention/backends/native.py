@@ -30,15 +30,14 @@ class Native:
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
-        step, why = call.one_step, ""
+        step = call.one_step
         if not step and mixer.window is not None and call.state is not None:
-            why = "it cannot add several tokens to the state of a window"
-        elif not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
-            why = "its gradient does not pass through states"
-        if why := why or unreadable(call.q, call.k, call.v) or unknown_maps(mixer):
+            return "it cannot add several tokens to the state of a window"
+        if not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
+            return "its gradient does not pass through states"
+        why = unreadable(call.q, call.k, call.v) or unknown_maps(mixer)
+        if why or not step or call.state is None:
             return why
-        if not step or call.state is None:
-            return ""
         inputs, state = (call.q, call.k, call.v), call.state
         if mixer.window is not None:
             writable = loaded().supports_window_step(*inputs, state)
