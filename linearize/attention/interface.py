@@ -243,10 +243,8 @@ def _to_add(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the model's caller wants attention weights, even if the host does not pass that on."""
-    if kwargs.get("output_attentions"):
-        return True
-    collected = _active_collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
+    collected = _active_collector.get() or ()
+    return bool(kwargs.get("output_attentions")) or any("attentions" in name for name in collected)
 
 
 def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

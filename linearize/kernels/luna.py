@@ -19,7 +19,6 @@ function as the MLP, without its 64 times larger intermediate. The native op doe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,12 +47,8 @@ class LunaConfig:
         return self.projections * (head_dim + 1) + mlp + self.channels + gate
 
 
-class Segments(NamedTuple):
-    """Piecewise linear functions: knots [sets, L, hidden]; slopes and intercepts [sets, L, hidden + 1]."""
-
-    knots: Tensor
-    slopes: Tensor
-    intercepts: Tensor
+Segments = tuple[Tensor, Tensor, Tensor]
+"""Piecewise linear functions: knots [sets, L, hidden]; slopes and intercepts [sets, L, hidden + 1]."""
 
 
 class Luna(FeatureMap):
@@ -144,7 +139,7 @@ class Luna(FeatureMap):
 
         # A NaN unit belongs to every segment, wherever sorting put its knot.
         odd = ((s + t + v).detach() * 0.0).sum(dim=-1, keepdim=True)
-        return Segments(knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None])
+        return knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None]
 
 
 register_kernel(
