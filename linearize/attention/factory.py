@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from linearize.attention.feature_map import FeatureMapMixer
+from linearize.attention.backends.choose import LinearMixer
 from linearize.attention.mixer import BlockMixer, Mixer
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
@@ -35,7 +35,7 @@ def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, 
     check_hybrid(info, config, hybrid, shape)
     build: Any = info.build
     if issubclass(build, Kernel):
-        build = BlockMixer if issubclass(build, BlockKernel) else FeatureMapMixer
+        build = BlockMixer if issubclass(build, BlockKernel) else LinearMixer
     return build(info, config, shape, hybrid) if hybrid != PLAIN else build(info, config, shape)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.choose import choose
-from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.hybrid import CACHED, LogScale, Scales, SoftmaxHeads, fade
+from linearize.attention.call import AttentionCall
+from linearize.attention.hybrid import LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import unreadable
 from linearize.attention.native.gradient import MappedTokens
@@ -22,10 +20,6 @@ from linearize.ops.state import EPS
 
 SIGNED_EPS = 1e-6
 """Smallest denominator of a map whose weights can be negative: such a denominator can cross zero in ordinary use."""
-
-
-OWN = (*CACHED, "seen")
-"""The tensors of a state that belong to the mixer; all others belong to the backend."""
 
 
 class FeatureMapMixer(Mixer):
@@ -103,26 +97,6 @@ class FeatureMapMixer(Mixer):
     def learnable(self) -> bool:
         """Whether stage one has parameters to train: those of the kernel, or log-scales."""
         return self.info.learnable or self.key_scale is not None
-
-    def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        """Mix -> [B, H, T, V], as `Mixer.forward` does, with the first backend that accepts the call."""
-        if self.softmax_heads is None and not self.counts:
-            return choose(self, call).run(self, call)
-        exact: Tensor | None = None
-        more: MixerState = {}
-        if self.softmax_heads is not None:
-            exact, more = self.softmax_heads.attend(call)
-        state, positions = call.state, None
-        if self.counts:
-            counted = running_count(call.k, call.key_padding_mask, None if state is None else state["seen"])
-            positions, more = (counted - 1).clamp(min=0), more | {"seen": counted[:, -1]}
-        if state is not None:
-            state = {name: x for name, x in state.items() if name not in OWN}
-        call = replace(call, positions=positions, state=state)
-        out, after = choose(self, call).run(self, call)
-        if exact is not None and self.softmax_heads is not None:
-            out = out.index_copy(1, torch.tensor(self.softmax_heads.heads, device=out.device), exact.to(out.dtype))
-        return out, None if after is None else after | more
 
     def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].

@@ -1,4 +1,4 @@
-"""Chooses the backend for each call of a feature-map kernel; also explains the choice (`--explain-backend`).
+"""The mixer that chooses the backend for each call, in this one place; also explains the choice (`--explain-backend`).
 
 To add a backend, write a file with a class that implements `Backend` and add an instance to `BACKENDS`.
 """
@@ -6,7 +6,7 @@ To add a backend, write a file with a class that implements `Backend` and add an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from linearize.attention.backends.fused import Fused
 from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer, running_count
+from linearize.attention.hybrid import CACHED
 from linearize.kernels.base import FeatureMap
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 
 class Backend(Protocol):
@@ -54,6 +53,34 @@ BACKENDS: tuple[Backend, ...] = (Native(), Fused(), OneStep(), Windowed(), Strea
 def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
     """Return the backend that computes a call."""
     return next(backend for backend in BACKENDS if not backend.why_not(mixer, call))
+
+
+OWN = (*CACHED, "seen")
+"""The tensors of a state that belong to the mixer; all others belong to the backend."""
+
+
+class LinearMixer(FeatureMapMixer):
+    """A feature-map mixer whose calls are computed by the first backend that accepts them."""
+
+    def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Mix -> [B, H, T, V], as `Mixer.forward` does."""
+        if self.softmax_heads is None and not self.counts:
+            return choose(self, call).run(self, call)
+        exact: Tensor | None = None
+        more: MixerState = {}
+        if self.softmax_heads is not None:
+            exact, more = self.softmax_heads.attend(call)
+        state, positions = call.state, None
+        if self.counts:
+            counted = running_count(call.k, call.key_padding_mask, None if state is None else state["seen"])
+            positions, more = (counted - 1).clamp(min=0), more | {"seen": counted[:, -1]}
+        if state is not None:
+            state = {name: x for name, x in state.items() if name not in OWN}
+        call = replace(call, positions=positions, state=state)
+        out, after = choose(self, call).run(self, call)
+        if exact is not None and self.softmax_heads is not None:
+            out = out.index_copy(1, torch.tensor(self.softmax_heads.heads, device=out.device), exact.to(out.dtype))
+        return out, None if after is None else after | more
 
 
 @dataclass(frozen=True)
