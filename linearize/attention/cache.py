@@ -283,14 +283,14 @@ class LinearizeCache(DynamicCache):
 
 def cache_nbytes(cache: Cache) -> int:
     """Return the size in bytes of the states, keys and values in a cache."""
-    total = 0
-    for layer in cache.layers:
+
+    def size(layer: Any) -> int:
         if isinstance(layer, LinearStateLayer):
-            total += layer.nbytes()
-            continue
+            return layer.nbytes()
         kept = (getattr(layer, "keys", None), getattr(layer, "values", None))
-        total += sum(tensor.nbytes for tensor in kept if tensor is not None)
-    return total
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    return sum(map(size, cache.layers))
 
 
 def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | None:

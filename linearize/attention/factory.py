@@ -55,14 +55,9 @@ def check_shape(info: KernelInfo, shape: HeadShape) -> None:
             f"kernel {kernel!r}: got head size {shape.head_dim}, expected at most {info.max_head_dim}; "
             "choose another kernel"
         )
-    if shape.causal and not info.causal:
-        raise ConfigError(
-            f"kernel {kernel!r} is bidirectional only, but this attention is causal; choose another kernel"
-        )
-    if not shape.causal and not info.bidirectional:
-        raise ConfigError(
-            f"kernel {kernel!r} is causal only, but this attention is bidirectional; choose another kernel"
-        )
+    if not (info.causal if shape.causal else info.bidirectional):
+        own, only = ("causal", "bidirectional") if shape.causal else ("bidirectional", "causal")
+        raise ConfigError(f"kernel {kernel!r} is {only} only, but this attention is {own}; choose another kernel")
 
 
 def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,9 +45,8 @@ class FeatureMapMixer(Mixer):
         memory: a backend's cached results for this mixer, by names that begin with the backend's.
     """
 
-    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid | None = None) -> None:
+    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid = PLAIN) -> None:
         super().__init__(info, config, shape)
-        hybrid = hybrid or PLAIN
         build: Any = info.build
         self.inputs: Inputs | None = build.inputs(config, shape.heads, shape.key_heads, shape.head_dim)
         self.keys: FeatureMap = build(config, shape.key_heads, shape.head_dim)
@@ -76,6 +74,7 @@ class FeatureMapMixer(Mixer):
         self.counts = self.info.positional or hybrid.trained_length is not None
         self.memory: dict[str, Any] = {}
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the maps and the modules around them; a separate query map starts as a copy of the keys' map."""
         self.keys.reset_parameters(generator)
@@ -88,15 +87,15 @@ class FeatureMapMixer(Mixer):
         if self.queries is None:
             return
         groups = self.shape.heads // self.shape.key_heads
-        with torch.no_grad():
-            mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
-            for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
-                # A tensor shared by all heads has one entry on the head axis in both maps.
-                shared = tensor.shape == mine[name].shape
-                tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
+        mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
+        for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
+            # A tensor shared by all heads has one entry on the head axis in both maps.
+            shared = tensor.shape == mine[name].shape
+            tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
 
     @property
     def learnable(self) -> bool:
+        """Whether stage one has parameters to train: those of the kernel, or log-scales."""
         return self.info.learnable or self.key_scale is not None
 
     def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
@@ -176,9 +175,7 @@ class FeatureMapMixer(Mixer):
             phi, log_scale = MappedTokens.apply(spec, scale, x, *(getattr(spec, name) for name in MAP_WEIGHTS))
         else:
             x = x.float() if scale == 1.0 else x.float() * scale
-            own: Callable[..., Features] = map
-            if not map.symmetric:
-                own = map.forward_queries if queries else map.forward_keys
+            own = map.forward_queries if queries else map.forward_keys
             phi, log_scale = own(x, positions)
         if groups > 1:
             phi = phi.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)

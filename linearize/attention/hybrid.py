@@ -50,12 +50,11 @@ class LogScale(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start at zero; the hidden units are random, but their output weights are zero."""
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.zero_()
-            if self.hidden is not None:
-                drawn = torch.randn(self.hidden.shape, generator=generator)
-                self.hidden.copy_(drawn * self.hidden.shape[-1] ** -0.5)
+        for parameter in self.parameters():
+            parameter.zero_()
+        if self.hidden is not None:
+            drawn = torch.randn(self.hidden.shape, generator=generator)
+            self.hidden.copy_(drawn * self.hidden.shape[-1] ** -0.5)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -130,8 +129,8 @@ class SoftmaxHeads:
         q, keys, values = call.q[:, self.heads], k[:, self.key_of], v[:, self.key_of]
         # Under autocast, rotary positions leave queries and keys in fp32; softmax's own layer computes in v's type.
         q, keys = q.to(values.dtype), keys.to(values.dtype)
-        visible = visible_keys(q, keys, None if mask is None else mask[:, None, None].bool(), causal=self.causal)
-        causal = self.causal and visible is None and q.shape[2] > 1
+        real = None if mask is None else mask[:, None, None].bool()
+        visible, causal = visible_keys(q, keys, real, causal=self.causal)
         out = F.scaled_dot_product_attention(q, keys, values, visible, is_causal=causal, scale=call.scaling)
         if mask is None or not call.needs_state:
             return out, {}
@@ -140,6 +139,6 @@ class SoftmaxHeads:
     def weights(self, q: Tensor, k: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
         """Return the heads' weights [B, n, T, S] in fp32; the queries are the last T of the S tokens."""
         q, k = q[:, self.heads].float(), k[:, self.key_heads][:, self.key_of].float()
-        visible = visible_keys(q, k, None if mask is None else mask[:, None, None].bool(), causal=self.causal)
-        causal = self.causal and visible is None and q.shape[2] > 1
+        real = None if mask is None else mask[:, None, None].bool()
+        visible, causal = visible_keys(q, k, real, causal=self.causal)
         return softmax_weights(q, k, visible, scaling=scaling, causal=causal)

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
-from linearize.attention.masks import key_padding, softmax_weights, visible_keys
+from linearize.attention.masks import key_padding, past_keys, softmax_weights, visible_keys
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.core.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -210,19 +210,19 @@ def softmax_forward(
     if mask is not None and mask.shape[2] == 1:
         mask = mask[..., -key.shape[2] :]
     # A mask with a row per query already contains the causal structure.
-    if mask is None or mask.shape[2] == 1:
-        # A single query is the last token and sees every key.
-        causal = causal and query.shape[2] > 1
-        if mask is None or mask.dtype == torch.bool or causal:
-            mask = visible_keys(query, key, mask, causal=causal)
-    causal = causal and mask is None
+    causal = causal and (mask is None or mask.shape[2] == 1)
+    if mask is not None and mask.dtype != torch.bool:
+        if causal:
+            mask = mask.masked_fill(~past_keys(query, key), torch.finfo(mask.dtype).min)
+        causal = False
+    elif mask is None or mask.shape[2] == 1:
+        mask, causal = visible_keys(query, key, mask, causal=causal)
     if any(kwargs.get(name) is not None for name in _ONLY_EAGER):
         files = (sys.modules.get(base.__module__) for base in type(module).__mro__)
         eager: Any = next(filter(callable, (getattr(file, "eager_attention_forward", None) for file in files)), None)
         if eager is not None:
             if causal:
-                past = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-                mask = past[None, None]
+                mask = past_keys(query, key)[None, None]
             out, weights = eager(module, query, key, value, _to_add(mask, query.dtype), scaling=scaling, **kwargs)
             return out, weights
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -243,10 +243,8 @@ def _to_add(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the model's caller wants attention weights, even if the host does not pass that on."""
-    if kwargs.get("output_attentions"):
-        return True
-    collected = _active_collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
+    collected = _active_collector.get() or ()
+    return bool(kwargs.get("output_attentions")) or any("attentions" in name for name in collected)
 
 
 def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +42,7 @@ class LinearAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        kernel: str,
-        arguments: Mapping[str, object],
-        shape: HeadShape,
-        hybrid: Hybrid | None = None,
+        self, kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid | None = None
     ) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape
@@ -104,26 +99,24 @@ class LinearAttention(nn.Module):
             missing = k.shape[2] - q.shape[2]
             padded = F.pad(q, (0, 0, missing, 0)) if missing else q
             return self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))[0][:, :, missing:]
-        if cache.is_croppable:
-            return self._mix_recorded(AttentionCall(q, k, v, scaling, key_padding_mask), cache)
-        out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, cache.state, True))
+        recorded = Recorded(k, v, real_tokens(k, key_padding_mask)) if cache.is_croppable else None
+        state = cache.state if recorded is None else self._record(cache, recorded, scaling)
+        out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, state, True))
         cache.store(after)
         return out
 
-    def _mix_recorded(self, call: AttentionCall, cache: LinearStateLayer) -> Tensor:
-        """Mix the tokens of a call after those of a cache that can be cropped."""
+    def _record(self, cache: LinearStateLayer, tokens: Recorded, scaling: float) -> MixerState | None:
+        """Record the tokens of a call in a cache that can be cropped; return the state before them."""
 
         def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
             q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
-            folded = AttentionCall(q, tokens.k, tokens.v, call.scaling, tokens.mask, None, copied(state), True)
+            folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, copied(state), True)
             after: MixerState = self.mixer(folded)[1]
             return after
 
         state = cache.before(fold)
-        cache.record(Recorded(call.k, call.v, real_tokens(call.k, call.key_padding_mask)), state, fold)
-        out, after = self.mixer(replace(call, state=state, needs_state=True))
-        cache.store(after)
-        return out
+        cache.record(tokens, state, fold)
+        return state
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

@@ -49,8 +49,14 @@ def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
     return real if bool(same.all()) else None
 
 
-def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> Tensor | None:
-    """Return the mask of visible keys for SDPA; None if SDPA's own `is_causal` flag is enough.
+def past_keys(q: Tensor, k: Tensor) -> Tensor:
+    """Return [T, S] bool, true at keys up to each query's position; q [B, H, T, D] are the last T of k's S tokens."""
+    tokens, keys = q.shape[2], k.shape[2]
+    return torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
+
+
+def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> tuple[Tensor | None, bool]:
+    """Return the mask of visible keys and the flag `is_causal` for SDPA, which takes only one of the two.
 
     Args:
         q: [B, H, T, D], the last T of the S tokens.
@@ -59,20 +65,20 @@ def visible_keys(q: Tensor, k: Tensor, real: Tensor | None, *, causal: bool) -> 
         causal: whether a query sees only keys up to its own position.
 
     Returns:
-        [B or 1, 1, T or 1, S] bool. Every query sees at least one key, because softmax over no keys is NaN.
+        [B or 1, 1, T or 1, S] bool, or None. Every query sees at least one key: softmax over no keys is NaN.
     """
     tokens, keys = q.shape[2], k.shape[2]
-    causal = causal and tokens > 1
-    if not causal:
+    # A single query is the last token and sees every key.
+    if not causal or tokens == 1:
         # In a row that is all padding, every key is visible.
-        return None if real is None else real | ~real.any(dim=-1, keepdim=True)
+        return None if real is None else real | ~real.any(dim=-1, keepdim=True), False
     if real is None and tokens == keys:
-        return None
-    past = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril(keys - tokens)
+        return None, True
+    past = past_keys(q, k)
     if real is None:
-        return past[None, None]
+        return past[None, None], False
     # A left-padded query sees itself.
-    return past & real | past & ~past.tril(keys - tokens - 1)
+    return past & real | past & ~past.tril(keys - tokens - 1), False
 
 
 def softmax_weights(query: Tensor, key: Tensor, mask: Tensor | None, *, scaling: float, causal: bool) -> Tensor:

@@ -95,12 +95,14 @@ class BlockMixer(Mixer):
         build: Any = info.build
         self.blocks = Blocks(config.block, shape.causal, build.softmax)
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Fill the parameters of the output module; nothing is random."""
         if self.output is not None:
             self.output.reset_parameters()
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Mix -> [B, H, T, V], as `Mixer.forward` does; the state is the tokens of the last block."""
         mixed, after = block_attention(
             call.q,
             call.k,
@@ -113,4 +115,5 @@ class BlockMixer(Mixer):
         return self.apply_output(mixed).to(call.v.dtype), after._asdict() if call.needs_state else None
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return the weights [B, H, T, S] as `Mixer.weights` does."""
         return block_weights(q, k, self.blocks, scaling=scaling, key_padding_mask=key_padding_mask)

@@ -104,13 +104,17 @@ def redirect(host: nn.Module) -> None:
 Form = Callable[..., Tensor]
 
 
+def _attend(host: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend from q [B, H, T, D] to k [B, H, T, D] and v [B, H, T, V], and project the result: [B, T, C]."""
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=host.attn_drop.p if host.training else 0.0)
+    return host.proj_drop(host.proj(out.transpose(1, 2).flatten(2)))
+
+
 def _tnt(host: Any, x: Tensor) -> Tensor:
     """TNT's attention, inside patches and between them: x [B, T, C] -> [B, T, C]."""
     batch, length, _ = x.shape
     q, k = host.qk(x).reshape(batch, length, 2, host.num_heads, host.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    v = host.v(x).reshape(batch, length, host.num_heads, -1).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=host.attn_drop.p if host.training else 0.0)
-    return host.proj_drop(host.proj(out.transpose(1, 2).reshape(batch, length, -1)))
+    return _attend(host, q, k, host.v(x).reshape(batch, length, host.num_heads, -1).transpose(1, 2))
 
 
 def _shvit(host: Any, x: Tensor) -> Tensor:
@@ -125,10 +129,8 @@ def _shvit(host: Any, x: Tensor) -> Tensor:
 
 def _convit(host: Any, x: Tensor) -> Tensor:
     """ConViT's attention without gated positions, in its last layers: x [B, T, C] -> [B, T, C]."""
-    batch, length, channels = x.shape
-    q, k, v = host.qkv(x).reshape(batch, length, 3, host.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=host.attn_drop.p if host.training else 0.0)
-    return host.proj_drop(host.proj(out.transpose(1, 2).reshape(batch, length, channels)))
+    q, k, v = host.qkv(x).reshape(*x.shape[:2], 3, host.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    return _attend(host, q, k, v)
 
 
 _FORMS: dict[tuple[str, str], Form] = {

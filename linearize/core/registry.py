@@ -60,11 +60,11 @@ class KernelInfo:
         config: frozen dataclass of the arguments, declared with `option`.
         build: class of the map or mixer (`linearize.kernels.base`); None for presets.
         feature_dim: (config, head_dim) -> F, None for mixers without a feature map.
+        positive: whether weights can never be negative, or (config) -> bool if that depends on the arguments. Read it
+            through `is_positive`.
         parameters: (config, head_dim) -> learnable numbers of one map of one head.
         parameters_formula: that number, in words.
         learnable: whether stage one has parameters to train.
-        positive: whether weights can never be negative, or (config) -> bool if that depends on the arguments. Read it
-            through `is_positive`.
         normalized: whether weights sum to one.
         random: whether random numbers are drawn at conversion (saved in buffers).
         estimates: for random features, the kernel that phi(x) . phi(y) estimates, as a function of x . y.
@@ -94,10 +94,10 @@ class KernelInfo:
     config: type
     build: type | None
     feature_dim: Callable[[Any, int], int] | None
-    parameters: Callable[[Any, int], int]
-    parameters_formula: str
-    learnable: bool
     positive: bool | Callable[[Any], bool]
+    parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
+    parameters_formula: str = "0"
+    learnable: bool = False
     normalized: bool = True
     random: bool = False
     positional: bool = False

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from linearize.core.registry import StageOne, option
 from linearize.kernels.base import FeatureMap, floor_option, orthonormal, project
-from linearize.ops.state import is_tracing
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,10 @@ class SpectralConfig:
     )
     tied: bool = option(True, "whether queries and keys share one map")
     floor: float = floor_option(0.2)
-
     magnitude: bool = option(
         True, "whether the positive form learns the total attention of each key; no effect in the other forms"
     )
+    form: str = "positive"
 
     def count(self, head_dim: int) -> int:
         """Return n for a head size."""
@@ -38,8 +37,8 @@ class SpectralConfig:
 
     @property
     def positive(self) -> bool:
-        """Whether weights can never be negative."""
-        raise NotImplementedError
+        """Whether weights can never be negative; in the squared form they cannot be either, up to rounding."""
+        return self.form == "positive"
 
     @property
     def has_magnitude(self) -> bool:
@@ -65,18 +64,12 @@ class SpectralMap(FeatureMap):
         self.tau = self.add_parameter() if norm else None
         self.m = self.add_parameter(head_dim) if config.has_magnitude else None
 
-    def reset_tau(self) -> None:
-        """Start at softmax's own width: exp(x . y) = exp(|x|^2 / 2) exp(-|x - y|^2 / 2) exp(|y|^2 / 2)."""
-        if self.tau is None:
-            return
-        with torch.no_grad():
+    def reset_factors(self) -> None:
+        """Start h at softmax's width, exp(x . y) = exp(|x|^2 / 2) exp(-|x - y|^2 / 2) exp(|y|^2 / 2), and r at 1."""
+        if self.tau is not None:
             self.tau.fill_(math.log(2.0))
-
-    def reset_magnitude(self) -> None:
-        """Start at zero, where the magnitude has no effect."""
         if self.m is not None:
-            with torch.no_grad():
-                self.m.zero_()
+            self.m.zero_()
 
     def times_magnitude(self, envelope: Tensor, x: Tensor) -> Tensor:
         """Return the envelope [B, H, T, n] times r(x) = exp(4 tanh(m . x / 4)), between e^-4 and e^4."""
@@ -110,11 +103,4 @@ def halves(angle: Tensor, envelope: Tensor) -> Tensor:
 
 def waves(angle: Tensor, envelope: Tensor) -> Tensor:
     """Return [cos angle * envelope ; sin angle * envelope]: [..., n] each -> [..., 2 n]."""
-    if torch.is_grad_enabled() or is_tracing():
-        return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)
-    # The same without the copy of `cat`.
-    n = angle.shape[-1]
-    phi = angle.new_empty(*angle.shape[:-1], 2 * n)
-    torch.mul(angle.cos(), envelope, out=phi[..., :n])
-    torch.mul(angle.sin(), envelope, out=phi[..., n:])
-    return phi
+    return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)

@@ -13,7 +13,6 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
-from linearize.kernels.base import FixedMap, NoArguments, Output
+from linearize.kernels.base import FixedMap, Kernel, NoArguments, Output
 
 URL = "https://arxiv.org/abs/2210.10340"
 PAPER = "Qin et al. 2022 (TransNormer)"
@@ -44,24 +43,27 @@ class RmsNorm(Output):
 
     def reset_parameters(self) -> None:
         """Start with a gain of 1."""
-        with torch.no_grad():
-            self.gain.fill_(1.0)
+        self.gain.fill_(1.0)
 
     def forward(self, mixed: Tensor) -> Tensor:
         """Normalise the sums [B, H, T, V]."""
         return mixed * torch.rsqrt(mixed.square().mean(dim=-1, keepdim=True) + EPS) * self.gain.float()[:, None]
 
 
-class NormMap(FixedMap):
-    """Base of the NormAttention maps, which have no denominator. Inputs are unscaled."""
-
-    scale_inputs = False
-    normalize = False
+class Normed(Kernel):
+    """Mixin of the kernels with this norm; it comes first in the method resolution order."""
 
     @classmethod
     def output(cls, config: Any, heads: int, value_dim: int) -> RmsNorm:
         """Return the norm."""
         return RmsNorm(heads, value_dim)
+
+
+class NormMap(Normed, FixedMap):
+    """Base of the NormAttention maps, which have no denominator. Inputs are unscaled."""
+
+    scale_inputs = False
+    normalize = False
 
 
 def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) -> None:
@@ -77,7 +79,6 @@ def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) 
             config=NoArguments,
             build=build,
             feature_dim=lambda config, d: d,
-            parameters=lambda config, d: 0,
             output_parameters=lambda config, v: v,
             parameters_formula="V",
             learnable=True,
@@ -88,19 +89,15 @@ def register_norm(name: str, build: type[NormMap], phi: str, *, positive: bool) 
     )
 
 
-def layer_plan(diag: str, norm: str) -> Callable[[Any, int], list[tuple[str, dict[str, object]]]]:
-    """Return the preset: DiagAttention in the first half of the layers (rounded down), NormAttention in the others."""
+def register_preset(name: str, diag: str, norm: str, *, parameters_formula: str, positive: bool) -> None:
+    """Register one of the two layer plans."""
 
     def preset(config: BlockConfig, layers: int) -> list[tuple[str, dict[str, object]]]:
+        """Return `diag` for the first half of the layers (rounded down), and `norm` for the others."""
         first = layers // 2
         diagonal: dict[str, object] = {"block": config.block}
         return [(diag, diagonal)] * first + [(norm, {})] * (layers - first)
 
-    return preset
-
-
-def register_preset(name: str, diag: str, norm: str, *, parameters_formula: str, positive: bool) -> None:
-    """Register one of the two layer plans."""
     register_kernel(
         KernelInfo(
             name=name,
@@ -111,9 +108,8 @@ def register_preset(name: str, diag: str, norm: str, *, parameters_formula: str,
             url=URL,
             config=BlockConfig,
             build=None,
-            preset=layer_plan(diag, norm),
+            preset=preset,
             feature_dim=None,
-            parameters=lambda config, d: 0,
             parameters_formula=parameters_formula,
             learnable=True,
             positive=positive,

@@ -65,7 +65,7 @@ class Output(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def reset_parameters(self) -> None:
-        """Fill the parameters."""
+        """Fill the parameters; called without gradients."""
 
     @abc.abstractmethod
     def forward(self, mixed: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Inputs(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def reset_parameters(self) -> None:
-        """Fill parameters and buffers."""
+        """Fill parameters and buffers; called without gradients."""
 
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,10 @@ class FeatureMap(nn.Module, Kernel, abc.ABC):
 
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fill parameters and random buffers. Draw only from `generator` (on the CPU): one seed gives one kernel."""
+        """Fill parameters and random buffers; called without gradients.
+
+        Draw only from `generator` (on the CPU): one seed gives one kernel.
+        """
 
     @abc.abstractmethod
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
@@ -176,10 +179,7 @@ class FixedMap(FeatureMap):
 def floor_option(default: float) -> Any:
     """Declare the argument `floor` of a map with signed weights."""
     return option(
-        default,
-        "c: denominators are at least c |phi(q)| . sum |phi(k)|, if weights can be negative",
-        low=0.0,
-        high=1.0,
+        default, "c: denominators are at least c |phi(q)| . sum |phi(k)|, if weights can be negative", low=0.0, high=1.0
     )
 
 

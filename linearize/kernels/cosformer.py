@@ -52,6 +52,7 @@ class Cosformer(FixedMap):
         self.limit = config.max_positions
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         if positions is None:
             positions = torch.arange(x.shape[2], device=x.device)[None]
         angle = (positions.float().clamp(max=self.limit) * (math.pi / (2 * self.limit)))[:, None, :, None]
@@ -70,9 +71,6 @@ register_kernel(
         config=CosformerConfig,
         build=Cosformer,
         feature_dim=lambda config, d: 2 * d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
         positional=True,
         maximum_positions=True,

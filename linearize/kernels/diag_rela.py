@@ -12,22 +12,15 @@ Differs from the paper: ReLA's gate, which reads the layer's input, is left out.
 
 from __future__ import annotations
 
-from typing import Any
-
 from linearize.core.registry import KernelInfo, StageOne, register_kernel
-from linearize.kernels._transnormer import PAPER, URL, BlockConfig, RmsNorm
+from linearize.kernels._transnormer import PAPER, URL, BlockConfig, Normed
 from linearize.kernels.base import BlockKernel
 
 
-class DiagRela(BlockKernel):
+class DiagRela(Normed, BlockKernel):
     """ReLU of the scores inside blocks, followed by a norm."""
 
     softmax = False
-
-    @classmethod
-    def output(cls, config: Any, heads: int, value_dim: int) -> RmsNorm:
-        """Return the norm."""
-        return RmsNorm(heads, value_dim)
 
 
 register_kernel(
@@ -41,7 +34,6 @@ register_kernel(
         config=BlockConfig,
         build=DiagRela,
         feature_dim=None,
-        parameters=lambda config, d: 0,
         output_parameters=lambda config, v: v,
         parameters_formula="V",
         learnable=True,

@@ -18,8 +18,6 @@ from linearize.kernels.base import BlockKernel
 class DiagSoftmax(BlockKernel):
     """Softmax of the scores inside blocks."""
 
-    softmax = True
-
 
 register_kernel(
     KernelInfo(
@@ -32,9 +30,6 @@ register_kernel(
         config=BlockConfig,
         build=DiagSoftmax,
         feature_dim=None,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
     )
 )

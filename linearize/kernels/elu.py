@@ -22,6 +22,7 @@ class Elu(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features(one_plus_elu(x))
 
 
@@ -41,9 +42,6 @@ register_kernel(
         config=NoArguments,
         build=Elu,
         feature_dim=lambda config, d: d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
     )
 )

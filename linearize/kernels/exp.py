@@ -32,6 +32,7 @@ class Exp(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         y = x * self.config.temperature
         largest = y.amax(dim=-1, keepdim=True)
         return Features(torch.exp(y - largest), largest[..., 0])
@@ -48,9 +49,6 @@ register_kernel(
         config=ExpConfig,
         build=Exp,
         feature_dim=lambda config, d: d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
     )
 )

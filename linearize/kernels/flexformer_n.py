@@ -65,11 +65,6 @@ class FlexformerNConfig(SpectralConfig):
         "positive", "never negative, the paper's pairs, or damped frequencies", choices=("positive", "paper", "damped")
     )
 
-    @property
-    def positive(self) -> bool:
-        """Whether weights can never be negative."""
-        return self.form == "positive"
-
     def parameters(self, head_dim: int) -> int:
         """Return the learnable numbers of a head."""
         rows = 2 * self.count(head_dim) + self.has_magnitude
@@ -92,19 +87,18 @@ class FlexformerN(SpectralMap):
         scale = self.config.deviation(0.05 if positive else 0.2)
         draw_normal(self.a, generator, scale)
         draw_normal(self.b, generator, 0.1 * scale)
-        self.reset_tau()
-        self.reset_magnitude()
-        with torch.no_grad():
-            if positive:
-                self.b.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
-            elif self.config.form == "damped":
-                # The inputs of this form are usually scaled by d^-1/4; those of hedgehog are not.
-                eye = torch.eye(self.head_dim) * self.head_dim**0.25
-                rows = torch.cat([eye, -eye])[: self.n]
-                self.a.mul_(0.25)
-                self.b[:, : len(rows)] = rows.to(self.b)
+        self.reset_factors()
+        if positive:
+            self.b.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
+        elif self.config.form == "damped":
+            # The inputs of this form are usually scaled by d^-1/4; those of hedgehog are not.
+            eye = torch.eye(self.head_dim) * self.head_dim**0.25
+            rows = torch.cat([eye, -eye])[: self.n]
+            self.a.mul_(0.25)
+            self.b[:, : len(rows)] = rows.to(self.b)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         angle, envelope = project(x, self.a), project(x, self.b)
         if self.config.form == "paper":
             return Features(waves(angle, envelope.cos() * self.n**-0.5), self.log_norm(x))
@@ -112,6 +106,7 @@ class FlexformerN(SpectralMap):
         return Features(halves(angle, envelope) if self.config.positive else waves(angle, envelope))
 
     def map_spec(self) -> MapSpec:
+        """Describe the map for the native op."""
         if self.config.positive:
             return MapSpec("positive_waves", self.a, self.b, magnitude=self.m)
         if self.config.form == "damped":

@@ -59,11 +59,6 @@ class FlexformerSConfig(SpectralConfig):
         choices=("positive", "paper", "squared"),
     )
 
-    @property
-    def positive(self) -> bool:
-        """Whether weights can never be negative; in the squared form, up to rounding."""
-        return self.form == "positive"
-
     def count(self, head_dim: int) -> int:
         """Return n for a head size."""
         if self.frequencies is not None or self.form != "squared":
@@ -93,16 +88,15 @@ class FlexformerS(SpectralMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the frequencies from the scaled-down Gaussian density, or orthonormal directions."""
-        self.reset_tau()
-        self.reset_magnitude()
+        self.reset_factors()
         if self.stretch is None:
             draw_normal(self.weight, generator, self.config.deviation(0.2))
             return
-        with torch.no_grad():
-            self.weight.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
-            self.stretch.fill_(self.config.deviation(0.05))
+        self.weight.copy_(signed_directions(self.heads, self.n, self.head_dim, generator))
+        self.stretch.fill_(self.config.deviation(0.05))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         y = project(x, self.weight)
         if self.stretch is not None:
             envelope = self.times_magnitude(y.softmax(dim=-1), x)
@@ -111,6 +105,7 @@ class FlexformerS(SpectralMap):
         return Features(phi if self.config.form == "paper" else _products(phi), self.log_norm(x))
 
     def map_spec(self) -> MapSpec | None:
+        """Describe the map for the native op; None if it lacks this form."""
         if self.config.form != "paper":
             return None
         return MapSpec("waves", self.weight, tau=self.tau, amplitude=self.n**-0.5, scaled=True)

@@ -60,15 +60,15 @@ class Hedgehog(FeatureMap):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start at the identity: the untrained map is the activation of [x ; -x] and of random rotations of it."""
         heads, rows, size = self.weight.shape
-        with torch.no_grad():
-            self.weight[:, :size].copy_(torch.eye(rows, size)[:size])
-            if rows > size:
-                self.weight[:, size:].copy_(orthonormal(heads, rows - size, size, generator))
-            self.weight.mul_(self.config.start)
-            if self.bias is not None:
-                self.bias.zero_()
+        self.weight[:, :size].copy_(torch.eye(rows, size)[:size])
+        if rows > size:
+            self.weight[:, size:].copy_(orthonormal(heads, rows - size, size, generator))
+        self.weight.mul_(self.config.start)
+        if self.bias is not None:
+            self.bias.zero_()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         y = project(x, self.weight)
         if self.bias is not None:
             y = y + self.bias.float()[:, None]
@@ -79,6 +79,7 @@ class Hedgehog(FeatureMap):
         return Features(torch.exp(both - largest), largest[..., 0])
 
     def map_spec(self) -> MapSpec:
+        """Describe the map for the native op."""
         stable = self.config.activation == "softmax"
         return MapSpec("softmax_both" if stable else "exp_both", self.weight, bias=self.bias, scaled=not stable)
 

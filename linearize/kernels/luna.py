@@ -19,7 +19,6 @@ function as the MLP, without its 64 times larger intermediate. The native op doe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,12 +47,8 @@ class LunaConfig:
         return self.projections * (head_dim + 1) + mlp + self.channels + gate
 
 
-class Segments(NamedTuple):
-    """Piecewise linear functions: knots [sets, L, hidden]; slopes and intercepts [sets, L, hidden + 1]."""
-
-    knots: Tensor
-    slopes: Tensor
-    intercepts: Tensor
+Segments = tuple[Tensor, Tensor, Tensor]
+"""Piecewise linear functions: knots [sets, L, hidden]; slopes and intercepts [sets, L, hidden + 1]."""
 
 
 class Luna(FeatureMap):
@@ -80,14 +75,14 @@ class Luna(FeatureMap):
         draw_uniform(self.slope, generator, 1.0)
         draw_uniform(self.offset, generator, 1.0)
         draw_uniform(self.out_weight, generator, self.config.hidden**-0.5)
-        with torch.no_grad():
-            self.bias.zero_()
-            self.out_bias.fill_(0.5)
+        self.bias.zero_()
+        self.out_bias.fill_(0.5)
         if self.gate is not None and self.gate_bias is not None:
             draw_uniform(self.gate, generator, self.head_dim**-0.5)
             draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         u = project(x, self.weight) + self.bias.float()[:, None]
         psi = self._psi(u) * self.config.projections**-0.5
         if self.gate is not None and self.gate_bias is not None:
@@ -95,6 +90,7 @@ class Luna(FeatureMap):
         return Features(psi.flatten(-2))
 
     def map_spec(self) -> MapSpec | None:
+        """Describe the map for the native op; None if it lacks this form."""
         if self.gate is not None:
             return None
         shape = (self.heads, self.config.channels, self.config.hidden)
@@ -143,7 +139,7 @@ class Luna(FeatureMap):
 
         # A NaN unit belongs to every segment, wherever sorting put its knot.
         odd = ((s + t + v).detach() * 0.0).sum(dim=-1, keepdim=True)
-        return Segments(knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None])
+        return knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None]
 
 
 register_kernel(

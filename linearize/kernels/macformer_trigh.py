@@ -11,20 +11,14 @@ The function is exp(z), so this is `macformer_exp` under its second name in the 
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from linearize.kernels._macformer import Macformer, register_macformer
+from linearize.kernels._macformer import register_macformer
+from linearize.kernels.macformer_exp import MacformerExp
 
 
-class MacformerTrigh(Macformer):
+class MacformerTrigh(MacformerExp):
     """Features of sinh(z) + cosh(z)."""
-
-    @staticmethod
-    def series(n: int) -> float:
-        """Return a_N = 1 / N!."""
-        return 1.0 / math.factorial(n)
 
 
 register_macformer(

@@ -26,9 +26,11 @@ class Nothing(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features(x.new_zeros(*x.shape[:-1], 1))
 
     def map_spec(self) -> MapSpec:
+        """Describe the map for the native op."""
         return nothing(self.heads, self.head_dim)
 
 
@@ -43,9 +45,6 @@ register_kernel(
         config=NoArguments,
         build=Nothing,
         feature_dim=lambda config, d: 1,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
         needs_window=True,
     )

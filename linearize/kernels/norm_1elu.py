@@ -21,6 +21,7 @@ class Norm1Elu(NormMap):
     """Map [B, H, T, D] -> [B, H, T, D], positive."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features(one_plus_elu(x))
 
 

@@ -21,6 +21,7 @@ class NormElu(NormMap):
     """Map [B, H, T, D] -> [B, H, T, D], signed."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features(F.elu(x))
 
 

@@ -48,10 +48,10 @@ class Performer(FeatureMap):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the directions."""
         draw = orthogonal_normal if self.config.orthogonal else torch.randn
-        with torch.no_grad():
-            self.weight.copy_(draw(self.heads, self.m, self.head_dim, generator=generator))
+        self.weight.copy_(draw(self.heads, self.m, self.head_dim, generator=generator))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         exponent = project(x, self.weight) - 0.5 * x.square().sum(dim=-1, keepdim=True)
         largest = exponent.amax(dim=-1, keepdim=True)
         return Features(torch.exp(exponent - largest) * self.m**-0.5, largest[..., 0])
@@ -75,9 +75,6 @@ register_kernel(
         config=PerformerConfig,
         build=Performer,
         feature_dim=lambda config, d: config.count(d),
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
         random=True,
         estimates=torch.exp,

@@ -48,10 +48,9 @@ class Polaformer(FeatureMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start with the middle power and mostly same-sign weights; nothing is random."""
-        with torch.no_grad():
-            self.power.zero_()
-            self.same.fill_(math.log(math.expm1(1.0)))
-            self.opposite.fill_(math.log(math.expm1(0.1)))
+        self.power.zero_()
+        self.same.fill_(math.log(math.expm1(1.0)))
+        self.opposite.fill_(math.log(math.expm1(0.1)))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """Map keys; see the module's formula."""

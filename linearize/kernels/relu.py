@@ -22,6 +22,7 @@ class Relu(FixedMap):
     scale_inputs = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features(x.relu())
 
 
@@ -36,9 +37,6 @@ register_kernel(
         config=NoArguments,
         build=Relu,
         feature_dim=lambda config, d: d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
     )
 )

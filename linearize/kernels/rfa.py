@@ -51,6 +51,7 @@ class Rfa(FeatureMap):
         draw_normal(self.weight, generator)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         angle = project(x, self.weight)
         phi = torch.cat([angle.cos(), angle.sin()], dim=-1) * self.n**-0.5
         return Features(phi, 0.5 * x.square().sum(dim=-1))
@@ -67,9 +68,6 @@ register_kernel(
         config=RfaConfig,
         build=Rfa,
         feature_dim=lambda config, d: 2 * config.count(d),
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=False,
         random=True,
         estimates=torch.exp,

@@ -47,13 +47,14 @@ class T2r(FeatureMap):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw W and set b to zero."""
         draw_normal(self.weight, generator, self.head_dim**-0.5)
-        with torch.no_grad():
-            self.bias.zero_()
+        self.bias.zero_()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         return Features((project(x, self.weight) + self.bias.float()[:, None]).relu())
 
     def map_spec(self) -> MapSpec:
+        """Describe the map for the native op."""
         return MapSpec("relu", self.weight, bias=self.bias)
 
 

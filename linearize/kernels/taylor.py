@@ -23,6 +23,7 @@ class Taylor(FixedMap):
     """Map [B, H, T, D] -> [B, H, T, 1 + D + D^2]."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
+        """Map queries or keys by the formula of the module."""
         squares = (x[..., :, None] * x[..., None, :]).flatten(-2) * 0.5**0.5
         return Features(torch.cat([torch.ones_like(x[..., :1]), x, squares], dim=-1))
 
@@ -38,9 +39,6 @@ register_kernel(
         config=NoArguments,
         build=Taylor,
         feature_dim=lambda config, d: 1 + d + d * d,
-        parameters=lambda config, d: 0,
-        parameters_formula="0",
-        learnable=False,
         positive=True,
         max_head_dim=128,
     )

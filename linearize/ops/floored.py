@@ -10,7 +10,6 @@ The op can stream: its state [B, K, F, V + 2] has one more column, for sum_j |ph
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -19,21 +18,8 @@ from torch import Tensor
 from linearize.ops.state import EPS, LinearOp, LinearOptions, State, held, with_ones
 
 
-@dataclass(frozen=True)
-class Floor:
-    """How small a row's sum may be.
-
-    Attributes:
-        share: c, between 0 and 1.
-        eps: smallest magnitude of the sum, whatever c is.
-    """
-
-    share: float
-    eps: float = EPS
-
-
 def floored_attention(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, floor: Floor, *, op: LinearOp, **options: Unpack[LinearOptions]
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, floor: float, *, op: LinearOp, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, State]:
     """Attend with the floor described above; results as in `linearize.ops.causal_attention`.
 
@@ -41,7 +27,7 @@ def floored_attention(
         phi_q: [B, H, T, F].
         phi_k: [B, K, T, F], K divides H.
         v: [B, K, T, V].
-        floor: the smallest denominators.
+        floor: c, between 0 and 1.
         op: sums up the weighted values, bidirectionally or causally.
         **options: the fields of `linearize.ops.state.Options`; an `initial_state` must come from this op.
     """
@@ -56,5 +42,5 @@ def floored_attention(
     sizes["log_scale"] = None if scale is None else scale.detach()
     ones = v.new_ones(*v.shape[:3], 1, dtype=torch.float32)
     most, absolute = op(phi_q.detach().float().abs(), phi_k.detach().float().abs(), ones, **sizes)
-    out = mixed[..., :-1] / held(mixed[..., -1:], (floor.share * most).clamp(min=floor.eps))
+    out = mixed[..., :-1] / held(mixed[..., -1:], (floor * most).clamp(min=options.get("eps", EPS)))
     return out.to(v.dtype), State(torch.cat([after.kv, absolute.kv], dim=-1), after.log_scale)

@@ -20,18 +20,7 @@ from torch import Tensor
 
 from linearize.ops.causal import causal_sums
 from linearize.ops.state import FLOOR, Options, State, empty_state, group_queries, take, with_ones, without_padding
-from linearize.ops.window_parts import (
-    Columns,
-    Keys,
-    Mapped,
-    Part,
-    Window,
-    WindowState,
-    collect,
-    pick,
-    places_of,
-    ranks,
-)
+from linearize.ops.window_parts import Columns, Keys, Mapped, Part, Window, WindowState, collect, pick, places_of, ranks
 
 
 class Contest(NamedTuple):

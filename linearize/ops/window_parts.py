@@ -62,6 +62,7 @@ class Mapped(NamedTuple):
     log_scale: Tensor | None = None
 
     def taken(self, order: Tensor) -> Mapped:
+        """Return the tokens `order` [B, N]."""
         return Mapped(take(self.x, order), take(self.phi, order), take(self.scale(), order))
 
     def scale(self) -> Tensor:
@@ -128,9 +129,11 @@ class Keys(NamedTuple):
     mask: Tensor
 
     def part(self, tokens: slice) -> Keys:
+        """Return some of the tokens."""
         return self._each(lambda x: x[:, :, tokens], self.mask[:, tokens])
 
     def then(self, other: Keys) -> Keys:
+        """Return these tokens followed by others."""
         k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
         return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
 
@@ -139,9 +142,11 @@ class Keys(NamedTuple):
         return self._each(lambda x: pick(x, tokens), mask)
 
     def taken(self, order: Tensor) -> Keys:
+        """Return the tokens `order` [B, N]."""
         return self._each(lambda x: take(x, order), self.mask.gather(1, order))
 
     def padded(self, before: int) -> Keys:
+        """Return these tokens after `before` empty places."""
         ends = (before, 0)
         return self._each(lambda x: F.pad(x, ends if x.ndim == 3 else (0, 0, *ends)), F.pad(self.mask, ends))
 
@@ -223,13 +228,13 @@ def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding
     Returns:
         Weights [B, H, T, S] in fp32, rows summing to one; the queries are the last T of the S tokens.
     """
-    (q, phi_q, query_log_scale), (k, phi_k, log_scale) = queries, keys
+    q, phi_q, k, phi_k = queries.x, queries.phi, keys.x, keys.phi
     groups = q.shape[1] // k.shape[1]
     rows, columns = q.shape[2], k.shape[2]
     real = real_tokens(k, key_padding_mask)
     k, phi_k = (without_padding(x, key_padding_mask) for x in (k, phi_k))
     q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -rows:])
-    log_scale = None if log_scale is None else log_scale.float().masked_fill(~real[:, None], 0.0)
+    scale = keys.scale().masked_fill(~real[:, None], 0.0)
     place = real.long().cumsum(dim=-1)
     distance = place[:, -rows:, None] - place[:, None, :]
     near = window.holds(distance)
@@ -239,17 +244,12 @@ def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding
     candidates = (visible & ~sinks & (~near if window.causal else torch.ones_like(near)))[:, None]
     near, visible = (near | sinks)[:, None], visible[:, None]
     if window.exact_keys:
-        priority = k.new_zeros(k.shape[:3]) if log_scale is None else log_scale.detach()
         form = (-1, k.shape[1], rows, -1)
-        kept = strongest(priority[:, :, None].expand(form), candidates.expand(form), window.exact_keys)
+        kept = strongest(scale[:, :, None].expand(form), candidates.expand(form), window.exact_keys)
         near = near | kept.repeat_interleave(groups, dim=1)
     products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     scores = (q.float() * window.scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)
-    exponents = torch.zeros_like(scores)
-    if query_log_scale is not None:
-        exponents = exponents + query_log_scale.float()[..., None]
-    if log_scale is not None:
-        exponents = exponents + log_scale.float().repeat_interleave(groups, 1)[..., None, :]
+    exponents = queries.scale()[..., None] + scale.repeat_interleave(groups, 1)[..., None, :]
     factors = torch.where(near, torch.ones_like(products), products).masked_fill(~visible, 0.0)
     exponents = torch.where(near, scores, exponents)
     size = factors.detach().abs()

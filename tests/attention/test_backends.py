@@ -10,7 +10,7 @@ from rich.console import Console
 from support.kernel_cases import KERNELS, make_inputs, make_mixer
 
 from linearize.attention.backends import choose as choosing
-from linearize.attention.backends.causal import CAUSAL_OPS, causal_op
+from linearize.attention.backends.causal import NATIVE_OP, PYTORCH_OP, why_not_native
 from linearize.attention.backends.choose import BACKENDS, choose, explain
 from linearize.attention.call import AttentionCall
 from linearize.cli.native import explain_layers
@@ -37,7 +37,8 @@ def name_of(mixer, one_call):
     backend = choose(mixer, one_call)
     if not backend.uses_op:
         return backend.name
-    op = causal_op(one_call.k, one_call.v, normalize=mixer.divides).name if mixer.shape.causal else "pytorch"
+    native = mixer.shape.causal and not why_not_native(one_call.k, normalize=mixer.divides)
+    op = NATIVE_OP if native else PYTORCH_OP
     return f"{backend.name}, {op}"
 
 
@@ -47,7 +48,7 @@ def chosen(mixer, *, grad, **more):
 
 
 def test_names_are_one_of_a_kind():
-    assert len({one.name for one in (*BACKENDS, *CAUSAL_OPS)}) == len(BACKENDS) + len(CAUSAL_OPS)
+    assert len({*(one.name for one in BACKENDS), NATIVE_OP, PYTORCH_OP}) == len(BACKENDS) + 2
 
 
 def test_in_pytorch():
@@ -118,9 +119,8 @@ def test_an_explanation_names_the_backend_that_runs(info):
     if info.feature_dim is None:
         assert [one.declined for one in found] == [()]
         return
-    backends, ops = (
-        [one.name for one in which] for which in (BACKENDS, CAUSAL_OPS if info.causal else CAUSAL_OPS[-1:])
-    )
+    backends = [one.name for one in BACKENDS]
+    ops = [NATIVE_OP, PYTORCH_OP] if info.causal else [PYTORCH_OP]
     for one in found:
         backend, _, op = one.backend.partition(", ")
         before = backends[: backends.index(backend)] + (ops[: ops.index(op)] if op else [])

@@ -16,10 +16,16 @@ from linearize.kernels.flexformer_s import FlexformerS
 DIM, HEADS = 6, 3
 
 
+def reset(kernel, generator=None):
+    """Draw a kernel's parameters, without gradients as its mixer does."""
+    with torch.no_grad():
+        kernel.reset_parameters(generator or torch.Generator().manual_seed(0))
+
+
 def make(name, **arguments):
     info = kernel_info(name)
     kernel = info.build(make_config(info, arguments), HEADS, DIM)
-    kernel.reset_parameters(torch.Generator().manual_seed(0))
+    reset(kernel)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in kernel.parameters():
@@ -93,7 +99,7 @@ def test_a_start_of_two_is_the_untrained_map_of_twice_the_input(activation):
         make("hedgehog", activation=activation, start=2.0),
     )
     for kernel in (usual, peaked):
-        kernel.reset_parameters(torch.Generator().manual_seed(0))
+        reset(kernel)
     torch.testing.assert_close(whole(peaked.forward_keys(x)), whole(usual.forward_keys(2 * x)))
 
 
@@ -102,7 +108,7 @@ def test_more_features_of_hedgehog_start_beside_the_usual_ones():
     wide, _ = make("hedgehog", features=6 * DIM)
     start = torch.Generator().manual_seed(0)
     for kernel in (usual, wide):
-        kernel.reset_parameters(start)
+        reset(kernel, start)
     assert wide.weight.shape == (HEADS, 3 * DIM, DIM)
     torch.testing.assert_close(wide.weight[:, :DIM], usual.weight, rtol=0, atol=0)
     for part in wide.weight[:, DIM:].split(DIM, dim=1):
@@ -180,7 +186,7 @@ def test_polaformer_mixes_same_and_opposite_signs():
 def test_performer_directions_are_orthogonal_with_gaussian_lengths():
     info = kernel_info("performer")
     kernel = info.build(make_config(info, {"features": 40}), 200, 16)
-    kernel.reset_parameters(torch.Generator().manual_seed(0))
+    reset(kernel)
     products = kernel.weight[:, :16] @ kernel.weight[:, :16].transpose(-1, -2)
     off = products - torch.diag_embed(products.diagonal(dim1=-2, dim2=-1))
     assert off.abs().max() < 1e-4
@@ -321,7 +327,7 @@ def test_training_follows_keys_that_are_attended_to_whatever_the_query(name):
     losses = []
     for on in (True, False):
         kernel = info.build(make_config(info, {"magnitude": on}), 1, 8)
-        kernel.reset_parameters(torch.Generator().manual_seed(0))
+        reset(kernel)
         optimizer = torch.optim.Adam(kernel.parameters(), lr=1e-2)
         for _ in range(100):
             weights = kernel.forward_queries(x).phi @ kernel.forward_keys(y).phi.mT
@@ -341,7 +347,7 @@ def test_training_follows_keys_that_are_attended_to_whatever_the_query(name):
 def test_positive_flexformers_start_at_a_basis_and_minus_it(name, n):
     info = kernel_info(name)
     kernel = info.build(make_config(info, {"frequencies": n}), HEADS, DIM)
-    kernel.reset_parameters(torch.Generator().manual_seed(0))
+    reset(kernel)
     start = kernel.b if name == "flexformer_n" else kernel.weight
     basis = start[:, :DIM]
     torch.testing.assert_close(basis @ basis.mT, torch.eye(min(n, DIM)).expand(HEADS, -1, -1), rtol=0, atol=1e-6)
@@ -376,7 +382,7 @@ def test_squared_flexformer_is_the_square_of_the_plain_one_and_never_negative():
     plain = FlexformerS(make_config(info, {"frequencies": 3, "form": "paper"}), 2, 8)
     squared = FlexformerS(make_config(info, {"frequencies": 3, "form": "squared"}), 2, 8)
     for one in (plain, squared):
-        one.reset_parameters(torch.Generator().manual_seed(0))
+        reset(one)
     q, k = torch.randn(2, 1, 2, 5, 8, generator=torch.Generator().manual_seed(1)).unbind()
     products = plain.forward_queries(q).phi @ plain.forward_keys(k).phi.transpose(-1, -2)
     squares = squared.forward_queries(q).phi @ squared.forward_keys(k).phi.transpose(-1, -2)
@@ -388,7 +394,7 @@ def test_squared_flexformer_is_the_square_of_the_plain_one_and_never_negative():
 def test_damped_flexformer_with_no_waves_is_one_half_of_hedgehog():
     info = kernel_info("flexformer_n")
     damped = FlexformerN(make_config(info, {"form": "damped", "init_scale": 0.0}), 1, 16)
-    damped.reset_parameters(torch.Generator().manual_seed(0))
+    reset(damped)
     x = torch.randn(1, 1, 5, 16)
     phi = damped.forward_keys(x * 16**-0.25).phi
     torch.testing.assert_close(phi[..., :16], x.softmax(-1))

@@ -439,6 +439,25 @@ def test_eager_softmax_goes_by_its_mask_alone():
         _assert_softmax_computes_what_it_did(model, inputs, keep_softmax=kept)
 
 
+def test_causal_layers_that_keep_eager_softmax():
+    """Gemma 2 supports only eager softmax, whose mask of numbers marks the padding but not the later tokens."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        **HEADS, head_dim=16, vocab_size=99, num_key_value_heads=1, layer_types=["full_attention"] * 2,
+        attn_logit_softcapping=None,
+    )  # fmt: skip
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :2] = 0
+    inputs = {"input_ids": torch.arange(3, 17).view(2, 7), "attention_mask": mask}
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        before = model(**inputs).logits
+        converted = linearize.convert(model, keep_softmax=[1]).eval()
+        with observed(converted, lambda *call: None):
+            after = converted(**inputs).logits
+    torch.testing.assert_close(after[mask.bool()], before[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
 def test_a_forecaster_that_fills_up_with_padding():
     torch.manual_seed(0)
     sizes = {"patch_length": 32, "context_length": 512, "horizon_length": 128, "head_dim": 8, "num_attention_heads": 2}

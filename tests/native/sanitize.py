@@ -96,7 +96,7 @@ def run() -> int:
     native.loaded = lambda: engine
     from support.native_cases import CASES, learned
 
-    from linearize.attention.backends.causal import NativeOp
+    from linearize.attention.backends.causal import attend_causally, attend_with_state
     from linearize.attention.call import AttentionCall
 
     def inputs(count, size, value, key_heads, dtype):
@@ -136,10 +136,10 @@ def run() -> int:
         given = [torch.rand(2, n, count, d) for n, d in ((4, 33), (2, 33), (2, 5))]
         leaves = [x.requires_grad_() for x in (*given, scale) if x is not None]
         more = {"key_padding_mask": masks(count)[mask], "log_scale": None if scale is None else leaves[3]}
-        torch.autograd.grad(NativeOp().output(*leaves[:3], **more).sum(), leaves)
+        torch.autograd.grad(attend_causally(*leaves[:3], **more).sum(), leaves)
         with torch.no_grad():
-            _, state = NativeOp().attend(*leaves[:3], **more)
-            NativeOp().attend(*leaves[:3], **more, initial_state=state)
+            _, state = attend_with_state(*leaves[:3], **more)
+            attend_with_state(*leaves[:3], **more, initial_state=state)
         calls += 4
     print(f"no complaint in {calls} calls")
     return calls

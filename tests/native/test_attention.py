@@ -9,7 +9,7 @@ from support.naive import naive_attention
 from support.native_cases import CASES, OPTIONS, PAPER, D, V, close, learned, padding, tokens
 from support.rounding import allowed, deviation, gradients_in_double
 
-from linearize.attention.backends.causal import NativeOp
+from linearize.attention.backends.causal import attend_with_state
 from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
 from linearize.attention.native.build import agreement, check_agreement, native_kernels
@@ -273,15 +273,15 @@ def test_given_features(switch, scaled, key_heads):
     log_scale = 3.0 * torch.randn(2, key_heads, 150, generator=generator) if scaled else None
     mask = padding(150)
     with torch.no_grad():
-        ours, state = NativeOp().attend(phi_q, phi_k, v, key_padding_mask=mask, log_scale=log_scale)
+        ours, state = attend_with_state(phi_q, phi_k, v, key_padding_mask=mask, log_scale=log_scale)
         theirs = naive_attention(phi_q, phi_k, v, causal=True, key_padding_mask=mask, log_scale=log_scale)[0]
         close(ours, theirs)
-        first, middle = NativeOp().attend(
+        first, middle = attend_with_state(
             *(x[:, :, :80] for x in (phi_q, phi_k, v)),
             key_padding_mask=mask[:, :80],
             log_scale=None if log_scale is None else log_scale[..., :80],
         )
-        second, after = NativeOp().attend(
+        second, after = attend_with_state(
             *(x[:, :, 80:] for x in (phi_q, phi_k, v)),
             key_padding_mask=mask[:, 80:],
             log_scale=None if log_scale is None else log_scale[..., 80:],
@@ -299,15 +299,15 @@ def test_steep_log_scales(switch, climb, key_heads):
     phi_q, phi_k, v = (torch.rand(1, n, 150, 8, generator=generator) for n in (4, key_heads, key_heads))
     steep = torch.linspace(-climb, climb, 150).expand(1, key_heads, -1).clone()
     with torch.no_grad():
-        ours, state = NativeOp().attend(phi_q, phi_k, v, log_scale=steep)
+        ours, state = attend_with_state(phi_q, phi_k, v, log_scale=steep)
         theirs = naive_attention(phi_q, phi_k, v, causal=True, log_scale=steep)[0]
         close(ours, theirs)
         for cut in (139, 120, 100):
             steep[..., cut:] = -climb
-            flat, _ = NativeOp().attend(phi_q, phi_k, v, log_scale=steep)
+            flat, _ = attend_with_state(phi_q, phi_k, v, log_scale=steep)
             assert torch.equal(flat[:, :, :cut], ours[:, :, :cut])
         start = State(state.kv, state.log_scale - 2 * climb)
-        ours, after = NativeOp().attend(phi_q, phi_k, v, log_scale=steep, initial_state=start)
+        ours, after = attend_with_state(phi_q, phi_k, v, log_scale=steep, initial_state=start)
         theirs, wanted = causal_attention(phi_q, phi_k, v, log_scale=steep, initial_state=start)
         close(ours, theirs)
         close(after.kv, wanted.kv)

@@ -9,7 +9,7 @@ from support.naive import naive_attention
 from support.numerics_cases import ENGINES, MIXERS
 from support.op_cases import parallel_attention
 
-from linearize.attention.backends.causal import NativeOp
+from linearize.attention.backends.causal import attend_causally
 from linearize.ops import (
     Blocks,
     Mapped,
@@ -130,7 +130,7 @@ def traced(q, k, v, *, log_scale, key_padding_mask):
 OPS = {
     "bidirectional": bidirectional_attention,
     "causal": causal_attention,
-    "native": lambda *x, **more: (NativeOp().output(*x, **more), None),
+    "native": lambda *x, **more: (attend_causally(*x, **more), None),
     "recurrent": recurrent_attention,
     "naive-bidirectional": naive_attention,
     "naive-causal": lambda *x, **more: naive_attention(*x, causal=True, **more),

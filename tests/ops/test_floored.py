@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from linearize.ops import (
-    Floor,
     bidirectional_attention,
     causal_attention,
     floored_attention,
@@ -34,7 +33,7 @@ def test_equals_the_written_out_weights_forward_and_gradient(causal, scaled):
     phi_q, phi_k, v, scale, mask = signed(scaled=scaled)
     leaves = [x.requires_grad_() for x in (phi_q, phi_k, v, scale) if x is not None]
     op = causal_attention if causal else bidirectional_attention
-    fast, _ = floored_attention(phi_q, phi_k, v, Floor(FLOOR), op=op, key_padding_mask=mask, log_scale=scale)
+    fast, _ = floored_attention(phi_q, phi_k, v, FLOOR, op=op, key_padding_mask=mask, log_scale=scale)
     slow = written_out(phi_q, phi_k, v, scale, mask, causal)
     real = mask[:, None, :, None]
     torch.testing.assert_close(fast * real, slow * real, rtol=1e-4, atol=1e-5)
@@ -61,7 +60,7 @@ def test_the_floor_is_met_and_bounds_rows(causal):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_pieces_and_steps_equal_the_whole(scaled):
     phi_q, phi_k, v, scale, mask = signed(90, scaled=scaled)
-    options = {"floor": Floor(FLOOR), "op": causal_attention}
+    options = {"floor": FLOOR, "op": causal_attention}
     whole, wanted = floored_attention(phi_q, phi_k, v, key_padding_mask=mask, log_scale=scale, **options)
     found, state = [], None
     for part in [slice(0, 70), *(slice(i, i + 1) for i in range(70, 90))]:
@@ -70,7 +69,7 @@ def test_pieces_and_steps_equal_the_whole(scaled):
             key_padding_mask=mask[:, part],
             log_scale=None if scale is None else scale[..., part],
             initial_state=state,
-            floor=Floor(FLOOR),
+            floor=FLOOR,
             op=recurrent_attention if part.stop - part.start == 1 else causal_attention,
         )
         found.append(out)

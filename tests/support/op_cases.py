@@ -2,7 +2,7 @@
 
 import torch
 
-from linearize.ops.causal_parallel import parallel_sums
+from linearize.ops.causal import parallel_sums
 from linearize.ops.state import Options
 
 

@@ -5,14 +5,13 @@ To add a backend, write a file with a class that implements `Backend` and add an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.causal import CAUSAL_OPS, CausalOp
+from linearize.attention.backends.causal import NATIVE_OP, PYTORCH_OP, why_not_native
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused import Fused
 from linearize.attention.backends.native import Native
@@ -28,7 +27,7 @@ class Backend(Protocol):
 
     Attributes:
         name: its name in `--explain-backend` and tests.
-        uses_op: whether its causal calls go through one of `causal.CAUSAL_OPS`.
+        uses_op: whether its causal calls go through an op of `backends.causal`.
     """
 
     name: str
@@ -47,11 +46,6 @@ class Backend(Protocol):
         """
 
 
-OWN = (*CACHED, "seen")
-"""The tensors of a state that belong to the mixer; all others belong to the backend."""
-
-T = TypeVar("T", Backend, CausalOp)
-
 BACKENDS: tuple[Backend, ...] = (Native(), Fused(), OneStep(), Windowed(), Streamed(), Eager())
 """All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
@@ -59,6 +53,10 @@ BACKENDS: tuple[Backend, ...] = (Native(), Fused(), OneStep(), Windowed(), Strea
 def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
     """Return the backend that computes a call."""
     return next(backend for backend in BACKENDS if not backend.why_not(mixer, call))
+
+
+OWN = (*CACHED, "seen")
+"""The tensors of a state that belong to the mixer; all others belong to the backend."""
 
 
 class LinearMixer(FeatureMapMixer):
@@ -128,17 +126,15 @@ def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype 
 
 
 def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Explanation:
-    backend, declined = _first(BACKENDS, lambda backend: backend.why_not(mixer, call))
+    reasons = [(backend.name, backend.why_not(mixer, call)) for backend in BACKENDS]
+    number = next(number for number, (_, why) in enumerate(reasons) if not why)
+    backend, declined = BACKENDS[number], reasons[:number]
     if not backend.uses_op:
         return Explanation(words, backend.name, tuple(declined))
+    op = PYTORCH_OP
     # Bidirectional attention uses no causal op, so it is computed in PyTorch.
-    ops = CAUSAL_OPS if mixer.shape.causal else CAUSAL_OPS[-1:]
-    op, more = _first(ops, lambda op: op.why_not(call.k, call.v, normalize=mixer.divides))
-    return Explanation(words, f"{backend.name}, {op.name}", (*declined, *more))
-
-
-def _first(candidates: Sequence[T], ask: Callable[[T], str]) -> tuple[T, list[tuple[str, str]]]:
-    """Return the first candidate without a reason to decline, and the names and reasons of those before it."""
-    reasons = [(candidate, ask(candidate)) for candidate in candidates]
-    first = next(number for number, (_, why) in enumerate(reasons) if not why)
-    return candidates[first], [(candidate.name, why) for candidate, why in reasons[:first]]
+    if mixer.shape.causal:
+        why = why_not_native(call.k, normalize=mixer.divides)
+        op = PYTORCH_OP if why else NATIVE_OP
+        declined += [(NATIVE_OP, why)] if why else []
+    return Explanation(words, f"{backend.name}, {op}", tuple(declined))

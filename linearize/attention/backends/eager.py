@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.causal import causal_op
+from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.ops import (
-    Floor,
     LinearOp,
     Mapped,
     WindowState,
@@ -33,20 +32,21 @@ class Eager:
     name, uses_op = "eager", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         return NO_WINDOW if mixer.window is not None else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, from the features of all tokens."""
         queries, keys = mixer.features(call)
         # Stay in fp32 until the output: sums without a denominator would overflow fp16.
         tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
         op: LinearOp = bidirectional_attention
         if mixer.shape.causal:
-            chosen = causal_op(call.k, call.v, normalize=mixer.divides)
-            if mixer.floor == 0.0 and not call.needs_state:
-                return mixer.cast_output(chosen.output(*tensors, **options), call.v.dtype), None
-            op = chosen.attend
+            op = causal_op(call.k, normalize=mixer.divides)
+            if op is attend_with_state and not call.needs_state:
+                return mixer.cast_output(attend_causally(*tensors, **options), call.v.dtype), None
         if mixer.floor > 0.0:
-            out, state = floored_attention(*tensors, Floor(mixer.floor, mixer.eps), op=op, **options)
+            out, state = floored_attention(*tensors, mixer.floor, op=op, **options)
         else:
             out, state = op(*tensors, **options)
         return mixer.cast_output(out, call.v.dtype), state._asdict() if call.needs_state else None
@@ -58,9 +58,11 @@ class Windowed:
     name, uses_op = "window", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         return "the layer has no softmax window" if mixer.window is None else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, with softmax for near keys."""
         window = mixer.form(call.scaling)
         assert window is not None
         queries, keys = mixer.features(call)
@@ -83,6 +85,7 @@ class OneStep:
     name, uses_op = "one step", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         if mixer.window is not None:
             return NO_WINDOW
         if mixer.floor > 0.0:
@@ -90,6 +93,7 @@ class OneStep:
         return "" if call.one_step else "the call is not a decoding step"
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, 1, V] and the state, which is updated in place."""
         if mixer.symmetric and call.q.shape[1] == call.k.shape[1]:
             both = torch.cat(call.without_padding(), dim=2)
             features = mixer.map_tokens(both, call.scaling)

@@ -20,7 +20,6 @@ from torch import Tensor
 from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
 from linearize.attention.backends.native import maps_of, unknown_maps
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.kernels.base import MapSpec
 from linearize.ops.state import FLOOR, is_tracing
 
 if TYPE_CHECKING:
@@ -88,6 +87,7 @@ class Fused:
     name, uses_op = "triton", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         if is_tracing():
             return "a graph is being traced"
         if call.q.device.type not in DEVICES:
@@ -106,9 +106,10 @@ class Fused:
             return "it does not support learned log-scales of causal keys"
         if mixer.shape.causal and precision_of(call.v) == EXACT:
             return "exact fp32 products of causal calls are faster in PyTorch"
-        return _unreadable(call) or unknown_maps(mixer) or _unknown_kinds(mixer) or _too_large(mixer, call) or absence()
+        return _unreadable(call) or unknown_maps(mixer) or _unsupported(mixer, call) or absence()
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
         maps, mask = maps_of(mixer), call.key_padding_mask
         mask = None if mask is None else mask.bool().contiguous()
         factor, shift = _key_factors(mixer, call, mask)
@@ -131,24 +132,15 @@ def _unreadable(call: AttentionCall) -> str:
     return "it only supports heads of at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
 
 
-def _unknown_kinds(mixer: FeatureMapMixer) -> str:
-    """Return why the kernels cannot compute the maps of a mixer; empty if they can. Computed once."""
-    why = mixer.memory.get("triton.unknown_kinds")
-    if why is None:
-        known = all(_knows(map) for map in maps_of(mixer))
-        why = mixer.memory["triton.unknown_kinds"] = "" if known else "it does not support this kernel's feature map"
-    return str(why)
-
-
-def _knows(map: MapSpec) -> bool:
-    plain = map.amplitude == 1.0 and not map.scaled and map.first.shape[1] <= LARGEST
-    return map.kind in HALVES and plain
-
-
-def _too_large(mixer: FeatureMapMixer, call: AttentionCall) -> str:
-    """Return why a block of such a call does not fit into shared memory; empty if it does."""
+def _unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+    """Return why the kernels cannot compute the maps of such a call; empty if they can."""
+    # A separate map of the queries has the same kind and size.
     map, v = maps_of(mixer)[0], call.v
-    precision, largest = precision_of(v), max(map.first.shape[1], call.q.shape[3], v.shape[3])
+    rows = map.first.shape[1]
+    if map.kind not in HALVES or map.amplitude != 1.0 or map.scaled or rows > LARGEST:
+        return "it does not support this kernel's feature map"
+    # A block must fit into shared memory.
+    precision, largest = precision_of(v), max(rows, call.q.shape[3], v.shape[3])
     if largest > USUAL and precision != "bf16":
         return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
     tight = largest > USUAL or precision == EXACT
@@ -425,6 +417,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, settings: Settings, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, H, T, V], and the sums [B, K, F, V + 1] if the state is needed, else None."""
         queries, keys = _sides(q, q, k, v, *more)
         launcher = Launcher(settings, mask, q, v, more[1].shape[1])
         # `needs_input_grad` is also true while gradients are off, for leaves that could have one.
@@ -445,6 +438,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs, given that of the output."""
         mask, out, inverse, states, q, k, v, *more = ctx.saved_tensors
         settings, weights = ctx.settings, more[1:]
         launcher = Launcher(settings, mask, q, v, weights[0].shape[1])

@@ -324,6 +324,45 @@ def _map_gradient(x, p, n, dp, dn, w, second, m, columns, KIND: tl.constexpr, PR
         return first, slope - envelope * (total / whole)[:, None], total * (1.0 - tanh * tanh)
 
 
+@triton.jit
+def _add_near(dp, dn, mixed, total, p, n, rows, number, o_p, o_n, o_rows, o_number,
+              KEYS: tl.constexpr, REVERSED: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """Add the share of the other side's tokens o in the same block, as far as they are visible.
+
+    It is added to the gradients dp and dn of the features p and n [BLOCK, N_] and, for keys, to those of the rows,
+    mixed [BLOCK, V_] and total [BLOCK].
+    """
+    at = tl.arange(0, BLOCK)
+    visible = at[:, None] <= at[None, :] if REVERSED else at[:, None] >= at[None, :]
+    scores = _product(rows, tl.trans(o_rows), PRECISION) + number[:, None] * o_number[None, :]
+    scores = tl.where(visible, scores, 0.0)
+    dp += _product(scores, o_p, PRECISION)
+    if HALVES == 2:
+        dn += _product(scores, o_n, PRECISION)
+    if KEYS:
+        scores = _scores(p, n, o_p, o_n, HALVES, PRECISION)
+        scores = tl.where(visible, scores, 0.0)
+        mixed += _product(scores, o_rows, PRECISION)
+        total += tl.sum(scores * o_number[None, :], axis=1)
+    return dp, dn, mixed, total
+
+
+@triton.jit
+def _put_weights(dw, place, first, bias, second, magnitude, columns, d_columns, N, D, KIND: tl.constexpr,
+                 N_: tl.constexpr, D_: tl.constexpr):  # fmt: skip
+    """Store the gradients of a map's weights in the given place of dw [places, rows, D + 1]."""
+    extra = 0
+    if KIND == "positive_waves":
+        extra = N + 1
+    dw += place * (N + extra) * (D + 1)
+    _store_half(dw, first, bias, N, D, N_, D_)
+    if KIND == "positive_waves":
+        dw += N * (D + 1)
+        _put(dw, D + 1, second, columns, d_columns, N_, D_)
+        tl.store(dw + N * (D + 1) + tl.arange(0, D_), magnitude, mask=d_columns)
+
+
 @triton.jit(do_not_specialize=["count", "blocks", "slots"])
 def gradients(  # noqa: C901, PLR0915
     x, y, a, b, x2, y2, a2, b2, mask, first, second, bias, magnitude, first2, second2, bias2, magnitude2,
@@ -371,8 +410,7 @@ def gradients(  # noqa: C901, PLR0915
     upper, lower, upper_b, lower_b = _load_state(states, N, V, HALVES, N_, V_)
     if dw is not None:
         dw_first, d_bias = tl.zeros([N_, D_], tl.float32), tl.zeros([N_], tl.float32)
-        if KIND == "positive_waves":
-            dw_second, d_magnitude = tl.zeros([N_, D_], tl.float32), tl.zeros([D_], tl.float32)
+        dw_second, d_magnitude = tl.zeros([N_, D_], tl.float32), tl.zeros([D_], tl.float32)
     for i in range(0, blocks):
         block = i
         if REVERSED:
@@ -387,6 +425,7 @@ def gradients(  # noqa: C901, PLR0915
         dn = dp
         if HALVES == 2:
             dn = _product(rows, tl.trans(lower), PRECISION) + number[:, None] * lower_b[None, :]
+        mixed, total = plain, number
         if KEYS:
             mixed, total = _read(p, n, upper, lower, upper_b, lower_b, HALVES, PRECISION)
         if CAUSAL:
@@ -394,18 +433,10 @@ def gradients(  # noqa: C901, PLR0915
                 x2, y2, a2, b2, real, seen, start, xs2_t, ys2_t, scale, D, V, KEYS2, SCALED2, BLOCK, D_, V_
             )
             o_p, o_n = _map(o_tile, o_w, o_w2, o_bias, o_m, columns, KIND, PRECISION)
-            at = tl.arange(0, BLOCK)
-            visible = at[:, None] <= at[None, :] if REVERSED else at[:, None] >= at[None, :]
-            scores = _product(rows, tl.trans(o_rows), PRECISION) + number[:, None] * o_number[None, :]
-            scores = tl.where(visible, scores, 0.0)
-            dp += _product(scores, o_p, PRECISION)
-            if HALVES == 2:
-                dn += _product(scores, o_n, PRECISION)
-            if KEYS:
-                scores = _scores(p, n, o_p, o_n, HALVES, PRECISION)
-                scores = tl.where(visible, scores, 0.0)
-                mixed += _product(scores, o_rows, PRECISION)
-                total += tl.sum(scores * o_number[None, :], axis=1)
+            dp, dn, mixed, total = _add_near(
+                dp, dn, mixed, total, p, n, rows, number, o_p, o_n, o_rows, o_number,
+                KEYS, REVERSED, HALVES, PRECISION, BLOCK,
+            )  # fmt: skip
             upper, lower, upper_b, lower_b = _add(
                 upper, lower, upper_b, lower_b, o_p, o_n, o_rows, o_number, HALVES, PRECISION
             )
@@ -414,11 +445,8 @@ def gradients(  # noqa: C901, PLR0915
                  tl.where(real[:, None], mixed * factor[:, None], 0.0), seen, v_columns, BLOCK, V_)  # fmt: skip
             if da is not None:
                 total += tl.sum(plain * mixed, axis=1)
-                tl.store(
-                    da + row.to(tl.int64) * count + start + tl.arange(0, BLOCK),
-                    tl.where(real, total, 0.0),
-                    mask=seen,
-                )
+                at = da + row.to(tl.int64) * count + start + tl.arange(0, BLOCK)
+                tl.store(at, tl.where(real, total, 0.0), mask=seen)
         d_first, d_second, d_u = _map_gradient(tile, p, n, dp, dn, w, w2, m, columns, KIND, PRECISION)
         d_tile = _product(d_first, w, PRECISION)
         if KIND == "positive_waves":
@@ -431,15 +459,8 @@ def gradients(  # noqa: C901, PLR0915
                 dw_second += _product(tl.trans(d_second), tile, PRECISION)
                 d_magnitude += tl.sum(d_u[:, None] * tile, axis=0)
     if dw is not None:
-        extra = 0
-        if KIND == "positive_waves":
-            extra = N + 1
-        dw += (row.to(tl.int64) * tl.num_programs(1) + segment) * (N + extra) * (D + 1)
-        _store_half(dw, dw_first, d_bias, N, D, N_, D_)
-        if KIND == "positive_waves":
-            dw += N * (D + 1)
-            _put(dw, D + 1, dw_second, columns, d_columns, N_, D_)
-            tl.store(dw + N * (D + 1) + tl.arange(0, D_), d_magnitude, mask=d_columns)
+        place = row.to(tl.int64) * tl.num_programs(1) + segment
+        _put_weights(dw, place, dw_first, d_bias, dw_second, d_magnitude, columns, d_columns, N, D, KIND, N_, D_)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -29,15 +29,15 @@ class Native:
     name, uses_op = "native", False
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        step, why = call.one_step, ""
+        """Return why it declines a call; empty if it can compute it."""
+        step = call.one_step
         if not step and mixer.window is not None and call.state is not None:
-            why = "it cannot add several tokens to the state of a window"
-        elif not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
-            why = "its gradient does not pass through states"
-        if why := why or unreadable(call.q, call.k, call.v) or unknown_maps(mixer):
+            return "it cannot add several tokens to the state of a window"
+        if not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
+            return "its gradient does not pass through states"
+        why = unreadable(call.q, call.k, call.v) or unknown_maps(mixer)
+        if why or not step or call.state is None:
             return why
-        if not step or call.state is None:
-            return ""
         inputs, state = (call.q, call.k, call.v), call.state
         if mixer.window is not None:
             writable = loaded().supports_window_step(*inputs, state)
@@ -48,6 +48,7 @@ class Native:
         return "rows of different lengths fade differently" if _uneven(mixer, call) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, from the op in C."""
         if not call.one_step or call.state is None:
             return _attend(mixer, call) if mixer.window is None else _attend_window(mixer, call)
         native, state, mask = loaded(), call.state, call.key_padding_mask

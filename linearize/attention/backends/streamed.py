@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from linearize.attention.backends.causal import CausalOp, causal_op
+from linearize.attention.backends.causal import causal_op
 from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.ops import LinearOptions, State, gather_keys, read_state
+from linearize.ops import LinearOp, LinearOptions, State, gather_keys, read_state
 from linearize.ops.state import is_tracing, without_padding
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Streamed:
     name, uses_op = "streamed", True
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
         if is_tracing():
             # Check this first: reading the number of tokens would make it a constant of the graph.
             return "a graph is being traced"
@@ -59,9 +60,10 @@ class Streamed:
         return ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, computed part by part."""
         state, outputs = call.linear_state, []
         if mixer.shape.causal:
-            attend = _recomputed(partial(_attend, mixer, causal_op(call.k, call.v, normalize=mixer.divides)))
+            attend = _recomputed(partial(_attend, mixer, causal_op(call.k, normalize=mixer.divides)))
             for part in parts(call, mixer.feature_dim):
                 out, *after = attend(part, state)
                 state = State(*after)
@@ -113,11 +115,11 @@ def _recomputed(function: OfPart) -> OfPart:
     return keep_inputs
 
 
-def _attend(mixer: FeatureMapMixer, op: CausalOp, call: AttentionCall, state: State | None) -> tuple[Tensor, ...]:
+def _attend(mixer: FeatureMapMixer, op: LinearOp, call: AttentionCall, state: State | None) -> tuple[Tensor, ...]:
     """Attend causally from a part of the tokens to those before and in it; also return the state after them."""
     queries, keys = mixer.features(call)
     options: LinearOptions = {**mixer.options(call, keys.log_scale), "initial_state": state}
-    out, after = op.attend(queries.phi, keys.phi, call.v.float(), **options)
+    out, after = op(queries.phi, keys.phi, call.v.float(), **options)
     return mixer.cast_output(out, call.v.dtype), *after
 
 

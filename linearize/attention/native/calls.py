@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ class Engine:
         log_scale = torch.empty(batch, k.shape[1])
         before = [None, None] if start is None else [x.contiguous() for x in start]
         extra = (*masks(q, k, options), *before, kv, log_scale)
-        function = self.library.linearize_causal if options.causal else self.library.linearize_bidirectional
-        _run(function, call(ready, q, k, v, out, extra, (options.eps, self.threads, options.exact)))
+        name = "causal" if options.causal else "bidirectional"
+        self._run(name, call(ready, q, k, v, out, extra, (options.eps, self.threads, options.exact)))
         return Attended(out, kv, log_scale)
 
     def gradients(
@@ -148,9 +148,9 @@ class Engine:
             _gradient_buffers(map, x, back, to) for map, x, to in zip(maps, (k, q), ("", "q_"), strict=False)
         ]
         ready, extra = _ready(maps, q, options), (*masks(q, k, options), *NO_STATES)
-        numbers = (options.eps, self.threads, True)
-        function = getattr(self.library, f"linearize_{'causal' if options.causal else 'bidirectional'}_gradient")
-        if _run(function, call(ready, q, k, v, attended.out, extra, numbers), byref(back)) == structures.STEEP:
+        data = call(ready, q, k, v, attended.out, extra, (options.eps, self.threads, True))
+        name = "causal_gradient" if options.causal else "bidirectional_gradient"
+        if self._run(name, data, byref(back)) == structures.STEEP:
             return None
         weights = [_summed(map, buffers) for map, buffers in zip(maps, all_buffers, strict=True)]
         return Gradients(grads[0], grads[1], grads[2], tuple(itertools.chain(*weights)), scales)
@@ -175,7 +175,7 @@ class Engine:
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
         mask = None if mask is None else mask.to(torch.bool).contiguous()
         extra = (mask, None, None, None, None, *state)
-        _run(self.library.linearize_step, call(maps, q, k, v, out, extra, (eps, self.threads, False)))
+        self._run("step", call(maps, q, k, v, out, extra, (eps, self.threads, False)))
         return out
 
     def features(self, map: MapSpec, x: Tensor, *, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -184,7 +184,7 @@ class Engine:
         phi = torch.empty(*x.shape[:3], ready.features)
         top = torch.empty(x.shape[:3]) if map.scaled else None
         extra = (*[None] * 6, top)
-        _run(self.library.linearize_features, call(ready, x, x, x, phi, extra, (0.0, self.threads, True)))
+        self._run("features", call(ready, x, x, x, phi, extra, (0.0, self.threads, True)))
         return phi, top
 
     def features_gradient(
@@ -200,7 +200,7 @@ class Engine:
             back.dlog_scale = grad_scale.data_ptr()
         buffers = _gradient_buffers(map, x, back)
         data = call(ready, x, x, x, x, (None, None, None, *NO_STATES), (0.0, self.threads, True))
-        _run(self.library.linearize_features_gradient, data, byref(back))
+        self._run("features_gradient", data, byref(back))
         return grad_x, _summed(map, buffers)
 
     def window(
@@ -236,7 +236,7 @@ class Engine:
             until = torch.empty(priority.shape, dtype=torch.int32)
             buffers.priority, buffers.until = priority.data_ptr(), until.data_ptr()
         data = call(ready, q, k, v, out, extra, (form.eps, self.threads, True))
-        _run(self.library.linearize_window, data, byref(buffers))
+        self._run("window", data, byref(buffers))
         return WindowAttended(out, kv, log_scale, tops, sums, until)
 
     def window_gradient(
@@ -274,7 +274,7 @@ class Engine:
             setattr(back, f"d{name}", tensor.data_ptr())
         if until is not None:
             back.exact_keys, back.until = form.exact_keys, until.data_ptr()
-        _run(self.library.linearize_window_gradient, byref(back))
+        self._run("window_gradient", byref(back))
         return Attending(*(x[..., :size] for x, size in zip(grads, sizes, strict=True)))
 
     def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
@@ -318,20 +318,19 @@ class Engine:
                 setattr(buffers, name, tensor.data_ptr())
         before = (mask, None, None, None, None, state["kv"], state["log_scale"])
         data = call(maps, q, k, v, out, before, (eps, self.threads, True))
-        _run(self.library.linearize_window_step, data, byref(buffers))
+        self._run("window_step", data, byref(buffers))
         return out
 
+    def _run(self, name: str, *arguments: Any) -> int:
+        """Call a function of the library.
 
-def _run(function: Callable[..., int], *arguments: Any) -> int:
-    """Call a function of the library.
-
-    Raises:
-        MemoryError: if there was not enough memory for its buffers.
-    """
-    result = function(*arguments)
-    if result == structures.NO_MEMORY:
-        raise MemoryError("native op: no memory for its buffers")
-    return result
+        Raises:
+            MemoryError: if there was not enough memory for its buffers.
+        """
+        result: int = getattr(self.library, f"linearize_{name}")(*arguments)
+        if result == structures.NO_MEMORY:
+            raise MemoryError("native op: no memory for its buffers")
+        return result
 
 
 def _ready(maps: Sequence[MapSpec], q: Tensor, options: AttendOptions) -> Maps:
@@ -376,9 +375,5 @@ def load() -> Engine | None:
         except (OSError, AttributeError) as error:
             problems.append(" ".join(str(error).split()))
     if problems:
-        warnings.warn(
-            f"native op: not used: {problems[0]}; see: linearize native",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"native op: not used: {problems[0]}; see: linearize native", RuntimeWarning, stacklevel=2)
     return None

@@ -22,12 +22,7 @@ Fallback = Callable[..., Tensor]
 
 
 def attend_with_gradient(
-    maps: Sequence[MapSpec],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    fallback: Fallback,
-    options: AttendOptions,
+    maps: Sequence[MapSpec], q: Tensor, k: Tensor, v: Tensor, fallback: Fallback, options: AttendOptions
 ) -> Tensor:
     """Attend from q [B, H, T, D] to k [B, K, T, D] and v [B, K, T, V] -> [B, H, T, V].
 
@@ -60,6 +55,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all inputs, given that of the output."""
         out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
         size = len(MAP_WEIGHTS)
         maps = [
@@ -85,6 +81,7 @@ class MappedTokens(torch.autograd.Function):
     def forward(
         ctx: Any, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return features and log-scales, as described above."""
         ctx.map, ctx.scale, ctx.engine = map, scale, engine()
         ctx.save_for_backward(x, *weights)
         found: tuple[Tensor, Tensor | None] = ctx.engine.features(map, x, scale=scale)
@@ -93,6 +90,7 @@ class MappedTokens(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and the weights, given those of features and log-scales."""
         x, *weights = ctx.saved_tensors
         map = ctx.map._replace(**dict(zip(MAP_WEIGHTS, weights, strict=True)))
         grad_x, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
@@ -123,6 +121,7 @@ class WindowedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, maps: Sequence[MapSpec], options: AttendOptions, form: Window, *tensors: Tensor | None
     ) -> Tensor:
+        """Return the output [B, H, T, V]."""
         ctx.form, ctx.engine = form, engine()
         result: WindowAttended = ctx.engine.window(maps, *tensors[:3], options, form)
         ctx.save_for_backward(*tensors, options.mask, result.out, result.tops, result.sums, result.until)
@@ -131,6 +130,7 @@ class WindowedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, features and log-scales, given that of the output."""
         q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until = ctx.saved_tensors
         form, groups = ctx.form, q.shape[1] // k.shape[1]
         mask = real_tokens(k, mask)

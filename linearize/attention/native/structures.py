@@ -160,25 +160,15 @@ def call(
         numbers: eps, threads, and whether weights are left exact.
     """
     batch, heads, tokens, _ = q.shape
-    # Use plain tuples and no helper function for addresses, because this runs at every decoding step.
-    mask, key_scale, query_scale, start_kv, start_scale, kv, log_scale = extra
-    mask_at = 0 if mask is None else mask.data_ptr()
-    key_scale_at = 0 if key_scale is None else key_scale.data_ptr()
-    query_scale_at = 0 if query_scale is None else query_scale.data_ptr()
+    # Use plain tuples and no helper functions, because this runs at every decoding step.
+    addresses = [0 if x is None else x.data_ptr() for x in extra]
     head = HEAD.pack(
         *(batch, heads, k.shape[1], tokens, maps.features, v.shape[3]),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
-        *(TYPES[q.dtype], TYPES[v.dtype], mask_at, key_scale_at, query_scale_at),
+        *(TYPES[q.dtype], TYPES[v.dtype], *addresses[:3]),
     )
-    tail = TAIL.pack(
-        0 if start_kv is None else start_kv.data_ptr(),
-        0 if start_scale is None else start_scale.data_ptr(),
-        0 if kv is None else kv.data_ptr(),
-        0 if log_scale is None else log_scale.data_ptr(),
-        *numbers,
-    )
-    return head + maps.data + tail
+    return head + maps.data + TAIL.pack(*addresses[3:], *numbers)
 
 
 def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
