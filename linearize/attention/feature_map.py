@@ -93,11 +93,6 @@ class FeatureMapMixer(Mixer):
             shared = tensor.shape == mine[name].shape
             tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
 
-    @property
-    def learnable(self) -> bool:
-        """Whether stage one has parameters to train: those of the kernel, or log-scales."""
-        return self.info.learnable or self.key_scale is not None
-
     def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
 

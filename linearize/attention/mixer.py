@@ -58,7 +58,7 @@ class Mixer(nn.Module, abc.ABC):
     @property
     def learnable(self) -> bool:
         """Whether stage one has parameters to train."""
-        return self.info.learnable
+        return next(self.parameters(), None) is not None
 
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:
