@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from linearize.core.errors import ConfigError, UnsupportedModelError, unknown_name
 from linearize.core.heads import Processor
+from linearize.modeling.compat import configs_of
 
 _TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
 # No known table keeps more rows than this before position 0: a larger surplus means another table.
@@ -419,7 +420,7 @@ def _follow(
     for module, key, number in numbers:
         setattr(module, key, number)
     # Parts of a model may keep a copy of its config.
-    for config in {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}.values():
+    for config in configs_of(model):
         if type(config) is type(model.config) and getattr(config, field) == old_value:
             setattr(config, field, value)
     return (*tensors, f"config.{field}")
