@@ -85,8 +85,10 @@ def _shown(before: object, after: object) -> tuple[str, str]:
     """Return two values as text; of two long mappings, only the first entry that differs."""
     long = max(len(repr(before)), len(repr(after))) > 120
     if long and isinstance(before, Mapping) and isinstance(after, Mapping):
-        key = next(key for key in [*after, *before] if before.get(key) != after.get(key))
-        before, after = ({key: side.get(key)} for side in (before, after))
+        # A side that lacks a key differs from one that has None there.
+        missing = object()
+        key = next(key for key in [*after, *before] if before.get(key, missing) != after.get(key, missing))
+        before, after = ({key: side[key]} if key in side else {} for side in (before, after))
     old, new = (text if len(text) <= 200 else f"{text[:197]}..." for text in (repr(before), repr(after)))
     return old, new
 

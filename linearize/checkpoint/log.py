@@ -26,11 +26,7 @@ Entry: TypeAlias = "DataclassInstance | Mapping[str, object]"
 """A report of a step, or a line that is already plain data."""
 
 
-def log_file(
-    stage: str,
-    entries: Iterable[Entry],
-    earlier: Iterable[Mapping[str, object]] = (),
-) -> dict[str, str]:
+def log_file(stage: str, entries: Iterable[Entry], earlier: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
     """Return the log as a file of a checkpoint (for `save(..., extra_files=...)`); no file if there are no lines.
 
     Args:
@@ -44,9 +40,7 @@ def log_file(
 
 
 def log_lines(
-    stage: str,
-    entries: Iterable[Entry],
-    earlier: Iterable[Mapping[str, object]] = (),
+    stage: str, entries: Iterable[Entry], earlier: Iterable[Mapping[str, object]] = ()
 ) -> list[Mapping[str, object]]:
     """Return the lines that `log_file` writes, for a further stage to pass as `earlier`."""
     lines = [entry for entry in earlier if entry["stage"] != stage]

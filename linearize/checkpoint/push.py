@@ -74,13 +74,7 @@ def files_to_push(folder: str | os.PathLike[str], include: Iterable[str] = ()) -
     return sorted(sent), left
 
 
-def push(
-    folder: str | os.PathLike[str],
-    repo_id: str,
-    private: bool = False,
-    *,
-    include: Iterable[str] = (),
-) -> str:
+def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *, include: Iterable[str] = ()) -> str:
     """Upload the files of a checkpoint (`files_to_push`) as one commit; make the repository if it is missing.
 
     huggingface_hub retries an upload whose connection breaks; files that are already on the Hub are not sent again. The

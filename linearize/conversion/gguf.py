@@ -49,7 +49,8 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: if the file does not exist, or a folder holds several GGUF models.
     """
-    path = Path(name).expanduser()
+    # `Path.expanduser` would fail on the home folder of an unknown user.
+    path = Path(os.path.expanduser(name))
     if path.is_file():
         magic = b""
         with contextlib.suppress(OSError), path.open("rb") as begin:

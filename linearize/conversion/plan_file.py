@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -180,4 +181,8 @@ def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: i
         raise ConfigError("--plan: the file keeps every layer softmax; give at least one a kernel")
     chosen = {one.layer: (one.kernel, one.all_arguments) for one in file.layers}
     made = replan(model, base, chosen, max_length=max_length)
-    return made.with_reasons({n: text for n, text in file.why.items() if file.layers[n].kernel == SOFTMAX})
+    layers = list(made.layers)
+    for place, layer in enumerate(layers):
+        if layer.index is not None and not layer.converted and (why := file.why.get(layer.index)):
+            layers[place] = dataclasses.replace(layer, reason=why)
+    return dataclasses.replace(made, layers=tuple(layers))

@@ -1,6 +1,6 @@
 """Let a pretrained model take longer inputs than it was trained on: longer texts, larger images.
 
-Everything that depends on the length is found and changed (`follow`):
+Everything that depends on the length is found and changed (`_follow`):
 
 - learned tables of positions: tiled (as Longformer starts from RoBERTa, https://arxiv.org/abs/2004.05150, section 5) or
   stretched; rows kept for padding (RoBERTa, MPNet) or for an offset (BART, OPT) stay where they are;
@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from linearize.core.errors import ConfigError, UnsupportedModelError, unknown_name
 from linearize.core.heads import Processor
+from linearize.modeling.compat import configs_of
 
 _TABLE = re.compile(r"(?:.*\.)?(?:wpe|positions?_emb\w*|embed_positions?|pos_emb\w*)(?:\.weight)?")
 # No known table keeps more rows than this before position 0: a larger surplus means another table.
@@ -61,15 +62,6 @@ class PositionReport:
     changed: tuple[str, ...]
     note: str
     image_size: tuple[int, int] | None = None
-
-
-class _Image(NamedTuple):
-    size: tuple[int, int]
-    patch: tuple[int, int]
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.size[0] // self.patch[0], self.size[1] // self.patch[1]
 
 
 def current_length(model: nn.Module) -> int | None:
@@ -106,6 +98,13 @@ def tokens_of_image_size(model: nn.Module, image_size: int) -> int:
         UnsupportedModelError: the model is not an image model, or its positions are of an unknown kind.
     """
     return _with_image_size(model, image_size)[3]
+
+
+def runs_beyond_limit(model: nn.Module) -> bool:
+    """Tell whether a text model can read more tokens than its config says: its positions are rotary, not in a table."""
+    if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
+        return False
+    return not _named_positions(model) and _is_rotary(model)
 
 
 def extend_positions(model: nn.Module, max_length: int, *, method: str = "tile") -> PositionReport:
@@ -191,33 +190,6 @@ def extend_processor(processor: Processor, length: PositionReport | int, model: 
     return processor
 
 
-def _parts(model: nn.Module) -> list[str]:
-    """Return the names of the parts' configs (text, image ...) in a composite model."""
-    config = getattr(model, "config", None)
-    return [name for name in sorted(getattr(config, "sub_configs", ())) if getattr(config, name, None) is not None]
-
-
-def _no_length(model: nn.Module) -> UnsupportedModelError:
-    if parts := ", ".join(_parts(model)):
-        return refusal(model, f"composed of parts ({parts})", "extend the part itself")
-    why = f"with neither a table of positions nor a config.{_LENGTH}: without a limit, or with one of an unknown kind"
-    return refusal(model, why)
-
-
-def _stretch(rows: Tensor, count: int) -> Tensor:
-    """Interpolate linearly between the trained rows, [N, D] -> [count, D]; first and last row are kept exactly."""
-    new = F.interpolate(rows.float().T[None], size=count, mode="linear", align_corners=True)[0].T.to(rows.dtype)
-    new[0], new[-1] = rows[0], rows[-1]
-    return new
-
-
-METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "tile": lambda rows, count: rows.repeat(-(-count // len(rows)), 1)[:count],
-    "interpolate": _stretch,
-}
-"""Ways to extend a learned table of positions, [N, D] -> [count, D]: repeat its trained rows, or interpolate."""
-
-
 def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
     limit = getattr(model.config, _LENGTH)
     return {
@@ -242,51 +214,63 @@ def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: s
     def grow(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
         nonlocal note
         if name not in tables or shape[0] - len(table) != max_length - length:
-            raise stray(model, name, _LENGTH)
+            raise _stray(model, name, _LENGTH)
         if formula is not None:
             note = "sinusoidal rows continued by their formula"
             return formula
         kept = _reserved(tables[name], limit)
         return torch.cat([table[:kept], METHODS[method](table[kept:], shape[0] - kept)])
 
-    changed = follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
+    changed = _follow(model, _LENGTH, limit + max_length - length, grow, tables.keys())
     return PositionReport(length, max_length, method, changed, note)
+
+
+def _stretch(rows: Tensor, count: int) -> Tensor:
+    """Interpolate linearly between the trained rows, [N, D] -> [count, D]; first and last row are kept exactly."""
+    new = F.interpolate(rows.float().T[None], size=count, mode="linear", align_corners=True)[0].T.to(rows.dtype)
+    new[0], new[-1] = rows[0], rows[-1]
+    return new
+
+
+METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "tile": lambda rows, count: rows.repeat(-(-count // len(rows)), 1)[:count],
+    "interpolate": _stretch,
+}
+"""Ways to extend a learned table of positions, [N, D] -> [count, D]: repeat its trained rows, or interpolate."""
 
 
 def _without_table(model: PreTrainedModel) -> str:
     """Return a note on raising the limit of a model without a table; raise for other limits."""
     if named := _named_positions(model):
-        raise stray(model, named[0], _LENGTH)
+        raise _stray(model, named[0], _LENGTH)
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
         if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
-            raise refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
-    rotary = any(_is_rotary(module) for module in model.modules())
-    return f"no table; config.{_LENGTH} raised" + (", rotary frequencies unchanged (no rope scaling)" if rotary else "")
+            raise _refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
+    raised = f"no table; config.{_LENGTH} raised"
+    return f"{raised}, rotary frequencies unchanged (no rope scaling)" if _is_rotary(model) else raised
 
 
 def _named_positions(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if "position_embedding" in name]
 
 
-def _is_rotary(module: nn.Module) -> bool:
-    names = hasattr(module, "inv_freq") or hasattr(module, "rotary_dim")
-    return names or "rotary" in type(module).__name__.lower()
+def _is_rotary(model: nn.Module) -> bool:
+    """Tell whether a module of the model rotates queries and keys by their positions."""
+    return any(
+        hasattr(module, "inv_freq") or hasattr(module, "rotary_dim") or "rotary" in type(module).__name__.lower()
+        for module in model.modules()
+    )
 
 
-def runs_beyond_limit(model: nn.Module) -> bool:
-    """Tell whether a text model can read more tokens than its config says: its positions are rotary, not in a table."""
-    if not isinstance(model, PreTrainedModel) or current_length(model) is None or _tables(model):
-        return False
-    return not _named_positions(model) and any(_is_rotary(module) for module in model.modules())
+class _Image(NamedTuple):
+    size: tuple[int, int]
+    patch: tuple[int, int]
 
-
-def _pair(size: object) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
-        raise ConfigError(f"got size {size!r}, expected pixels: a whole number or (height, width)")
-    return pair
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.size[0] // self.patch[0], self.size[1] // self.patch[1]
 
 
 def _image(model: nn.Module) -> _Image | None:
@@ -303,6 +287,19 @@ def _image(model: nn.Module) -> _Image | None:
         return _Image(_pair(size), _pair(patch))
     except ConfigError:  # None, or the three sides of a video.
         return None
+
+
+def _timm(model: nn.Module) -> Any:
+    """Return the timm model in `model` (bare, or in a TimmWrapper); None for other models."""
+    inner = getattr(model, "timm_model", model)
+    return inner if not isinstance(inner, PreTrainedModel) and hasattr(inner, "pretrained_cfg") else None
+
+
+def _pair(size: object) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
+        raise ConfigError(f"got size {size!r}, expected pixels: a whole number or (height, width)")
+    return pair
 
 
 def _with_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[_Image, _Image, int, int]:
@@ -324,11 +321,11 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
         prefix = sum(getattr(owner, token, None) is not None for token in _PREFIX_TOKENS)
         expected = prefix + math.prod(old.grid), prefix + math.prod(new.grid)
         if not _TABLE.fullmatch(name) or (table.shape[-2], shape[-2]) != expected:
-            raise stray(model, name, _IMAGE)
+            raise _stray(model, name, _IMAGE)
         # DINOv2 interpolates for every image, and assumes a square table.
         always = "interpolate_pos_encoding" not in inspect.signature(owner.forward).parameters
         if always and not square and hasattr(owner, "interpolate_pos_encoding"):
-            raise refusal(model, f"whose table is always a square, and image size {new.size}", "give one number")
+            raise _refusal(model, f"whose table is always a square, and image size {new.size}", "give one number")
         rows = table.reshape(table.shape[-2:])
         grid = rows[prefix:].float().reshape(1, *old.grid, -1).permute(0, 3, 1, 2)
         smooth = model.config.model_type in _ANTIALIASED
@@ -339,19 +336,13 @@ def _extend_images(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
     was = model.config.image_size
     value = type(was)(new.size) if not isinstance(was, int) else new.size[0] if square else new.size
     expected = [name for name, _ in model.named_parameters() if _TABLE.fullmatch(name)]
-    return follow(model, _IMAGE, value, resize, expected)
-
-
-def _timm(model: nn.Module) -> Any:
-    """Return the timm model in `model` (bare, or in a TimmWrapper); None for other models."""
-    inner = getattr(model, "timm_model", model)
-    return inner if not isinstance(inner, PreTrainedModel) and hasattr(inner, "pretrained_cfg") else None
+    return _follow(model, _IMAGE, value, resize, expected)
 
 
 def _extend_timm(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
     timm = _timm(model)
     if not hasattr(timm, "set_input_size"):
-        raise refusal(timm, "a timm model without set_input_size")
+        raise _refusal(timm, "a timm model without set_input_size")
     timm.set_input_size(img_size=new.size)
     changed = tuple(name for name, tensor in model.named_parameters() if tensor is timm.pos_embed)
     if model is timm:
@@ -379,21 +370,11 @@ def _resize_processor(processor: Any, size: tuple[int, int]) -> None:
 
 
 # (name of the table, its values, the class's own values if it is a formula, new shape) -> new values
-Resize = Callable[[str, Tensor, Tensor | None, torch.Size], Tensor]
+_Resize = Callable[[str, Tensor, Tensor | None, torch.Size], Tensor]
 
 
-def refusal(model: nn.Module, why: str, do: str = "leave the option out") -> UnsupportedModelError:
-    """Return the error for a model that cannot be extended."""
-    return UnsupportedModelError(f"got {type(model).__name__}, {why}; {do}")
-
-
-def stray(model: nn.Module, name: str, field: str) -> UnsupportedModelError:
-    """Return the error for a tensor that depends on the field in an unknown way, or not at all."""
-    return refusal(model, f"whose {name} does not follow config.{field} as a table of absolute positions would")
-
-
-def follow(
-    model: PreTrainedModel, field: str, value: object, resize: Resize, expected: Collection[str] = ()
+def _follow(
+    model: PreTrainedModel, field: str, value: object, resize: _Resize, expected: Collection[str]
 ) -> tuple[str, ...]:
     """Set a config field and everything that depends on it; compute everything first, then write.
 
@@ -406,15 +387,16 @@ def follow(
     Raises:
         UnsupportedModelError: something unknown depends on the field, or an `expected` tensor does not.
     """
-    old, new = _twin(model, field, getattr(model.config, field)), _twin(model, field, value)
+    old_value = getattr(model.config, field)
+    old, new = _twin(model, field, old_value), _twin(model, field, value)
     before, after, current = dict(_tensors(old)), dict(_tensors(new)), dict(_tensors(model))
     live = {n: current[n].detach() for n in sorted(before.keys() & current.keys()) if before[n].shape != after[n].shape}
     if missing := sorted(set(expected) - live.keys()):
-        raise stray(model, missing[0], field)
+        raise _stray(model, missing[0], field)
     for name, tensor in live.items():
         if tensor.shape != before[name].shape:
             why = f"with {name} of shape {tuple(tensor.shape)}, expected {tuple(before[name].shape)} from its config"
-            raise refusal(model, why, "correct the config")
+            raise _refusal(model, why, "correct the config")
     was, fresh = _refill(old, live), _refill(new, live)
     tensors = {}
     for name, tensor in live.items():
@@ -422,7 +404,7 @@ def follow(
         if isinstance(current[name], nn.Parameter):
             tensors[name] = resize(name, tensor, formula, after[name].shape)
         elif formula is None:
-            raise stray(model, name, field)
+            raise _stray(model, name, field)
         else:
             tensors[name] = formula
     numbers = list(_numbers(model, field, old, new))
@@ -437,16 +419,11 @@ def follow(
         setattr(owner, leaf, tensor)
     for module, key, number in numbers:
         setattr(module, key, number)
-    before_value = getattr(model.config, field)
     # Parts of a model may keep a copy of its config.
-    for config in {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}.values():
-        if type(config) is type(model.config) and getattr(config, field) == before_value:
+    for config in configs_of(model):
+        if type(config) is type(model.config) and getattr(config, field) == old_value:
             setattr(config, field, value)
     return (*tensors, f"config.{field}")
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def _twin(model: PreTrainedModel, field: str, value: object) -> PreTrainedModel:
@@ -458,7 +435,11 @@ def _twin(model: PreTrainedModel, field: str, value: object) -> PreTrainedModel:
             return type(model)(config)
     except Exception as error:  # Third-party constructors may fail in any way.
         why = " ".join(str(error).split())
-        raise refusal(model, f"which cannot be built with config.{field} = {value} ({why})") from error
+        raise _refusal(model, f"which cannot be built with config.{field} = {value} ({why})") from error
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def _refill(twin: PreTrainedModel, live: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -486,6 +467,29 @@ def _numbers(model: nn.Module, field: str, old: nn.Module, new: nn.Module) -> It
             if not all(isinstance(n, (int, float)) for n in numbers) or value == vars(twins[path])[key]:
                 continue
             if any(isinstance(n, float) for n in numbers):
-                raise refusal(model, f"whose {path}.{key} (a scale, as of rope) follows config.{field}")
+                raise _refusal(model, f"whose {path}.{key} (a scale, as of rope) follows config.{field}")
             if getattr(mine[path], key, None) == value:
                 yield mine[path], key, vars(twins[path])[key]
+
+
+def _no_length(model: nn.Module) -> UnsupportedModelError:
+    if parts := ", ".join(_parts(model)):
+        return _refusal(model, f"composed of parts ({parts})", "extend the part itself")
+    why = f"with neither a table of positions nor a config.{_LENGTH}: without a limit, or with one of an unknown kind"
+    return _refusal(model, why)
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """Return the names of the parts' configs (text, image ...) in a composite model."""
+    config = getattr(model, "config", None)
+    return [name for name in sorted(getattr(config, "sub_configs", ())) if getattr(config, name, None) is not None]
+
+
+def _refusal(model: nn.Module, why: str, do: str = "leave the option out") -> UnsupportedModelError:
+    """Return the error for a model that cannot be extended."""
+    return UnsupportedModelError(f"got {type(model).__name__}, {why}; {do}")
+
+
+def _stray(model: nn.Module, name: str, field: str) -> UnsupportedModelError:
+    """Return the error for a tensor that depends on the field in an unknown way, or not at all."""
+    return _refusal(model, f"whose {name} does not follow config.{field} as a table of absolute positions would")

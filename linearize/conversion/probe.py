@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.masking_utils import (
     AttentionMaskInterface,
     bidirectional_mask_function,
@@ -29,7 +29,7 @@ from linearize.attention.redirect import REDIRECTED
 from linearize.conversion import timm
 from linearize.conversion.inputs import Call, Inputs, candidates
 from linearize.core.errors import UnsupportedModelError, first_line
-from linearize.modeling.compat import implementation_of, knows_sdpa, set_implementation
+from linearize.modeling.compat import configs_of, implementation_of, knows_sdpa, set_implementation
 from linearize.modeling.model import evaluating
 
 _NAME = "linearize_probe"
@@ -193,8 +193,7 @@ def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for table in (AttentionInterface, AttentionMaskInterface):
             undo.callback(table._global_mapping.pop, _NAME, None)
-        held = (getattr(module, "config", None) for module in model.modules())
-        for config in {id(config): config for config in held if isinstance(config, PreTrainedConfig)}.values():
+        for config in configs_of(model):
             undo.callback(set_implementation, config, implementation_of(config))
             set_implementation(config, _NAME)
         yield

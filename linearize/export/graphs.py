@@ -121,13 +121,8 @@ class _Writer(nn.Module):
         return [COUNT, *([SEEN] if self.masked else []), *layers]
 
     def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, list[Tensor]]:
-        outputs = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            **cache_argument(self.model, cache),
-            return_dict=True,
-        )
+        texts = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        outputs = self.model(**texts, **cache_argument(self.model, cache), return_dict=True)
         kept = []
         for layer, keys in zip(cache.layers, self.keys, strict=True):
             source = vars(layer) if keys == _KEYS else layer.state

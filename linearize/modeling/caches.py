@@ -10,14 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from linearize.attention.cache import (
-    CACHE_NAMES,
-    LinearizeCache,
-    cache_argument,
-    cache_name,
-    given_cache,
-    state_layer,
-)
+from linearize.attention.cache import CACHE_NAMES, LinearizeCache, cache_argument, cache_name, given_cache, state_layer
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
 from linearize.modeling.compat import check_implementation

@@ -30,6 +30,12 @@ def set_implementation(config: PreTrainedConfig, name: str | None) -> None:
     vars(config)["_attn_implementation_internal"] = name
 
 
+def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
+    """Return the configs of a model and of its parts, each once; a part may have created its own."""
+    held = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in held if isinstance(config, PreTrainedConfig)}.values())
+
+
 def knows_sdpa(part: PreTrainedModel) -> bool:
     """Tell whether a model, or a part of one, supports SDPA, not only eager softmax."""
     return bool(part._supports_sdpa)
@@ -67,10 +73,9 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
 
     root: nn.Module = model.base_model
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for module in model.modules():
-        # A part may have created its own config (X-CLIP): without this it would silently attend with softmax.
-        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            set_implementation(config, name)
+    # A part may have created its own config (X-CLIP): without this it would silently attend with softmax.
+    for config in configs_of(model):
+        set_implementation(config, name)
     for part in parts:
         if name == IMPLEMENTATION and not knows_sdpa(part):
             set_implementation(part.config, EAGER)

@@ -100,16 +100,6 @@ class Plan:
         """The layers that attended inside a window and are converted as full attention."""
         return tuple(layer for layer in self.converted if LOCAL in layer.host)
 
-    def with_reasons(self, reasons: Mapping[int, str]) -> Plan:
-        """Return the plan with other reasons, by layer number, for layers that are not converted."""
-        layers = tuple(
-            layer
-            if layer.converted or layer.index is None or layer.index not in reasons
-            else dataclasses.replace(layer, reason=reasons[layer.index])
-            for layer in self.layers
-        )
-        return dataclasses.replace(self, layers=layers)
-
     def to_dict(self) -> dict[str, object]:
         """Return plain data for config.json, without unused additions, so that older versions can read it."""
         layers = []

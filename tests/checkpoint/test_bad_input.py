@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
 from linearize.checkpoint.card import base_facts
-from linearize.checkpoint.loading import pools_first, sentence_files, with_length
+from linearize.checkpoint.loading import pools_first, read_config, sentence_files, with_length
 from linearize.checkpoint.log import read_log
 from linearize.cli.main import main
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
@@ -155,6 +155,11 @@ def test_config_cut_off(share, folder):
     # transformers reads the file itself, before it can know whose it is.
     with pytest.raises((OSError, LinearizeError), match=r"config\.json"):
         load(folder)
+
+
+def test_the_home_of_an_unknown_user_is_one_line():
+    with pytest.raises(CheckpointError, match="'~no-such-user/model' does not exist"):
+        read_config("~no-such-user/model")
 
 
 def test_weights_missing(folder):

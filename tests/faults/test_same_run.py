@@ -49,6 +49,13 @@ def test_what_differs_is_named(change, named):
         check_same(fingerprint(**given), fingerprint(**given | change))
 
 
+def test_a_value_that_only_one_of_two_long_mappings_has_is_named():
+    """Also if it is None, such as a new option that is off."""
+    long = {f"option {number}": number for number in range(30)}
+    with pytest.raises(ConfigError, match=r"job=\{\}, now it is \{'new': None\}"):
+        check_same(fingerprint(options={"job": long}), fingerprint(options={"job": {**long, "new": None}}))
+
+
 def test_an_option_of_an_earlier_version_may_have_been_off():
     """`layers_at_a_time`, say: a run that did not use it can be resumed without it."""
     now = fingerprint(options={"rate": 0.1})
