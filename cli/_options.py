@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from linearize.core.errors import ConfigError, suggestion
 from linearize.core.options import convert, make, options_of, read_values
+from linearize.core.parsing import user_path
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
@@ -78,7 +78,7 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
     Raises:
         ConfigError: if the file cannot be read, or for an unknown key or a value of the wrong type, which it names.
     """
-    values = read_values(Path(file).expanduser(), f"{FLAG}: {file!r}", "a YAML file of options such as kernel: elu")
+    values = read_values(user_path(file), f"{FLAG}: {file!r}", "a YAML file of options such as kernel: elu")
     known = {action.dest: action for action in parser._actions if action.dest not in NEVER}
     options: dict[str, object] = {}
     for key, value in values.items():

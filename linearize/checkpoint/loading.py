@@ -27,7 +27,7 @@ from linearize.core.errors import (
     unknown_name,
 )
 from linearize.core.heads import HEADS, Modality, Processor
-from linearize.core.parsing import parse_json, read_json
+from linearize.core.parsing import parse_json, read_json, user_path
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +184,7 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
     """
-    file = Path(os.path.expanduser(name)) / "config.json"
+    file = user_path(name) / "config.json"
     is_folder = find_gguf(name) is None and (file.parent.exists() or name.startswith((".", "/", "~")))
     if is_folder and not file.parent.exists():
         raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
@@ -230,7 +230,7 @@ def explained(name: str, what: str = "") -> Iterator[None]:
             raise UnsupportedModelError(
                 f"{name!r} runs its own code, which linearize does not convert; use an architecture of transformers"
             ) from error
-        if Path(os.path.expanduser(name)).exists():
+        if user_path(name).exists():
             raise CheckpointError(f"{name!r} cannot be loaded{f', {what}' if what else ''}: {first}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
         repair = "unset HF_HUB_OFFLINE" if offline else "check the spelling and the network"
@@ -362,7 +362,7 @@ def _parse(name: str, file: str, content: bytes) -> object:
 
 def _bytes(name: str, file: str, revision: str | None) -> bytes | None:
     """Return the bytes of a checkpoint's file; None if it does not exist."""
-    folder = Path(os.path.expanduser(name))
+    folder = user_path(name)
     if folder.is_dir():
         path = folder / file
         return path.read_bytes() if path.is_file() else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from linearize.core.errors import CheckpointError, UnsupportedModelError, first_line, missing_package
+from linearize.core.parsing import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,8 +50,7 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: if the file does not exist, or a folder holds several GGUF models.
     """
-    # `Path.expanduser` would fail on the home folder of an unknown user.
-    path = Path(os.path.expanduser(name))
+    path = user_path(name)
     if path.is_file():
         magic = b""
         with contextlib.suppress(OSError), path.open("rb") as begin:

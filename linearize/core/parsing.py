@@ -33,6 +33,12 @@ _FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The safe loader in C, which is ten times as fast, if PyYAML was built with it."""
 
 
+def user_path(name: str | os.PathLike[str]) -> Path:
+    """Return a path with the user's home folder in place of `~`; `~name` of an unknown user is kept."""
+    # `Path.expanduser` raises an error for an unknown user.
+    return Path(os.path.expanduser(name))
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """Read a text file.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError, unknown_name
 from linearize.core.heads import Modality, Processor
+from linearize.core.parsing import user_path
 from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
 from linearize.data.columns import class_names, column_kinds, find_pair, uniform
 from linearize.data.config import DataConfig
@@ -119,7 +119,7 @@ def open_records(name: str, config: DataConfig, modality: Modality, label: str |
     Raises:
         DataError: If the data cannot be found, read or used.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if exists(path) or looks_local(name):
         origin = f"{'folder' if path.is_dir() else 'file'} {name}"
         opened: Sequence[Any] = open_local(path, config.split, modality, config.rows_read)

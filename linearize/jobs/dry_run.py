@@ -25,6 +25,7 @@ from linearize.attention.native.build import worth_building
 from linearize.checkpoint.output import check_target
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import TrainingError
+from linearize.core.parsing import user_path
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.fidelity.heads import POINTS
 from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
@@ -247,7 +248,7 @@ class _Trial:
 
 def free_disk(target: str) -> int:
     """Return the free bytes on the disk where a folder will be created."""
-    path = Path(target).expanduser().absolute()
+    path = user_path(target).absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 

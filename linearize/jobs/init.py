@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import transformers
 from torch import nn
@@ -16,6 +15,7 @@ from linearize.conversion.plan import convert
 from linearize.core.errors import ConfigError, first_line
 from linearize.core.heads import Processor
 from linearize.core.options import read_values
+from linearize.core.parsing import user_path
 from linearize.jobs.config import InitJob
 from linearize.modeling.plan import Plan
 from linearize.training.stage_two.load import label_options, ready
@@ -56,7 +56,7 @@ def read_config(name: str) -> dict[str, object]:
     Raises:
         ConfigError: if it is missing, cannot be read, or is not a mapping.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         check_links(path)
         path = path / "config.json"

@@ -68,6 +68,9 @@ REFUSED = {
     ),
     "window": ("convert bert --window auto:0 --output o", "got 'auto:0', expected a number of tokens such as 64"),
     "no folder": ("inspect ./nofolder", "'./nofolder' does not exist"),
+    "data of an unknown user": ("convert bert --dataset ~no-such-user/a.jsonl --output o", "/a.jsonl', which does not"),
+    "rows of an unknown user": (f"finetune bert {TASK} --dataset ~no-such-user/rows", "/rows', which does not exist"),
+    "options of an unknown user": ("convert bert --config ~no-such-user/a.yaml", "a.yaml' cannot be read"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from linearize.core.errors import ConfigError, LinearizeError, unknown_name
 from linearize.core.options import build, kind_of, read_values
-from linearize.core.parsing import parse_yaml
+from linearize.core.parsing import parse_yaml, user_path
 from linearize.core.registry import field_types
 from linearize.jobs.recipes import schema
 from linearize.jobs.recipes.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo
@@ -105,7 +105,7 @@ def recipe_file(name: str) -> Path:
     Raises:
         UnknownNameError: if neither exists.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path
     names = recipe_names()

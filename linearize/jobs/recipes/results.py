@@ -16,7 +16,7 @@ from typing import Any
 
 from linearize.core.errors import DataError
 from linearize.core.options import read_values
-from linearize.core.parsing import parse_json, write_file
+from linearize.core.parsing import parse_json, user_path, write_file
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import recovery
@@ -117,7 +117,7 @@ def tables(folder: str | Path) -> list[Table]:
         DataError: if the folder holds no run.
         ConfigError: if a run's recipe is damaged.
     """
-    root = Path(folder).expanduser()
+    root = user_path(folder)
     runs = [root] if (root / RECIPE).is_file() else sorted(file.parent for file in root.glob(f"*/{RECIPE}"))
     if not runs:
         raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")

@@ -18,7 +18,7 @@ from linearize.checkpoint.output import atomic_folder, clear_leftovers
 from linearize.checkpoint.ownership import remove_weights
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback, Event, ignore
-from linearize.core.parsing import MOST_TEXT, read_json, write_file
+from linearize.core.parsing import MOST_TEXT, read_json, user_path, write_file
 from linearize.jobs.recipes.recipe import Cell, cells, plain, resolve
 from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_recipe, read_rows, repair
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
@@ -115,7 +115,7 @@ def check_data(recipe: Recipe) -> None:
         DataError: naming the missing folder or file.
     """
     for job in resolve(recipe).values():
-        if job.data is not None and (recipe.data is not None or Path(job.data).expanduser().exists()):
+        if job.data is not None and (recipe.data is not None or user_path(job.data).exists()):
             located(job.task, job.data)
 
 

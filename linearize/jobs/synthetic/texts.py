@@ -6,13 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.options import check, option
+from linearize.core.parsing import user_path
 from linearize.data.local import exists
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.splits import Splits, open_splits
@@ -263,7 +263,7 @@ class Documents(MadeSet):
         """Join the texts of both splits into documents."""
         asked = task("text-classification", columns=(self.text_column,), label=self.label_column)
         splits = open_splits(asked, source, DataOptions(seed=self.seed), raw=True)
-        sibling = Path(source).expanduser().parent / self.filler
+        sibling = user_path(source).parent / self.filler
         filler = corpus(str(sibling) if exists(sibling) else self.filler, self.filler_column, self.seed)
         rows = {}
         for split, count, seed in (("train", self.train, self.seed), ("validation", self.validation, self.seed + 1)):

@@ -19,6 +19,7 @@ from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
+from linearize.core.parsing import user_path
 from linearize.data.encode import copy_tokenizer
 from linearize.modeling.model import is_linearized
 from linearize.training.alignment.pair import check_teacher
@@ -41,7 +42,7 @@ def recorded(name: str | Path) -> dict[str, Any]:
         CheckpointError: if a link leads out of the folder.
     """
     check_links(name)
-    return read_mapping(Path(name).expanduser() / RECORD)
+    return read_mapping(user_path(name) / RECORD)
 
 
 def load_for_task(
@@ -357,7 +358,7 @@ def check_tuned(name: str, data: TaskData) -> None:
             f"--task {task.name}"
         )
     check_trained(name, task)
-    record, file = recorded(name), Path(name).expanduser() / RECORD
+    record, file = recorded(name), user_path(name) / RECORD
     if file.is_file() and "task" not in record:
         raise CheckpointError(f"{str(file)!r} cannot be read as the record of a tuning; tune the teacher again")
     tuned_for = record.get("task", task.name)

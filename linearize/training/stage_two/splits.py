@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from linearize.core.errors import DataError
+from linearize.core.parsing import user_path
 from linearize.data.columns import column_kinds
 from linearize.data.config import DataConfig
 from linearize.data.hub import cause, load_hub
@@ -41,7 +42,7 @@ def located(task: Task, given: Given) -> Given:
     """
     if not isinstance(given, str):
         return given
-    root = Path(given).expanduser()
+    root = user_path(given)
     if not exists(root):
         if looks_local(given) or given.count("/") > 1:
             raise DataError(f"data: got {given!r}, which does not exist, expected a file or a folder; check the path")
@@ -162,7 +163,7 @@ def raw_table(given: Given, split: str) -> Dataset:
         if split not in given:
             raise missing_split("tables", split, given)
         return given[split]
-    path = Path(given).expanduser()
+    path = user_path(given)
     if not exists(path) and not looks_local(given):
         return load_hub(given, split)
     tables: Sequence[Dataset] = open_local(path, split, "text")
@@ -191,7 +192,7 @@ def _validation_split(task: Task, given: Given) -> str | None:
         DataError: if the user named the split and it is missing, listing the existing ones.
     """
     wanted = task.validation[0]
-    path = Path(given).expanduser() if isinstance(given, str) else None
+    path = user_path(given) if isinstance(given, str) else None
     if path is not None and not exists(path) and not looks_local(str(given)):
         for name in task.validation:
             try:
