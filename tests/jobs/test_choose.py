@@ -129,6 +129,6 @@ def test_the_verb_prints_it(place, capsys, monkeypatch):
     assert code == 2 and "drop one" in err
     assert run(capsys, "kernels", "--for", "nowhere/at-all")[0] == 2
     code, out, _ = run(capsys, "kernels", "flexformer_n")
-    assert "form=paper, floor=0: KL 0.316" in " ".join(out.split()) and "31 times faster" in out
+    assert "form=paper, floor=0: KL 0.314" in " ".join(out.split()) and "31 times faster" in out
     code, out, _ = run(capsys, "kernels")
     assert "0.043 a" in out and "1.307 b" in out and "19.7 x" in out and "4.57" in out
