@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from linearize.conversion.plan import replan
 from linearize.core.errors import ConfigError
-from linearize.core.options import build
-from linearize.core.parsing import check_file, parse_yaml, read_text, write_file
+from linearize.core.options import build, read_values
+from linearize.core.parsing import check_file, write_file
 from linearize.core.registry import SCALES, Hybrid
 from linearize.modeling.plan import SOFTMAX, Plan
 
@@ -144,17 +144,12 @@ def read_plan(path: str | os.PathLike[str], where: str = "--plan") -> PlanFile:
     Raises:
         ConfigError: if it cannot be read or is not a plan; the message names the mistake.
     """
-    shown = os.fspath(path)
-    try:
-        data = parse_yaml(read_text(path))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{where}: {shown!r} cannot be read ({reason}); expected a file from --plan-out") from error
-
+    shown, expected = f"{where}: {os.fspath(path)!r}", "a file from --plan-out"
+    data = read_values(Path(path), shown, expected)
     try:
         return build(PlanFile, data, "plan")
     except ConfigError as error:
-        raise ConfigError(f"{where}: {shown!r} is not a plan ({error}); expected a file from --plan-out") from error
+        raise ConfigError(f"{shown} is not a plan ({error}); expected {expected}") from error
 
 
 def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: int | None = None) -> Plan:

@@ -52,15 +52,19 @@ class Head:
         return class_name.endswith(tuple(filter(None, endings)))
 
 
-SEQ2SEQ = "ForConditionalGeneration"
-"""Ending of the names of most encoder-decoder classes."""
 HEADS: dict[str, Head] = {
     head.name: head
     for head in (
         Head("feature-extraction", "AutoModel", own_weights=False),
         Head("fill-mask", "AutoModelForMaskedLM"),
         Head("text-generation", "AutoModelForCausalLM", "LMHeadModel", own_weights=False),
-        Head("text2text-generation", "AutoModelForSeq2SeqLM", SEQ2SEQ, own_weights=False, pipeline="text-generation"),
+        Head(
+            "text2text-generation",
+            "AutoModelForSeq2SeqLM",
+            "ForConditionalGeneration",
+            own_weights=False,
+            pipeline="text-generation",
+        ),
         Head("text-classification", "AutoModelForSequenceClassification", per_label=True),
         Head("token-classification", "AutoModelForTokenClassification", per_label=True),
         Head("question-answering", "AutoModelForQuestionAnswering"),

@@ -144,10 +144,10 @@ def rows_of_training(job: type[TrainingJob], values: Mapping[str, Any]) -> dict[
 
     Args:
         job: the kind of job.
-        values: the options given explicitly; with a row length among them, nothing is returned. A teacher may limit it.
+        values: the options given explicitly, without a row length. A teacher may limit it.
 
     Returns:
-        {} as well if these rows have at most `DISTILL_LENGTH` tokens, or are unknown.
+        {} if these rows have at most `DISTILL_LENGTH` tokens, or are unknown.
     """
     from linearize.checkpoint.loading import read_config
     from linearize.checkpoint.provenance import Provenance, Record
@@ -161,7 +161,7 @@ def rows_of_training(job: type[TrainingJob], values: Mapping[str, Any]) -> dict[
     except CheckpointError:
         # A missing checkpoint is refused elsewhere.
         return {}
-    if job.row_length in values or length <= DISTILL_LENGTH:
+    if length <= DISTILL_LENGTH:
         return {}
     options = record.part("options")
     packing = options.is_true("packing") and not reads_pairs(values)
@@ -254,7 +254,7 @@ class TrainingJob(Job):
         base = cls.folder(values).rstrip("/")
         keeps = values.get("save_every") is not None or values.get("resume")
         derived = {part: {"folder": f"{base}{ending}" if keeps else None} for part, ending in cls.endings.items()}
-        usual = rows_of_training(cls, values) if cls.continues else {}
+        usual = rows_of_training(cls, values) if cls.continues and cls.row_length not in values else {}
         rows = rows_of({**usual, **values}.get(cls.row_length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)
         return {**derived, "": usual, "data": {"batch_size": rows}}
 
@@ -263,7 +263,7 @@ class TrainingJob(Job):
 class StageOneJob(TrainingJob):
     """Options of the jobs that run stage one."""
 
-    distill_length: int | None = option(None, LENGTH, group=STAGE_ONE, low=1)
+    distill_length: int | None
     distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
     report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
 

@@ -164,8 +164,9 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
     made_from = {"base_model": name_of(job.model), "base_is_local": is_local, "max_length": job.max_length}
     if job.image_size is not None:
         made_from["image_size"] = job.image_size
-    context = Context(job, loaded, decided, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs)
-    context.trial = trial
+    context = Context(
+        job, loaded, decided, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs, trial=trial
+    )
     length = job.distill_length or within(loaded)
     # Kernels and windows are chosen on rows that the model takes now; positions are extended later (`put_in_kernels`).
     shorter = length if job.max_length is None else within(loaded, length)

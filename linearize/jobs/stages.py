@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,6 +56,7 @@ class Context:
         provenance: the checkpoint's record of how it was made.
         earlier: the log of the checkpoint that the job started from.
         source: the data; None if nothing is trained.
+        longest_seen: tokens of the longest held-out row; None if there is no training text.
         positions: how positions were extended, or None.
         teacher: the model to align with; None if it is the checkpoint's own softmax.
         example_inputs: inputs for trial runs, if the job names a file of them.
@@ -78,6 +78,7 @@ class Context:
     provenance: dict[str, Any] = field(default_factory=dict)
     earlier: list[dict[str, object]] = field(default_factory=list)
     source: Any = None
+    longest_seen: int | None = None
     positions: PositionReport | None = None
     teacher: PreTrainedModel | None = None
     example_inputs: Mapping[str, Tensor] | None = None
@@ -95,13 +96,6 @@ class Context:
     def target(self) -> str:
         """The output folder, without a slash at its end."""
         return str(self.job.target()).rstrip("/")
-
-    @functools.cached_property
-    def longest_seen(self) -> int | None:
-        """Tokens of the longest held-out row; None if there is no training text."""
-        if self.source is None or self.loaded.modality != "text":
-            return None
-        return longest_row(self.source.holdout_batches())
 
     @property
     def seconds(self) -> float:
@@ -223,7 +217,9 @@ def open_data(context: Context, length: int | None, skip: str) -> None:
     context.source = batches_for(context.loaded, context.job.data, length, skip)
     context.on_event(DataOpened(context.source.description))
     most = context.source.options["max_length"]
-    seen = longest_row(context.source.holdout_batches()) if context.loaded.modality == "text" else None
+    if context.loaded.modality == "text":
+        context.longest_seen = longest_row(context.source.holdout_batches())
+    seen = context.longest_seen
     if seen is None:
         return
     if context.source.row_length > seen:

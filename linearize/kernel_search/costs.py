@@ -69,9 +69,11 @@ def costs_of_layers(layout: Layout, length: int, device: str, dtype: torch.dtype
     costs = {}
     for number in layout.layers:
         suites = {label: suite_of(plans[number], device, name) for label, plans in layout.plans.items()}
-        if repr(suites) not in groups:
-            groups[repr(suites)] = measure_costs(suites, length, on_event)
-        costs[number] = groups[repr(suites)]
+        # Layers of the same sizes have equal suites.
+        sizes = repr(suites)
+        if sizes not in groups:
+            groups[sizes] = measure_costs(suites, length, on_event)
+        costs[number] = groups[sizes]
     return costs
 
 

@@ -352,7 +352,7 @@ class SearchTrainer(KernelTrainer):
         self.dropped: set[Key] = set()
         for key in keys:
             module = candidates.modules[key]
-            if any(True for _ in module.parameters()):
+            if module.mixer.learnable:
                 loss = layer_loss(f"{key[0]}/{key[1]}", module.train().requires_grad_(True), config)
                 loss.host = candidates.hosts[key[0]]
                 self.key_of[id(loss)] = key
