@@ -9,8 +9,7 @@ import shtab
 from linearize.cli._output import Screen
 from linearize.cli.verbs import VERBS, build_parser
 from linearize.core.registry import kernel_infos
-from linearize.jobs.config import AUTO
-from linearize.jobs.presets import PRESETS
+from linearize.jobs.presets import AUTO, PRESETS
 from linearize.jobs.recipes.recipe import recipe_names
 from linearize.training.stage_two.tasks import TASKS
 

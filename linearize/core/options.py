@@ -133,7 +133,8 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
     """Build a job's config from options by name; those left out keep their defaults.
 
     A config may have a class method `derive(values)`, which returns the defaults that depend on other options: by
-    section and field, or, under "", by option; options given explicitly take precedence.
+    section and field, or, under "", by option. Names of other jobs' options are ignored there, and options given
+    explicitly take precedence.
 
     Raises:
         UnknownNameError: for a name that is not an option.
@@ -149,7 +150,8 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
     derive: Callable[..., dict[str, dict[str, object]]] | None = getattr(config, "derive", None)
     derived = {} if derive is None else derive(values)
     given: dict[str, dict[str, object]] = {}
-    for name, value in {**derived.get("", {}), **values}.items():
+    defaults = {name: value for name, value in derived.get("", {}).items() if name in known}
+    for name, value in {**defaults, **values}.items():
         parse: Callable[[object], object] | None = known[name].metadata.get("parse")
         parsed = parse(value) if parse is not None and isinstance(value, (str, list)) else value
         for section_name, inner in known[name].places:

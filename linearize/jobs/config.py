@@ -11,23 +11,32 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from linearize.core import kernel_options
-from linearize.core.errors import CheckpointError, ConfigError
+from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
-from linearize.core.options import check, make, option, options_of, section
+from linearize.core.options import check, make, option, section
 from linearize.data.config import DataConfig
-from linearize.jobs.presets import PRESETS, preset_options, reads_pairs
+from linearize.jobs.presets import (
+    AUTO,
+    PRESETS,
+    ROW_TOKENS,
+    ROW_WINDOWS,
+    STEP_ROWS,
+    WINDOW,
+    parse_window,
+    preset_options,
+    rows_for,
+    rows_of,
+    rows_of_training,
+    width_of,
+)
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, RunConfig
 
 KERNEL = "hedgehog"
 """Default kernel of a conversion."""
-AUTO = "auto"
-"""Used in place of a kernel's name: a search chooses a kernel for every layer."""
 ALIGN_SHARE = 0.4
 """Default steps of the alignment, as a share of stage one's."""
-STEP_ROWS = 32
-"""Default rows per optimizer step."""
 STAGE_ONE_TOKENS = 8192
 """Default upper limit on the tokens per step of stage one or of the alignment."""
 OF_DATA = (
@@ -52,20 +61,14 @@ KEPT_HEADS = (
     "query heads that keep softmax, with a cache of their keys: a number or a share such as 5%, which selects those "
     "that contribute most to the error (copying included), or layer:head pairs such as 4:0,11:7"
 )
-WINDOW = 64
-"""Window of the reference model for `--window auto`."""
 WINDOWS = (
     f"softmax inside a window of W tokens, the kernel outside it; or {AUTO}:W, which chooses window, exact keys, and "
     f"kernel or no kernel for every layer, with at most the total state of W in every layer ({AUTO} means "
     f"{AUTO}:{WINDOW})"
 )
 LENGTH = f"tokens per training row; by default {DISTILL_LENGTH}, or fewer if the model takes fewer"
-ROW_WINDOWS, ROW_TOKENS = 8, 4096
-"""Default length of rows with a window: `ROW_WINDOWS` windows, at most `ROW_TOKENS` tokens, at least two windows."""
 LATER = f"tokens per training row; by default as many as the checkpoint was trained on, at least {DISTILL_LENGTH}"
 ROWS = f"{LENGTH}; with a window of W, {ROW_WINDOWS} W up to {ROW_TOKENS:,}; see --preset"
-SAMPLED = 256
-"""Default number of queries per row whose loss is computed, in rows that are much longer because of a window."""
 EXAMPLE_INPUTS = (
     "inputs for the trial run, if they cannot be generated: a .safetensors or .npz file with tensors named like the "
     "arguments of the model's forward"
@@ -98,75 +101,6 @@ def parse_layers(text: str) -> tuple[int, ...] | str:
     if parse_share(text) is not None:
         return text
     return tuple(parse_indices(text, "--keep-softmax")) if text else ()
-
-
-def parse_window(text: str) -> int | str:
-    """Parse a window such as 64, auto or auto:64."""
-    auto, colon, count = text.partition(":")
-    if text.isdecimal():
-        return int(text)
-    if auto != AUTO or (colon and not (count.isdecimal() and int(count))):
-        raise ConfigError(f"window: got {text!r}, expected a number of tokens such as 64, auto or auto:64")
-    return text
-
-
-def rows_of(length: object, tokens: int) -> int:
-    """Return how many rows of a length fit into `tokens`: `STEP_ROWS`, or a half, a quarter ... of it; at least 1."""
-    rows = STEP_ROWS
-    # A length of another type is refused by the checks of the options.
-    while isinstance(length, int) and rows > 1 and rows * length > tokens:
-        rows //= 2
-    return rows
-
-
-def width_of(window: str | int | None) -> int | None:
-    """Return the window of every layer, or of the reference when windows are chosen; None without a window."""
-    return int(window.partition(":")[2] or WINDOW) if isinstance(window, str) else window
-
-
-def rows_for(window: object) -> dict[str, object]:
-    """Return the default options of the training rows for a window: longer ones, as a kernel learns nothing inside it.
-
-    Raises:
-        ConfigError: if the window is text with another meaning.
-    """
-    # A window of another type is refused by the checks of the options.
-    width = width_of(parse_window(window)) if isinstance(window, str) else window
-    if not isinstance(width, int):
-        return {}
-    length = max(DISTILL_LENGTH, min(ROW_WINDOWS * width, ROW_TOKENS), 2 * width)
-    sampled = {"query_sample": SAMPLED} if length > 2 * SAMPLED else {}
-    return {"distill_length": length, **sampled} if length > DISTILL_LENGTH else {}
-
-
-def rows_of_training(job: type[TrainingJob], values: Mapping[str, Any]) -> dict[str, object]:
-    """Return the options with which a job reads rows like those that its checkpoint was trained on.
-
-    Args:
-        job: the kind of job.
-        values: the options given explicitly, without a row length. A teacher may limit it.
-
-    Returns:
-        {} if these rows have at most `DISTILL_LENGTH` tokens, or are unknown.
-    """
-    from linearize.checkpoint.loading import read_config
-    from linearize.checkpoint.provenance import Provenance, Record
-    from linearize.training.stage_two.load import length_limit
-
-    teacher = values.get("teacher")
-    try:
-        record = Record(read_config(values["model"])).part("linearize").part("provenance")
-        length = Provenance(record.values).longest_row_length or 0
-        length = min(length, (length_limit(teacher) if teacher else None) or length)
-    except CheckpointError:
-        # A missing checkpoint is refused elsewhere.
-        return {}
-    if length <= DISTILL_LENGTH:
-        return {}
-    options = record.part("options")
-    packing = options.is_true("packing") and not reads_pairs(values)
-    usual = {job.row_length: length, "packing": packing, "query_sample": options.whole("query_sample")}
-    return {name: value for name, value in usual.items() if value and name in options_of(job)}
 
 
 def _folder(values: Mapping[str, Any], ending: str) -> str:
@@ -254,7 +188,7 @@ class TrainingJob(Job):
         base = cls.folder(values).rstrip("/")
         keeps = values.get("save_every") is not None or values.get("resume")
         derived = {part: {"folder": f"{base}{ending}" if keeps else None} for part, ending in cls.endings.items()}
-        usual = rows_of_training(cls, values) if cls.continues and cls.row_length not in values else {}
+        usual = rows_of_training(values, cls.row_length) if cls.continues and cls.row_length not in values else {}
         rows = rows_of({**usual, **values}.get(cls.row_length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)
         return {**derived, "": usual, "data": {"batch_size": rows}}
 

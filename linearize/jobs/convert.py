@@ -25,9 +25,9 @@ from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import POINTS, keep_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
-from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
-from linearize.jobs.presets import check_preset, fitting
+from linearize.jobs.presets import AUTO, check_preset, fitting
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
 from linearize.kernel_search.windows import choose_windows

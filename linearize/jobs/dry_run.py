@@ -28,7 +28,7 @@ from linearize.core.errors import TrainingError
 from linearize.core.parsing import user_path
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.fidelity.heads import POINTS
-from linearize.jobs.config import AUTO, AlignJob, ConvertJob, DistillJob, StageOneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.convert import (
     choose_heads,
     longest_input,
@@ -39,6 +39,7 @@ from linearize.jobs.convert import (
 )
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import Opened, open_tuning
+from linearize.jobs.presets import AUTO
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.loop import search

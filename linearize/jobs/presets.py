@@ -1,4 +1,4 @@
-"""Presets: options that were measured to work well together (`convert --preset`)."""
+"""Options that follow from others: presets (`convert --preset`), and the length and number of training rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import CheckpointError, ConfigError, unknown_name
+from linearize.training.stage_one.config import DISTILL_LENGTH
+
+AUTO = "auto"
+"""Used in place of a kernel's name: a search chooses a kernel for every layer."""
+WINDOW = 64
+"""Window of the reference model for `--window auto`."""
+STEP_ROWS = 32
+"""Default rows per optimizer step."""
+ROW_WINDOWS, ROW_TOKENS = 8, 4096
+"""Default length of rows with a window: `ROW_WINDOWS` windows, at most `ROW_TOKENS` tokens, at least two windows."""
+SAMPLED = 256
+"""Default number of queries per row whose loss is computed, in rows that are much longer because of a window."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +120,72 @@ def fitting(name: str | None, additions: Mapping[str, Any], tokens: int | None) 
     if tokens is None or usual is None or additions.get("exact_keys") != usual:
         return dict(additions)
     return {**additions, "exact_keys": min(additions["exact_keys"], tokens)}
+
+
+def parse_window(text: str) -> int | str:
+    """Parse a window such as 64, auto or auto:64."""
+    auto, colon, count = text.partition(":")
+    if text.isdecimal():
+        return int(text)
+    if auto != AUTO or (colon and not (count.isdecimal() and int(count))):
+        raise ConfigError(f"window: got {text!r}, expected a number of tokens such as 64, auto or auto:64")
+    return text
+
+
+def rows_of(length: object, tokens: int) -> int:
+    """Return how many rows of a length fit into `tokens`: `STEP_ROWS`, or a half, a quarter ... of it; at least 1."""
+    rows = STEP_ROWS
+    # A length of another type is refused by the checks of the options.
+    while isinstance(length, int) and rows > 1 and rows * length > tokens:
+        rows //= 2
+    return rows
+
+
+def width_of(window: str | int | None) -> int | None:
+    """Return the window of every layer, or of the reference when windows are chosen; None without a window."""
+    return int(window.partition(":")[2] or WINDOW) if isinstance(window, str) else window
+
+
+def rows_for(window: object) -> dict[str, object]:
+    """Return the default options of the training rows for a window: longer ones, as a kernel learns nothing inside it.
+
+    Raises:
+        ConfigError: if the window is text with another meaning.
+    """
+    # A window of another type is refused by the checks of the options.
+    width = width_of(parse_window(window)) if isinstance(window, str) else window
+    if not isinstance(width, int):
+        return {}
+    length = max(DISTILL_LENGTH, min(ROW_WINDOWS * width, ROW_TOKENS), 2 * width)
+    sampled = {"query_sample": SAMPLED} if length > 2 * SAMPLED else {}
+    return {"distill_length": length, **sampled} if length > DISTILL_LENGTH else {}
+
+
+def rows_of_training(values: Mapping[str, Any], row_length: str) -> dict[str, object]:
+    """Return the options with which a job reads rows like those that its checkpoint was trained on.
+
+    Args:
+        values: the options given explicitly, without a row length. A teacher may limit it.
+        row_length: name of the option with the tokens per row.
+
+    Returns:
+        {} if these rows have at most `DISTILL_LENGTH` tokens, or are unknown.
+    """
+    from linearize.checkpoint.loading import read_config
+    from linearize.checkpoint.provenance import Provenance, Record
+    from linearize.training.stage_two.load import length_limit
+
+    teacher = values.get("teacher")
+    try:
+        record = Record(read_config(values["model"])).part("linearize").part("provenance")
+        length = Provenance(record.values).longest_row_length or 0
+        length = min(length, (length_limit(teacher) if teacher else None) or length)
+    except CheckpointError:
+        # A missing checkpoint is refused elsewhere.
+        return {}
+    if length <= DISTILL_LENGTH:
+        return {}
+    options = record.part("options")
+    packing = options.is_true("packing") and not reads_pairs(values)
+    usual = {row_length: length, "packing": packing, "query_sample": options.whole("query_sample")}
+    return {name: value for name, value in usual.items() if value}

@@ -14,19 +14,16 @@ from typing import Any
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
-from linearize.core.options import check, option, options_of, parse_names, section
+from linearize.core.options import check, option, parse_names, section
 from linearize.jobs.config import (
     DEVICES,
     OVERWRITE,
     POSITIONS,
     PRESET,
-    STEP_ROWS,
     WINDOWS,
     Job,
-    parse_window,
-    rows_of,
 )
-from linearize.jobs.presets import preset_options
+from linearize.jobs.presets import STEP_ROWS, parse_window, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
 
@@ -241,7 +238,7 @@ class LongdocJob(Job):
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the options of a preset that exist here; `convert` also gets the preset's name, for the others."""
-        return {"": {name: x for name, x in preset_options(values).items() if name in options_of(LongdocJob)}}
+        return {"": dict(preset_options(values))}
 
     def attention(self) -> dict[str, Any]:
         """Return the options of the attention, in the format of `ConvertJob.of`."""
