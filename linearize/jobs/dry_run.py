@@ -28,6 +28,7 @@ from linearize.core.errors import TrainingError
 from linearize.core.parsing import user_path
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.fidelity.heads import POINTS
+from linearize.fidelity.measure import measure_layers
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.convert import (
     choose_heads,
@@ -321,21 +322,33 @@ def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[Stag
             (f"alignment, {phase}", replace(config, blockwise=float(phase == BLOCKWISE)), steps)
             for phase, steps in config.phases()
         ]
+    # One batch of held-out rows is enough here: to measure all of them can take longer than the steps.
+    source, held = copy.copy(context.source), context.source.holdout_batches()
+    vars(source)["holdout_batches"] = lambda: held[:1]
     bills = []
     for name, options, count in phases:
         start, few = time.perf_counter(), min(TIMED, count)
-        result = run(context.loaded.model, context.source, replace(options, **NO_STATES, steps=few, eval_every=ONCE))
+        result = run(context.loaded.model, source, replace(options, **NO_STATES, steps=few, eval_every=ONCE))
         wall, seconds = time.perf_counter() - start, [report.seconds for report in result.history]
         if not seconds:
-            bills.append(StageBill(name, 0, 0, 0.0, 0, 0, wall))
+            bills.append(StageBill(name, 0, 0, 0.0, 0, 0, wall * len(held)))
             continue
         step, evaluation = _step_and_evaluation(seconds)
+        measurement = evaluation if isinstance(config, AlignConfig) else _measurement(context, held)
         evaluations = math.ceil(count / config.eval_every)
-        # `wall` includes one evaluation, and the measurements before and after the steps.
-        whole = wall + (count - len(seconds)) * step + (evaluations - 1) * evaluation
-        rows = context.source.options["batch_size"] * config.gradient_accumulation
-        bills.append(StageBill(name, count, rows, step, len(seconds), evaluations, whole, evaluation))
+        # `wall` includes the measurements before and after the steps and two evaluations, each on one batch.
+        whole = wall + (count - len(seconds)) * step + (evaluations - 1) * evaluation * len(held)
+        whole += (len(held) - 1) * 2 * (measurement + evaluation)
+        rows = source.options["batch_size"] * config.gradient_accumulation
+        bills.append(StageBill(name, count, rows, step, len(seconds), evaluations, whole, evaluation * len(held)))
     return bills
+
+
+def _measurement(context: Context, held: list[dict[str, torch.Tensor]]) -> float:
+    """Return the seconds in which stage one measures all layers on one batch."""
+    start = time.perf_counter()
+    measure_layers(context.loaded.model, held[:1])
+    return time.perf_counter() - start
 
 
 def _step_and_evaluation(seconds: list[float]) -> tuple[float, float]:

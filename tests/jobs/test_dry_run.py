@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
@@ -14,7 +16,9 @@ from linearize.jobs import convert
 from linearize.jobs import dry_run as module
 from linearize.jobs.config import DistillJob
 from linearize.jobs.dry_run import Bill, StageBill, _step_and_evaluation, dry_run, duration
+from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one import observer
+from linearize.training.stage_one.config import DistillConfig
 
 DATA = "--dataset texts.jsonl --text-column text --holdout 8 --batch-size 4 --device cpu"
 TASK = "--task text-classification --dataset texts.jsonl --columns text --max-length 16 --batch-size 8 --device cpu"
@@ -159,3 +163,26 @@ def test_choosing_windows_and_heads_is_part_of_the_bill(tmp_path, monkeypatch, c
     assert list(stages) == ["choosing the windows", "choosing the heads", "stage one"] and min(stages.values()) > 0
     assert points == [1] and module.CHOICES["keep_softmax_heads"][1] == POINTS == 4
     assert "Time, choosing the heads: " in err
+
+
+def test_all_held_out_rows_are_billed_but_one_batch_is_measured(monkeypatch):
+    """On rows of 4,096 tokens a dry run measured all of them twice, for a quarter of an hour."""
+    held = [{"input_ids": torch.full((2, 4), number)} for number in range(3)]
+    source = SimpleNamespace(holdout_batches=lambda: held, options={"batch_size": 2})
+    context = SimpleNamespace(source=source, loaded=SimpleNamespace(model=None), teacher=None)
+
+    def run(model, rows, config, **given):
+        assert len(rows.holdout_batches()) == 1 and config.steps == 3
+        return SimpleNamespace(history=[SimpleNamespace(seconds=seconds) for seconds in (1.0, 3.0, 10.0)])
+
+    for name in ("distill", "align"):
+        monkeypatch.setattr(module, name, run)
+    monkeypatch.setattr(module, "_measurement", lambda context, held: 4.0)
+    # Steps of 2 s; evaluations of 5 s a batch, after every 4 of the 10 steps and after the last; two more batches are
+    # measured before and after, 4 s each in stage one, as long as an evaluation in the alignment, and evaluated twice.
+    (stage,) = module._trained(context, DistillConfig(steps=10, eval_every=4))
+    assert (stage.evaluation, stage.evaluations, stage.timed) == (15.0, 3, 3)
+    assert stage.seconds == pytest.approx(7 * 2 + 2 * 15 + 2 * 2 * (4 + 5), abs=0.5)
+    (stage,) = module._trained(context, AlignConfig(steps=10, eval_every=4, blockwise=0.0))
+    assert stage.seconds == pytest.approx(7 * 2 + 2 * 15 + 2 * 2 * (5 + 5), abs=0.5)
+    assert len(source.holdout_batches()) == 3
