@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.tasks import WORDS, measured, write
@@ -15,6 +17,7 @@ from linearize.data.records import paired_anew
 from linearize.training.adapters import LoraConfig
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task
+from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.prepare import hold_out, prepare, selection_size
 from linearize.training.stage_two.rows import IGNORED
 from linearize.training.stage_two.tasks import task
@@ -114,12 +117,12 @@ def too_fast(**options):
 
 @pytest.mark.parametrize("lora", [None, pytest.param(LoraConfig(r=2), marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_what_it_began_with_is_kept_where_nothing_is_better(bert, glue, tmp_path, lora):
-    data = data_for("cola", bert, glue)
+    data = data_for("stsb", bert, glue)
     model = load_for_task(bert, data)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = measured(model, data, tmp_path, 64)
     result = finetune(model, data, too_fast(lora=lora), folder=tmp_path / "work")
-    assert result.best_step == 0 < result.steps and result.metrics == expected
+    assert result.best_step == 0 < result.steps and result.metrics == pytest.approx(expected, abs=1e-4)
     first = result.history[0]
     assert (first["step"], first["eval_selection"]) == (0, result.selection["value"])
     assert all(
@@ -130,7 +133,7 @@ def test_what_it_began_with_is_kept_where_nothing_is_better(bert, glue, tmp_path
 
 
 def test_it_is_kept_over_a_resume_too(bert, glue, tmp_path):
-    data = data_for("cola", bert, glue)
+    data = data_for("stsb", bert, glue)
 
     def stop(entry):
         if entry["step"] == 10 and "eval_loss" in entry:
@@ -172,8 +175,58 @@ def test_early_stopping_looks_at_the_held_out_rows(bert, glue, tmp_path):
     config = TuneConfig(learning_rate=1e-1, schedule="constant", batch_size=8, epochs=30, patience=2)
     data = data_for("cola", bert, glue)
     result = finetune(load_for_task(bert, data), data, config, folder=tmp_path / "work")
-    values = [entry["eval_selection"] for entry in result.history if "eval_selection" in entry]
-    assert result.stopped == "early stopping" and min(values) == values[-3] == pytest.approx(result.selection["value"])
+    measured = [entry for entry in result.history if "eval_selection" in entry and entry["step"]]
+    lowest = min(measured, key=lambda entry: entry["eval_selection"])
+    most = lowest["eval_selection"] + lowest["eval_selection_error"]
+    kept = [entry for entry in measured if entry["eval_selection"] <= most][-1]
+    before, first, second = (entry["eval_selection"] for entry in measured[-3:])
+    assert result.stopped == "early stopping" and before < first < second
+    assert (result.best_step, result.selection["value"]) == (kept["step"], kept["eval_selection"])
+
+
+@pytest.mark.parametrize(
+    "losses, errors, kept",
+    [
+        ((0.7, 0.5, 0.4, 0.45, 0.55), (0.1, 0.1, 0.1, 0.1, 0.1), 3),  # 0.45 is within 0.1 of 0.4, 0.55 is not.
+        ((0.7, 0.5, 0.4, 0.45, 0.55), (0.1, 0.1, 0.2, 0.1, 0.1), 4),
+        ((0.7, 0.5, 0.4, 0.45, 0.55), (None,) * 5, 2),
+        ((0.4, 0.5, 0.41, 0.45, 0.55), (0.5, 0.5, 0.5, 0.5, 0.5), 0),  # The start is the lowest: nothing replaces it.
+        ((0.4, 0.5, 0.39, 0.45, 0.3), (0.5, 0.5, 0.01, 0.5, 0.5), 4),
+    ],
+)
+def test_the_latest_state_within_one_standard_error_is_kept(losses, errors, kept):
+    """The lowest loss on few rows kept untuned models: 69 % of a set of documents instead of 81 %."""
+    state = SimpleNamespace(log_history=[], global_step=0, best_metric=losses[0], best_global_step=0)
+    trainer = SimpleNamespace(state=state, selection=[])
+    for step, (loss, error) in enumerate(zip(losses, errors, strict=True)):
+        entry = {"eval_selection": loss} | ({} if error is None else {"eval_selection_error": error})
+        state.log_history.append({**entry, "step": step})
+        state.global_step = step
+        if step:
+            Tuner._determine_best_metric(trainer, entry, None)
+    assert (state.best_global_step, state.best_metric) == (kept, losses[kept])
+
+
+def test_losses_of_labels_are_those_at_the_best_temperature():
+    chance = np.random.default_rng(3)
+    logits, labels = chance.normal(size=(40, 3)), chance.integers(3, size=40)
+    logits[np.arange(40), labels] += 1.0
+
+    def losses(factor):
+        scaled = factor * logits
+        return np.log(np.exp(scaled).sum(axis=1)) - scaled[np.arange(40), labels]
+
+    best = min((losses(factor) for factor in np.exp(np.linspace(-3, 3, 6001))), key=np.mean)
+    for factor in (0.3, 1.0, 5.0):
+        found = label_losses(factor * logits, labels)
+        assert found["excess"] == pytest.approx(losses(factor).mean() - best.mean(), abs=1e-6) and found["excess"] >= 0
+        assert found["error"] == pytest.approx(best.std() / 40**0.5, rel=1e-3)
+    # A model that is always right, and one that knows nothing.
+    assert label_losses(np.eye(3)[labels], labels)["error"] < 1e-6
+    assert label_losses(np.zeros((40, 3)), labels) == pytest.approx({"excess": 0.0, "error": 0.0}, abs=1e-12)
+    numbers, true = chance.normal(size=(40, 1)).astype(np.float32), chance.normal(size=40).astype(np.float32)
+    squares = (numbers[:, 0].astype(np.float64) - true) ** 2
+    assert label_losses(numbers, true) == pytest.approx({"excess": 0.0, "error": squares.std() / 40**0.5})
 
 
 def test_pairs_are_made_anew_by_the_seed():

@@ -21,6 +21,7 @@ from linearize.jobs.task_config import TuneJob
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
 from linearize.training.stage_two.load import check_processor, load_for_task, load_teacher
+from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.rows import IGNORED
 from linearize.training.stage_two.tasks import TASKS, task
@@ -182,11 +183,12 @@ def test_what_is_kept_is_chosen_by_what_the_training_ends_with(bert, glue, tmp_p
     for labels in ({}, {"labels_from": 1.0}, {"labels_weight": 0.0}):
         config = replace(CONFIG, teacher_logits_weight=0.5, labels_weight=3.0, eval_batch_size=64)
         trainer, held = trainer_for(student, data, teacher, tmp_path, replace(config, **labels))
-        found[str(labels)] = trainer.measure_selection()
+        found[str(labels)] = trainer.measure_selection()["eval_selection"]
     batch = held.collate([held.selection[place] for place in range(len(held.selection))])
     _, logits = by_hand(student.eval(), teacher, batch, name == "stsb")
     with torch.no_grad():
-        own = student(**batch).loss.item()
+        outputs = student(**batch)
+    own = outputs.loss.item() - label_losses(outputs.logits.numpy(), batch["labels"].numpy())["excess"]
     together, *apart = found.values()
     assert together == pytest.approx(0.5 * logits + 3.0 * own, rel=1e-4)
     assert apart == pytest.approx([logits, logits], rel=1e-4)
@@ -198,7 +200,7 @@ def test_a_student_learns_from_its_teacher_without_labels(bert, glue, tmp_path):
     config = TuneConfig(learning_rate=1e-2, batch_size=8, epochs=6, log_every=1, seed=1)
     assert finetune(teacher, data, config, folder=tmp_path / "teacher").score == 1.0
     config = replace(config, labels_weight=0.0)
-    before = trainer_for(student, data, teacher, tmp_path, config)[0].measure_selection()
+    before = trainer_for(student, data, teacher, tmp_path, config)[0].measure_selection()["eval_selection"]
     result = finetune(student, data, config, folder=tmp_path / "work", teacher=teacher)
     values = [entry["eval_selection"] for entry in result.history if "eval_selection" in entry]
     assert result.score == 1.0 and not any("loss_task" in entry for entry in result.history)
@@ -292,7 +294,7 @@ def test_a_job_with_a_teacher(bert, glue, tmp_path):
     assert main([*words, "--device", "cpu", "--kernel-learning-rate", "1e-4"]) == 0
     record = json.loads((tmp_path / "out" / "finetuning.json").read_text())
     assert record["teacher"] == "teacher" and record["options"]["kernel_learning_rate"] == 1e-4
-    assert record["selection"]["by"] == "divergence from the teacher and loss on the labels"
+    assert record["selection"]["by"] == "divergence from the teacher and calibrated loss on the labels"
     assert record["selection"]["rows"] == 12
     assert "64 new pairs" in record["data"]
 

@@ -258,6 +258,33 @@ def _unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
 
 
+def label_losses(outputs: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Return the standard error of the mean loss over rows (`error`), for classes at the best temperature.
+
+    Args:
+        outputs: logits of classes [N, C], or numbers [N, 1].
+        labels: classes, or numbers of a floating-point type, whose loss is the squared error [N].
+
+    Returns:
+        Also `excess`: how much one temperature for all rows lowers the mean, in nats; 0 for numbers.
+    """
+    logits, true, excess = torch.as_tensor(outputs).double(), torch.as_tensor(labels), 0.0
+    if true.is_floating_point():
+        losses = (logits.reshape(-1) - true).square()
+    else:
+        low, high = torch.tensor([-7.0, 7.0], dtype=torch.float64)
+        # The loss is convex in the factor of the logits, so its derivative tells on which side the best one is.
+        for _ in range(40):
+            middle = (low + high) / 2
+            expected = ((middle.exp() * logits).softmax(dim=-1) * logits).sum(dim=-1)
+            rises = (expected - logits.gather(1, true[:, None])[:, 0]).mean() > 0
+            low, high = (low, middle) if rises else (middle, high)
+        cross_entropy = torch.nn.functional.cross_entropy
+        losses = cross_entropy(middle.exp() * logits, true, reduction="none")
+        excess = float(cross_entropy(logits, true) - losses.mean())
+    return {"excess": excess, "error": float(losses.std(correction=0)) / math.sqrt(len(losses))}
+
+
 METRICS: dict[str, Callable[..., dict[str, float]]] = {
     metric.__name__: metric
     for metric in (

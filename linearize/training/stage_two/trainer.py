@@ -30,7 +30,7 @@ from linearize.training.stage_two.intervals import Measured, measured
 from linearize.training.stage_two.load import freeze
 from linearize.training.stage_two.prepare import hold_out
 from linearize.training.stage_two.save import TuneResult, describe, finished, resumed_from, write_started
-from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.stage_two.task_types.base import ClassLabels, TaskData
 from linearize.training.stage_two.tuner import Hooks, Tuner, TuneStep
 from linearize.training.trackers import callbacks_for
 
@@ -140,9 +140,10 @@ def _kept(trainer: Tuner) -> dict[str, Any]:
     if data.selection is None:
         by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
     else:
-        by, on, rows = "loss", "rows held out of the training rows", len(data.selection)
+        loss = "calibrated loss" if isinstance(data.type, ClassLabels) else "loss"
+        by, on, rows = loss, "rows held out of the training rows", len(data.selection)
         if trainer.teacher is not None:
-            by = data.type.distance + (" and loss on the labels" if trainer.tune.final_labels_weight else "")
+            by = data.type.distance + (f" and {loss} on the labels" if trainer.tune.final_labels_weight else "")
     return {
         "steps": state.global_step,
         "best_step": int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]),

@@ -31,8 +31,9 @@ from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.stage_one.processes import Interrupts
 from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.rows import Chosen, Predictions, by_length
-from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 
 WEIGHTS = "model.safetensors"
 """The file of the weights in a checkpoint."""
@@ -202,26 +203,50 @@ class Tuner(Trainer):
             self.on_log({"step": step, "steps": self.state.max_steps, **logs})
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Measure the validation rows, and the selection rows (`eval_selection`)."""
+        """Measure the validation rows, and the selection rows (`measure_selection`)."""
         output = super().evaluation_loop(*args, **kwargs)
         if self.selection is not None:
-            output.metrics["eval_selection"] = self.measure_selection()  # type: ignore[index]
+            output.metrics.update(self.measure_selection())  # type: ignore[union-attr]
         return output
 
-    def measure_selection(self) -> float:
-        """Return the mean, over the held-out rows, of the loss that applies at the end of training.
+    def measure_selection(self) -> dict[str, float]:
+        """Return the mean, over the held-out rows, of the loss that applies at the end of training (`eval_selection`).
 
         Without a teacher, that is the model's own loss; with one, the divergence from it, and the loss on the labels if
-        they join: by the divergence alone, a state from before the labels joined would always win.
+        they join: by the divergence alone, a state from before the labels joined would always win. The loss on classes
+        is that at the best temperature: a tuned model soon becomes overconfident, which raises its loss while it still
+        gets better (Berta et al. 2025, arXiv 2501.19195). If each row has one label that counts, the result includes
+        the standard error of the loss on the labels (`eval_selection_error`).
         """
-        self.selecting = True
+        weight = 1.0 if self.teacher is None else self.tune.final_labels_weight
+        rowwise = weight > 0 and isinstance(self.data.type, ClassLabels | NumberLabels)
+        metrics, self.selecting, self.compute_metrics = self.compute_metrics, True, losses_of
         try:
             rows = self.get_eval_dataloader(self.selection)
-            output = super().evaluation_loop(rows, "Selection", True, metric_key_prefix="selection")
+            found = super().evaluation_loop(rows, "Selection", not rowwise, metric_key_prefix="selection").metrics
         finally:
-            self.selecting = False
-        assert output.metrics is not None
-        return output.metrics["selection_loss"]
+            self.selecting, self.compute_metrics = False, metrics
+        assert found is not None
+        if not rowwise:
+            return {"eval_selection": found["selection_loss"]}
+        loss = found["selection_loss"] - weight * found["selection_excess"]
+        return {"eval_selection": loss, "eval_selection_error": weight * found["selection_error"]}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Keep the latest state whose loss on the held-out rows is within a standard error of the lowest.
+
+        On few rows the lowest loss is often chance, and a falling rate favours late states (Hastie, Tibshirani and
+        Friedman 2009, The Elements of Statistical Learning, section 7.10). If the start has the lowest loss, it stays.
+        """
+        if self.selection is None:
+            return super()._determine_best_metric(metrics, trial)
+        measured = [entry for entry in self.state.log_history if "eval_selection" in entry]
+        lowest = min(measured, key=lambda entry: entry["eval_selection"])
+        error = lowest.get("eval_selection_error", 0.0) if lowest["step"] else 0.0
+        if metrics["eval_selection"] > lowest["eval_selection"] + error:
+            return False
+        self.state.best_metric, self.state.best_global_step = metrics["eval_selection"], self.state.global_step
+        return True
 
     def keep_start(self) -> None:
         """Measure the state before the first step on the held-out rows, and keep it until there is a better one.
@@ -230,12 +255,12 @@ class Tuner(Trainer):
         """
         # The measurement must not change the random numbers that the training draws.
         with torch.random.fork_rng(devices=()):
-            value = self.measure_selection()
-        self.log({"eval_selection": value})
+            measured = self.measure_selection()
+        self.log(measured)
         folder = Path(self.args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-0"
         # Only the weights: a resumed run starts from the beginning.
         self.save_model(str(folder), _internal_call=True)
-        self.state.best_metric, self.state.best_global_step = value, 0
+        self.state.best_metric, self.state.best_global_step = measured["eval_selection"], 0
         self.state.best_model_checkpoint = str(folder)
 
     def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
@@ -299,6 +324,11 @@ class Tuner(Trainer):
             folder = Path(output_dir or self.args.output_dir or "")
             folder.mkdir(parents=True, exist_ok=True)
             save_model(self.model, str(folder / WEIGHTS), {"format": "pt"})  # type: ignore[arg-type]
+
+
+def losses_of(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the `label_losses` of gathered outputs."""
+    return label_losses(np.asarray(first_output(prediction.predictions)), np.asarray(prediction.label_ids))
 
 
 def layer_states(outputs: Any) -> tuple[Tensor, ...]:
