@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.scripts import script
 from support.tasks import WORDS, measured, write
 
 from linearize.checkpoint.loading import load_processor
@@ -205,6 +207,20 @@ def test_the_latest_state_within_one_standard_error_is_kept(losses, errors, kept
         if step:
             Tuner._determine_best_metric(trainer, entry, None)
     assert (state.best_global_step, state.best_metric) == (kept, losses[kept])
+
+
+def test_the_script_that_compares_rules_knows_the_rule(bert, glue, tmp_path, monkeypatch):
+    module, output = script("state_choice"), tmp_path / "out.json"
+    monkeypatch.setattr(module, "JOBS", {"cola": ("cola", SHORT, 3), "mrpc": ("mrpc", SHORT, 2)})
+    module.main([bert, "--data", str(glue), "--seeds", "0", "--output", str(output)])
+    runs = json.loads(output.read_text())["runs"]
+    assert [(run["task"], len(run["evaluations"])) for run in runs] == [("cola", 3), ("mrpc", 2)]
+    for run in runs:
+        kept = module.within_error(run["evaluations"])
+        assert run["kept"] in (0, kept["step"]) and run["scores"]["latest within one standard error"] == kept["score"]
+        assert all(entry["calibrated"] <= entry["loss"] + 1e-9 for entry in run["evaluations"])
+    module.main([bert, "--data", str(glue), "--seeds", "0", "--output", str(output)])
+    assert json.loads(output.read_text())["runs"] == runs
 
 
 def test_losses_of_labels_are_those_at_the_best_temperature():
