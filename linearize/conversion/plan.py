@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
-from linearize.conversion.attentions import CROSS, LOCAL_KEPT, find_attentions, find_unreached
-from linearize.conversion.check import check, record, why_not_built
+from linearize.conversion.attentions import CROSS, LOCAL_KEPT, find_attentions, find_unreached, trial_runs
+from linearize.conversion.check import check, keep_parts, record, why_not_built
 from linearize.conversion.inputs import Call
 from linearize.conversion.layers import ConversionConfig, choose, complete
 from linearize.conversion.positions import PositionReport, extend_positions
-from linearize.conversion.probe import trial_runs
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import UnsupportedModelError
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
@@ -66,14 +65,18 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
             f"{type(model).__name__} is already converted; start from the original checkpoint (or distil it further)"
         )
     runs, calls = trial_runs(model, config.example_inputs)
-    layers = find_attentions(model, runs, calls, config.local_as_full)
+    layers = keep_parts(model, find_attentions(model, calls, config.local_as_full), runs)
     unreached = find_unreached(model, calls)
-    count = sum(layer.index is not None for layer in layers)
-    if not count:
+    convertible = [layer for layer in layers if not layer.reason]
+    if not convertible:
         raise UnsupportedModelError(_why_none(model, [*layers, *unreached] if layers else [], calls))
-    chosen = choose(model, config, count)
-    decided = [layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in layers]
-    return Plan(type(model).__name__, model.config.model_type, (*decided, *unreached), config.seed)
+    chosen = choose(model, config, len(convertible))
+    decided = {
+        layer.module: _decide(dataclasses.replace(layer, index=index), *chosen[index])
+        for index, layer in enumerate(convertible)
+    }
+    layers = [decided.get(layer.module, layer) for layer in layers]
+    return Plan(type(model).__name__, model.config.model_type, (*layers, *unreached), config.seed)
 
 
 def replan(
