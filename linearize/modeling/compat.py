@@ -108,8 +108,8 @@ def check_implementation(host: nn.Module) -> None:
 def refusal(name: object) -> str:
     """Return the message that a converted model has no other attention."""
     return (
-        f"got attn_implementation={name!r}, but a converted model runs its own linear attention; load the original "
-        "checkpoint for softmax"
+        f"got attn_implementation={name!r}, but a converted model runs its own linear attention; leave the "
+        "name out, or load the original checkpoint for softmax"
     )
 
 

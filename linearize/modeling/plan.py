@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,11 @@ class Plan:
     def local_as_full(self) -> tuple[LayerPlan, ...]:
         """The layers that attended inside a window and are converted as full attention."""
         return tuple(layer for layer in self.converted if LOCAL in layer.host)
+
+    def with_layers(self, changed: Iterable[LayerPlan]) -> Plan:
+        """Return the plan with other layers in place of those with the same modules."""
+        layers = {layer.module: layer for layer in (*self.layers, *changed)}
+        return dataclasses.replace(self, layers=tuple(layers.values()))
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data for config.json, without unused additions, so that older versions can read it."""
