@@ -176,5 +176,6 @@ def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: i
         raise ConfigError("--plan: the file keeps every layer softmax; give at least one a kernel")
     chosen = {one.layer: (one.kernel, one.all_arguments) for one in file.layers}
     made = replan(model, base, chosen, max_length=max_length)
-    kept = (layer for layer in made.layers if layer.index is not None and not layer.converted)
-    return made.with_layers(dataclasses.replace(x, reason=file.why.get(x.index, x.reason)) for x in kept)
+    why = {one.module: one.why for one in file.layers if one.kernel == SOFTMAX and one.why}
+    kept = (layer for layer in made.layers if layer.module in why)
+    return made.with_layers(dataclasses.replace(layer, reason=why[layer.module]) for layer in kept)
