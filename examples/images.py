@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from linearize.checkpoint.log import STAGE_ONE, log_file
+from linearize.checkpoint.provenance import STAGE_ONE, log_file
 from linearize.data import DataConfig, load_source
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import distill

@@ -7,7 +7,7 @@ import yaml
 from support.tiny import converted
 
 import linearize
-from linearize.checkpoint.card import base_facts
+from linearize.checkpoint.save import base_facts
 from linearize.cli import main
 from linearize.core import parsing
 from linearize.core.parsing import parse_json, parse_yaml

@@ -63,21 +63,20 @@ class CheckpointInfo:
         if self.plan is not None:
             kernels = Counter(layer.kernel for layer in self.plan.layers)
             converted = "yes: " + ", ".join(f"{count} x {name}" for name, count in sorted(kernels.items()))
-        rows = [("checkpoint", self.name), ("converted", converted)]
-        if self.base_model:
-            rows.append(("made from", self.base_model))
-        rows += [("model type", self.model_type), ("architecture", self.architecture or "not recorded")]
-        if self.parameters_total is not None:
-            rows.append(("parameters", f"{self.parameters_total:,}"))
-        if self.converted:
-            rows.append(("added by kernels", f"{self.parameters_added:,}"))
-        rows.append(
-            ("longest input", "not limited or not known" if self.max_length is None else f"{self.max_length:,}")
-        )
-        if self.format_version is not None:
-            rows.append(("format version", str(self.format_version)))
-        rows += [("needs package", f"{package} (kernel {kernel})") for kernel, package in self.packages.items()]
-        return rows + self.provenance.choice_rows() + self.provenance.training_rows()
+        rows = [
+            ("checkpoint", self.name),
+            ("converted", converted),
+            ("made from", self.base_model or None),
+            ("model type", self.model_type),
+            ("architecture", self.architecture or "not recorded"),
+            ("parameters", None if self.parameters_total is None else f"{self.parameters_total:,}"),
+            ("added by kernels", f"{self.parameters_added:,}" if self.converted else None),
+            ("longest input", "not limited or not known" if self.max_length is None else f"{self.max_length:,}"),
+            ("format version", None if self.format_version is None else str(self.format_version)),
+            *(("needs package", f"{package} (kernel {kernel})") for kernel, package in self.packages.items()),
+        ]
+        known = [(label, value) for label, value in rows if value is not None]
+        return known + self.provenance.choice_rows() + self.provenance.training_rows()
 
 
 def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:

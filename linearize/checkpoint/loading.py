@@ -240,16 +240,6 @@ def explained(name: str, what: str = "") -> Iterator[None]:
         ) from error
 
 
-def wait(device: torch.device | None = None) -> None:
-    """Wait for the given GPU, or the current one, if one is in use."""
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize(device)
-    elif torch.backends.mps.is_available():
-        torch.mps.synchronize()
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Temporarily hide transformers' progress bars and its list of unused head weights."""

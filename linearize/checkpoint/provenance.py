@@ -1,25 +1,40 @@
-"""How a checkpoint was made: typed access to the record `provenance` in its config.json.
+"""How a checkpoint was made: the record `provenance` in its config.json, with the command lines, and `log.jsonl`.
 
-The record comes from whoever made the checkpoint. Reading never fails: a value of the wrong type counts as missing.
-Also the command lines in it.
+The record comes from whoever made the checkpoint. Reading it never fails: a value of the wrong type counts as missing.
+
+The log has every stage step by step, one JSON object per line. Every line has `stage` ("distillation", "alignment" or
+"finetuning") and `step`. Lines of the first two also have `steps`, `losses` (by module), `held_out`, `learning_rate`
+and `seconds`; stage two's are the entries of transformers' Trainer (`loss`, `eval_loss`, `eval_score` ...).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from linearize.checkpoint.ownership import check_links
+from linearize.core.errors import CheckpointError
 from linearize.core.options import name_of
+from linearize.core.parsing import parse_json, read_text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SWITCHES = ("--resume", "--overwrite", "--json")
 """Options without a value that concern a single run, not the job."""
 PLACES = ("--output", "--device", "--report-to")
 """Options with a value that determine where a job runs and writes."""
+LOG = "log.jsonl"
+STAGE_ONE, ALIGNMENT, STAGE_TWO = "distillation", "alignment", "finetuning"
+Entry: TypeAlias = "DataclassInstance | Mapping[str, object]"
+"""A report of a step, or a line that is already plain data."""
 
 
 class Record:
@@ -215,3 +230,45 @@ def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
     command = shlex.join(["linearize", *named])
     # All stages of one `longdoc` have the same command line.
     return {"commands": commands if not words or commands[-1:] == [command] else [*commands, command]}
+
+
+def log_file(stage: str, entries: Iterable[Entry], earlier: Iterable[Mapping[str, object]] = ()) -> dict[str, str]:
+    """Return the log as a file of a checkpoint (for `save(..., extra_files=...)`); no file if there are no lines.
+
+    Args:
+        stage: the stage of the entries.
+        entries: the lines without the stage, as mappings or dataclasses: the `history` of the stage's result.
+        earlier: lines of the checkpoint that this one was made from. Those of the same stage are dropped, as the
+            checkpoint's config also records only the last run of each stage.
+    """
+    lines = log_lines(stage, entries, earlier)
+    return {LOG: "".join(json.dumps(line) + "\n" for line in lines)} if lines else {}
+
+
+def log_lines(
+    stage: str, entries: Iterable[Entry], earlier: Iterable[Mapping[str, object]] = ()
+) -> list[Mapping[str, object]]:
+    """Return the lines that `log_file` writes, for a further stage to pass as `earlier`."""
+    lines = [entry for entry in earlier if entry["stage"] != stage]
+    return lines + [
+        {"stage": stage, **(dict(entry) if isinstance(entry, Mapping) else asdict(entry))} for entry in entries
+    ]
+
+
+def read_log(folder: str | Path) -> list[dict[str, object]]:
+    """Read the log of a checkpoint in a folder; an empty list if it has no log.
+
+    Raises:
+        CheckpointError: if a line cannot be read, or a link leads out of the folder.
+    """
+    check_links(folder)
+    file = Path(folder) / LOG
+    if not file.is_file():
+        return []
+    try:
+        lines = [parse_json(line) for line in read_text(file).splitlines() if line.strip()]
+        if not all(isinstance(line, dict) and "stage" in line and "step" in line for line in lines):
+            raise ValueError("a line without a stage or a step")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(file)!r} cannot be read as a log ({error}); repair or remove it") from None
+    return lines

@@ -1,24 +1,42 @@
-"""Save a converted model: everything is written to a temporary folder and renamed when complete."""
+"""Save a converted model with its model card: all is written to a temporary folder and renamed when complete.
+
+The card is README.md, with the metadata that the Hub reads.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.card import base_facts, model_card
 from linearize.checkpoint.output import atomic_folder
-from linearize.checkpoint.provenance import Provenance
-from linearize.conversion.plan import set_trained_length
-from linearize.core.errors import CheckpointError
-from linearize.core.heads import Processor
-from linearize.modeling.model import check_checkpoint, is_linearized
+from linearize.checkpoint.ownership import check_links
+from linearize.checkpoint.provenance import Provenance, Record
+from linearize.conversion.plan import expectations, set_trained_length
+from linearize.conversion.positions import current_length
+from linearize.core.errors import CheckpointError, printable
+from linearize.core.figures import span, with_interval
+from linearize.core.heads import HEADS, Head, Processor, head_of_class
+from linearize.core.parsing import parse_yaml, read_text
+from linearize.core.registry import kernel_info
+from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
+from linearize.modeling.plan import LayerPlan, Plan
+from linearize.modeling.portable import outside_packages, why_not
 
 OTHER_FILES = 4_000_000
 """Bytes of a checkpoint's other files: tokenizer, code, card."""
+TEMPLATE = Path(__file__).with_name("card.md")
+MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
+"""Limits on what a checkpoint's record adds to its card, so that a forged record cannot make the card huge."""
+_KEPT = ("license", "license_name", "license_link", "language", "base_model")
+_MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 
 def size_of(model: PreTrainedModel) -> int:
@@ -79,3 +97,199 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def base_facts(name: str) -> dict[str, str | list[str]]:
+    """Return licence, language and base model from the metadata of the original's card.
+
+    Args:
+        name: folder or Hub name that the model was loaded from.
+
+    Returns:
+        The facts; empty if there is no card or it cannot be reached.
+    """
+    if not name:
+        return {}
+    try:
+        folder = Path(name)
+        check_links(folder)
+        path = folder / "README.md" if folder.is_dir() else Path(hf_hub_download(name, "README.md", etag_timeout=5))
+        match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", read_text(path), re.DOTALL)
+        facts = parse_yaml(match[1]) if match else {}
+    except (OSError, ValueError, CheckpointError, HfHubHTTPError, HFValidationError):
+        return {}
+    return {key: facts[key] for key in _KEPT if _is_fact(facts.get(key))} if isinstance(facts, dict) else {}
+
+
+def _is_fact(value: object) -> bool:
+    """Tell whether a value is a name or a list of names; anything else in a card is left out."""
+    values = value if isinstance(value, list) else [value]
+    return bool(value) and len(values) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in values)
+
+
+def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] | None = None, name: str = "") -> str:
+    """Write the card of a converted model.
+
+    Args:
+        model: the model; its config's provenance says how it was made.
+        facts: metadata of the original's card (`base_facts`).
+        name: name to load the model by: its folder, or later its repository (`linearize.checkpoint.push.with_name`).
+
+    Returns:
+        Markdown.
+    """
+    config: Any = model.config
+    plan = Plan.from_dict(config.linearize)
+    provenance = Provenance(config.linearize.get("provenance"))
+    head = head_of_class(type(model).__name__)
+    base = provenance.text("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
+    kernels = sorted({layer.kernel for layer in plan.converted})
+    length = current_length(model)
+    tuned = provenance.part("finetuning")
+    lines = provenance.texts("commands")
+    metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
+    card = ModelCard.from_template(
+        _card_data(model, kernels, head, facts or {}, name, tuned),
+        template_path=str(TEMPLATE),
+        base=_text(base),
+        base_code=_code(base),
+        auto_class=(head or HEADS["feature-extraction"]).auto_class,
+        kernels=[kernel_info(kernel) for kernel in kernels],
+        name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
+        packages=sorted(set(outside_packages(plan).values())),
+        needs=why_not(plan),
+        limits=[_text(text) for text in limits(plan, provenance, length)],
+        results=[(_text(name), f"{ours:.4g}", _number(original_metrics.get(name))) for name, ours in metrics.items()],
+        chance=_number(tuned.number("chance")),
+        above_chance=tuned.is_true("above_chance"),
+        original_score=any(name in original_metrics for name in metrics),
+        commands=[" ".join(printable(line)[:LONGEST_COMMAND].split()) for line in lines[:MOST_COMMANDS]],
+        longest="not limited" if length is None else f"{length:,} tokens",
+        parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
+        chosen=_text(provenance.search_sentence),
+        layers=[_layer(layer, provenance.reasons) for layer in plan.layers],
+        training=[(_text(label), _text(value)) for label, value in provenance.training_rows()],
+        fidelity=_fidelity(provenance),
+    )
+    return f"{str(card).rstrip()}\n"
+
+
+def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
+    """Return the limits that a user of the model should know, one sentence each.
+
+    Args:
+        plan: the plan of the conversion.
+        provenance: how the checkpoint was made.
+        length: tokens that the model takes; None if unlimited or unknown.
+    """
+    sentences = ["Short inputs are not faster than with softmax; the gain grows with the length."]
+    trained = provenance.longest_row_length
+    if trained is not None and length is not None and trained < length:
+        sentences.append(
+            f"It takes {length:,} tokens; it was trained and measured on rows of up to {trained:,}. Longer rows "
+            "have not been measured."
+        )
+    merit = provenance.numbers("kernel_merit")
+    if "error" in merit and "window_only" in merit:
+        interval = provenance.part("kernel_merit").interval("interval")
+        sentences.append(
+            f"After stage one the error of its last hidden state was {merit['error']:.3f}; with its softmax windows "
+            f"alone, without the kernel, it was {merit['window_only']:.3f}"
+            + ("." if interval is None else f" (the 95 % interval of the difference: {span(interval)}).")
+        )
+    kept = [layer for layer in plan.layers if not layer.converted]
+    if kept:
+        sentences.append(f"{len(kept)} of {len(plan.layers)} attentions are still softmax, at its cost.")
+    sentences += [f"{text[0].upper()}{text[1:]}." for text in expectations(plan)]
+    if reason := why_not(plan):
+        sentences.append(f"Loading it needs more code: {reason}.")
+    return sentences
+
+
+def _card_data(
+    model: PreTrainedModel,
+    kernels: list[str],
+    head: Head | None,
+    facts: Mapping[str, str | list[str]],
+    called: str,
+    tuned: Record,
+) -> ModelCardData:
+    """Return a card's metadata for the Hub; the original's Hub name takes precedence over its card's facts."""
+    values: dict[str, Any] = {
+        key: [_fact(text) for text in value] if isinstance(value, list) else _fact(value)
+        for key, value in facts.items()
+    }
+    name = str(getattr(model.config, "name_or_path", "") or "")
+    if name and not os.path.exists(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        values["base_model"] = name
+    if metrics := tuned.numbers("metrics"):
+        data = _fact(tuned.text("data") or "").partition(":")[0].strip() or "unknown"
+        results = [
+            EvalResult(
+                task_type=head.pipeline_tag if head else "feature-extraction",
+                dataset_type=re.sub(r"[^\w./-]", "-", data),
+                dataset_name=data,
+                metric_type=re.sub(r"\W", "_", printable(metric)),
+                metric_value=value,
+            )
+            for metric, value in metrics.items()
+        ]
+        values |= {"eval_results": results, "model_name": _fact(called or "THIS_MODEL")}
+    return ModelCardData(
+        library_name="transformers",
+        tags=["linearize", "linear-attention", *kernels],
+        pipeline_tag=head.pipeline_tag if head else None,
+        **values,
+    )
+
+
+def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
+    """Return the table cells of a layer: attention, kernel, arguments, and why it has that kernel or stays softmax."""
+    arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
+    arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
+    why = layer.reason if layer.index is None else reasons.get(layer.index, layer.reason)
+    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(why)]
+
+
+def _fidelity(provenance: Provenance) -> dict[str, object] | None:
+    """Return head and rows of the table of how close each layer is to softmax, before and after stage one."""
+    earlier, later = (provenance.part("distillation").part(side).parts("layers") for side in ("before", "after"))
+    if not later or len(earlier) != len(later):
+        return None
+    names = [name for name in _MEASURES if any(layer.number(name) is not None for layer in later)]
+    head = [text for name in names for text in (f"{name.replace('_', ' ')} before", "after")]
+    rows = [
+        [_code(after.text("module")), *(_number(layer.number(name)) for name in names for layer in (before, after))]
+        for before, after in zip(earlier, later, strict=True)
+    ]
+    if any(layer.number("far_mass") is not None for layer in later):
+        head += ["far mass", "output error, window alone", "benefit of the kernel"]
+        for row, layer in zip(rows, later, strict=True):
+            alone, error = (layer.number(name) for name in ("window_error", "output_error"))
+            row += [_number(layer.number("far_mass")), _number(alone), ""]
+            if alone is not None and error is not None:
+                row[-1] = with_interval(alone - error, layer.interval("kernel_gain"))
+    return {"head": head, "rows": rows}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _fact(text: object) -> str:
+    """Return a name for the metadata, on one line and without HTML, as some viewers read metadata as Markdown."""
+    return " ".join(re.sub("[<>]", "_", printable(str(text))).split())
+
+
+def _text(value: object) -> str:
+    """Escape a text for Markdown, HTML and table cells, on one line."""
+    line = " ".join(printable(str(value)).split())
+    return re.sub(r"([\\`*_\[\]|#~$!])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def _code(value: object) -> str:
+    """Quote a text with more backticks than it has in a row; escape bars, which would end a table cell."""
+    line = " ".join(printable(str(value)).split()).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    space = " " if line[:1] == "`" or line[-1:] == "`" or not line else ""
+    return f"{fence}{space}{line}{space}{fence}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,12 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed, register_interface
 from linearize.attention.mixer import IMPLEMENTATION
+from linearize.conversion.attentions import Run, trial_runs
 from linearize.conversion.inputs import Inputs, text_config
-from linearize.conversion.probe import Run, trial_runs
 from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.compat import implementation_of, set_implementation, use_implementations
 from linearize.modeling.model import evaluating
-from linearize.modeling.plan import CALLED, LOCAL, Plan
+from linearize.modeling.plan import CALLED, LOCAL, OWN, LayerPlan, Plan
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5}
 """Largest difference due to rounding, as a share of the largest output; 5 % in half precision."""
@@ -135,17 +136,32 @@ def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
                 )
 
 
-def why_part_differs(model: PreTrainedModel, plan: Plan, run: Run) -> str:
-    """Return how a part of a model would differ once converted; empty if it would not. The model is not changed.
+def keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run]) -> list[LayerPlan]:
+    """Return the layers with softmax kept in separately run parts whose outputs would change once converted.
 
     Args:
-        model: the original.
-        plan: a plan that converts every attention that can be converted.
-        run: a run of the part.
+        model: the original; it is not changed.
+        layers: its layers, without kernels; those with a reason stay softmax.
+        runs: its trial runs.
     """
-    recorded = _record(run)
-    with _as_converted(model, plan):
-        return next((why for one in recorded if (why := _why_differs(one))), "")
+    for run in runs:
+        modules = set(run.module.modules())
+        inside = {name for name, module in model.base_model.named_modules() if module in modules}
+        if run.module is model or all(layer.reason or layer.module not in inside for layer in layers):
+            continue
+        # No kernel is chosen yet; any name other than softmax's marks the layers that can be converted.
+        chosen = tuple(layer if layer.reason else dataclasses.replace(layer, kernel="any") for layer in layers)
+        recorded = _record(run)
+        with _as_converted(model, Plan("", model.config.model_type, chosen)):
+            why = next(filter(None, map(_why_differs, recorded)), "")
+        if why:
+            layers = [
+                layer
+                if layer.reason or layer.module not in inside
+                else dataclasses.replace(layer, reason=why, host=(*layer.host, OWN))
+                for layer in layers
+            ]
+    return layers
 
 
 @contextlib.contextmanager

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
-from linearize.conversion.attentions import CROSS, LOCAL_KEPT, find_attentions, find_unreached
-from linearize.conversion.check import check, record, why_not_built
+from linearize.conversion.attentions import CROSS, LOCAL_KEPT, find_attentions, find_unreached, trial_runs
+from linearize.conversion.check import check, keep_parts, record, why_not_built
 from linearize.conversion.inputs import Call
 from linearize.conversion.layers import ConversionConfig, choose, complete
 from linearize.conversion.positions import PositionReport, extend_positions
-from linearize.conversion.probe import trial_runs
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import UnsupportedModelError
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
@@ -66,14 +65,15 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
             f"{type(model).__name__} is already converted; start from the original checkpoint (or distil it further)"
         )
     runs, calls = trial_runs(model, config.example_inputs)
-    layers = find_attentions(model, runs, calls, config.local_as_full)
+    layers = keep_parts(model, find_attentions(model, calls, config.local_as_full), runs)
     unreached = find_unreached(model, calls)
-    count = sum(layer.index is not None for layer in layers)
-    if not count:
+    convertible = [layer for layer in layers if not layer.reason]
+    if not convertible:
         raise UnsupportedModelError(_why_none(model, [*layers, *unreached] if layers else [], calls))
-    chosen = choose(model, config, count)
-    decided = [layer if layer.index is None else _decide(layer, *chosen[layer.index]) for layer in layers]
-    return Plan(type(model).__name__, model.config.model_type, (*decided, *unreached), config.seed)
+    chosen = choose(model, config, len(convertible))
+    numbered = [dataclasses.replace(layer, index=index) for index, layer in enumerate(convertible)]
+    found = Plan(type(model).__name__, model.config.model_type, (*layers, *unreached), config.seed)
+    return found.with_layers(_decide(layer, *choice) for layer, choice in zip(numbered, chosen, strict=True))
 
 
 def replan(
@@ -94,12 +94,12 @@ def replan(
     Raises:
         ConfigError: for an unknown kernel or argument, or a wrong value.
     """
-    layers = list(base.layers)
-    for place, layer in enumerate(layers):
+    changed = []
+    for layer in base.layers:
         if layer.index is not None and layer.index in chosen:
             kernel, arguments = chosen[layer.index]
-            layers[place] = _decide(layer.bare(), *complete(model, kernel, dict(arguments), {}, max_length))
-    return dataclasses.replace(base, layers=tuple(layers))
+            changed.append(_decide(layer.bare(), *complete(model, kernel, dict(arguments), {}, max_length)))
+    return base.with_layers(changed)
 
 
 def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPlan:
@@ -220,14 +220,11 @@ def convert_model(model: PreTrainedModel, plan: Plan, config: ConversionConfig) 
 def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Plan:
     """Change the additions to the kernels of a converted model, by module, in place; return the new plan."""
     plan = Plan.from_dict(model.config.linearize)
-    layers = []
-    for layer in plan.layers:
-        if layer.module in hybrids:
-            layer = dataclasses.replace(layer, hybrid=hybrids[layer.module])
-            mixer: Any = model.base_model.get_submodule(f"{layer.module}.linear_attention").mixer
-            mixer.change(layer.hybrid)
-        layers.append(layer)
-    plan = dataclasses.replace(plan, layers=tuple(layers))
+    for module, hybrid in hybrids.items():
+        mixer: Any = model.base_model.get_submodule(f"{module}.linear_attention").mixer
+        mixer.change(hybrid)
+    changed = [layer for layer in plan.layers if layer.module in hybrids]
+    plan = plan.with_layers(dataclasses.replace(layer, hybrid=hybrids[layer.module]) for layer in changed)
     model.config.linearize = {**model.config.linearize, **plan.to_dict()}
     return plan
 

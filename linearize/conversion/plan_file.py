@@ -176,8 +176,6 @@ def apply_file(model: PreTrainedModel, base: Plan, file: PlanFile, max_length: i
         raise ConfigError("--plan: the file keeps every layer softmax; give at least one a kernel")
     chosen = {one.layer: (one.kernel, one.all_arguments) for one in file.layers}
     made = replan(model, base, chosen, max_length=max_length)
-    layers = list(made.layers)
-    for place, layer in enumerate(layers):
-        if layer.index is not None and not layer.converted and (why := file.why.get(layer.index)):
-            layers[place] = dataclasses.replace(layer, reason=why)
-    return dataclasses.replace(made, layers=tuple(layers))
+    why = {one.module: one.why for one in file.layers if one.kernel == SOFTMAX and one.why}
+    kept = (layer for layer in made.layers if layer.module in why)
+    return made.with_layers(dataclasses.replace(layer, reason=why[layer.module]) for layer in kept)

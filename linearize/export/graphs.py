@@ -1,7 +1,8 @@
 """The graphs that a model is exported as: modules whose inputs and outputs are tensors.
 
 A model that generates text has two graphs: `model` reads a prompt, and returns the logits and the state after it;
-`step` reads one token and a state, and returns the logits and the state after that token. Other models have one graph.
+`step` reads one token and a state, and returns the logits and the state after that token. Other models, such as
+decoders that classify a text, have one graph.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from linearize.attention.cache import cache_argument
 from linearize.attention.interface import linear_attentions
 from linearize.conversion.inputs import candidates
-from linearize.core.errors import UnsupportedModelError
+from linearize.core.errors import UnsupportedModelError, first_line
 
 BATCH, TOKENS, PAST = "batch", "tokens", "past"
 """Names of the sizes that a graph leaves open."""
@@ -101,18 +102,15 @@ class _Writer(nn.Module):
         output: name of the model's main output.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, output: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.output = model, output
         cache = self.model.new_cache()
         mask = torch.ones(1, 2, dtype=torch.long)
         with torch.no_grad():
-            outputs = self.model(
-                input_ids=_ids(model, 1, 2), attention_mask=mask, **cache_argument(self.model, cache), return_dict=True
-            )
+            self.model(input_ids=_ids(model, 1, 2), attention_mask=mask, **cache_argument(self.model, cache))
         self.keys = [_layer_keys(model, layer) for layer in cache.layers]
         self.masked = any(keys == _KEYS for keys in self.keys)
-        self.output = "logits" if "logits" in outputs else "last_hidden_state"
 
     @property
     def states(self) -> list[str]:
@@ -133,8 +131,8 @@ class _Writer(nn.Module):
 class _Prompt(_Writer):
     """Reads a prompt: input_ids and attention_mask [B, T] -> logits [B, T, V] and the state after it."""
 
-    def __init__(self, model: PreTrainedModel, last: bool) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, output: str, last: bool) -> None:
+        super().__init__(model, output)
         self.last = last
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -182,17 +180,19 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
         raise UnsupportedModelError(
             f"{type(model).__name__}: got an encoder-decoder, expected an encoder, a decoder or an image model"
         )
-    if not any(layer.shape.causal for layer in linear_attentions(model).values()) or not _takes(model, "use_cache"):
+    causal = any(layer.shape.causal for layer in linear_attentions(model).values())
+    output = _output_per_token(model) if causal and _takes(model, "use_cache") else None
+    if output is None:
         return [_whole_graph(model)]
     if not _takes(model, "position_ids"):
         raise UnsupportedModelError(
             f"{type(model).__name__} takes no position_ids, expected a decoder that does: a step would not know "
             "its position in the text"
         )
-    prompt, step = _Prompt(model, last_logits), _Step(model)
+    prompt, step = _Prompt(model, output, last_logits), _Step(model, output)
     ids = _ids(model, 2, 7)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    outputs = (prompt.output, *(AFTER + name for name in prompt.states))
+    outputs = (output, *(AFTER + name for name in prompt.states))
     sizes = {name: {0: BATCH, 1: TOKENS} for name in inputs}
     first = Graph("model", prompt, inputs, outputs, sizes)
     results = first.run(inputs)
@@ -204,6 +204,13 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
         elif name.endswith((".keys", ".values")):
             sizes[name][2] = PAST
     return [first, Graph("step", step, state, outputs, sizes)]
+
+
+def _output_per_token(model: PreTrainedModel) -> str | None:
+    """Return the name of a decoder's output for every token; None if its head has none (a classifier of texts)."""
+    with torch.no_grad():
+        outputs = model(input_ids=_ids(model, 1, 2), use_cache=False, return_dict=True)
+    return next((name for name in ("logits", "last_hidden_state") if name in outputs and outputs[name].ndim > 2), None)
 
 
 def _whole_graph(model: PreTrainedModel) -> Graph:
@@ -225,8 +232,10 @@ def _whole_graph(model: PreTrainedModel) -> Graph:
         except Exception as failed:
             error = failed
     else:
+        assert error is not None
         raise UnsupportedModelError(
-            f"{type(model).__name__}: no made-up input fits it, expected a model that takes tokens or an image"
+            f"{type(model).__name__}: no made-up input fits it ({first_line(error)}), expected a model that takes "
+            "tokens or an image"
         ) from error
     sizes = {key: {0: BATCH, **({1: TOKENS} if key in _TEXT else {})} for key in inputs}
     return Graph("model", module, inputs, outputs, sizes)

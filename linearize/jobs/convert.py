@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from linearize.checkpoint.loading import Loaded, load_converted, load_model, model_type, with_length
-from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, log_file, log_lines, read_log
-from linearize.checkpoint.provenance import Provenance
+from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, Provenance, log_file, log_lines, read_log
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.layers import ConversionConfig
 from linearize.conversion.plan import change_hybrids, convert_model, plan

@@ -9,9 +9,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import load_processor, move
-from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import check_room
-from linearize.checkpoint.provenance import add_command
+from linearize.checkpoint.provenance import add_command, read_log
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,10 +93,10 @@ class Layout:
 
     def plan(self, choice: Sequence[str], reasons: Mapping[int, str]) -> Plan:
         """Return the plan of a choice: a label or "softmax" per layer; `reasons` say why layers stay softmax."""
-        chosen: dict[int | None, LayerPlan] = {}
-        for (number, layer), label in zip(self.layers.items(), choice, strict=True):
-            chosen[number] = layer.bare(reason=reasons[number]) if label == SOFTMAX else self.plans[label][number]
-        return replace(self.base, layers=tuple(chosen.get(layer.index, layer) for layer in self.base.layers))
+        return self.base.with_layers(
+            layer.bare(reason=reasons[number]) if label == SOFTMAX else self.plans[label][number]
+            for (number, layer), label in zip(self.layers.items(), choice, strict=True)
+        )
 
 
 def lay_out(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from accelerate import Accelerator
@@ -127,8 +127,8 @@ def search(
 def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
     """Return a model that shares the tensors of `model`, and whose layers converted in `base` expose q, k and v."""
     shared: dict[int, object] = {id(x): x for x in [*model.parameters(), *model.buffers()]}
-    plain = [layer.bare(CARRIER) if layer.converted else layer for layer in base.layers]
-    return apply(copy.deepcopy(model, shared), replace(base, layers=tuple(plain)))
+    plain = base.with_layers(layer.bare(CARRIER) for layer in base.converted)
+    return apply(copy.deepcopy(model, shared), plain)
 
 
 class _Search(Run):

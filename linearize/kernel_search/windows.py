@@ -130,8 +130,8 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
     layout = Layout(base, layers, tuple(labels), plans, reference[0])
     accelerator = make_accelerator(model)
     move(model, accelerator.device)
-    kept = [layer if layer.index in layers else layer.bare() for layer in base.layers]
-    carrier = carrier_of(model, replace(base, layers=tuple(kept)))
+    kept = (layer.bare() for layer in base.layers if layer.index not in layers)
+    carrier = carrier_of(model, base.with_layers(kept))
     with frozen(carrier):
         candidates = Candidates(layout, carrier, accelerator.device)
         rows = some_rows(next(data.train_batches()), ROWS)

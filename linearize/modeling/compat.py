@@ -36,11 +36,6 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     return list({id(config): config for config in held if isinstance(config, PreTrainedConfig)}.values())
 
 
-def knows_sdpa(part: PreTrainedModel) -> bool:
-    """Tell whether a model, or a part of one, supports SDPA, not only eager softmax."""
-    return bool(part._supports_sdpa)
-
-
 def implementation(config: PreTrainedConfig) -> str:
     """Return the attention implementation that the config of a converted model asks for."""
     layers = (getattr(config, "linearize", None) or {}).get("layers", ())
@@ -77,7 +72,7 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
     for config in configs_of(model):
         set_implementation(config, name)
     for part in parts:
-        if name == IMPLEMENTATION and not knows_sdpa(part):
+        if name == IMPLEMENTATION and not part._supports_sdpa:
             set_implementation(part.config, EAGER)
     converted = [_part_of(root, layer.module, parts) for layer in plan.converted]
     original = [_part_of(root, layer.module, parts) for layer in plan.layers if OWN in layer.host]
@@ -90,7 +85,7 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
                 if getattr(module, "config", None) is config:
                     module.config = copied
             config = copied
-        set_implementation(config, "sdpa" if knows_sdpa(part) else "eager")
+        set_implementation(config, "sdpa" if part._supports_sdpa else "eager")
 
 
 def _part_of(root: nn.Module, module: str, parts: list[PreTrainedModel]) -> PreTrainedModel:
@@ -113,8 +108,8 @@ def check_implementation(host: nn.Module) -> None:
 def refusal(name: object) -> str:
     """Return the message that a converted model has no other attention."""
     return (
-        f"got attn_implementation={name!r}, but a converted model runs its own linear attention; load the original "
-        "checkpoint for softmax"
+        f"got attn_implementation={name!r}, but a converted model runs its own linear attention; leave the "
+        "name out, or load the original checkpoint for softmax"
     )
 
 
@@ -144,12 +139,12 @@ def forget_renamings(model: PreTrainedModel) -> None:
     model._weight_conversions = None  # type: ignore[assignment]
 
 
-def share_classes(base: type[PreTrainedModel], names: tuple[str, ...]) -> None:
+def share_classes(base: type[PreTrainedModel]) -> None:
     """Make modeling files that choose attention classes by the implementation's name (SAM) choose those of SDPA."""
     modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
     for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
         if "eager" in table and all(isinstance(x, type) for x in table.values()):
-            for name in names:
+            for name in IMPLEMENTATIONS:
                 table.setdefault(name, table.get("sdpa", table["eager"]))
 
 

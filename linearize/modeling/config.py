@@ -294,10 +294,7 @@ class _Mixin(_Original):
     def __post_init__(self, **kwargs: object) -> None:
         requested = kwargs.pop("attn_implementation", None)
         if requested not in (None, *IMPLEMENTATIONS):
-            raise ConfigError(
-                f"got attn_implementation={requested!r}, but a converted model runs its own linear attention; "
-                "leave the argument out"
-            )
+            raise ConfigError(refusal(requested))
         super().__post_init__(**kwargs)
         use_linear_attention(self)
 

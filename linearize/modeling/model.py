@@ -215,7 +215,7 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
         return _CLASSES[base]
     name = f"Linearized{base.__name__}"
     share_renamings(name, base)
-    share_classes(base, IMPLEMENTATIONS)
+    share_classes(base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
     values = {"__module__": __name__, "__doc__": f"`{base.__name__}` with linear attention."}
     own = {"config_class": config, "_keep_in_fp32_modules_strict": kept}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,11 @@ class Plan:
         """The layers that attended inside a window and are converted as full attention."""
         return tuple(layer for layer in self.converted if LOCAL in layer.host)
 
+    def with_layers(self, changed: Iterable[LayerPlan]) -> Plan:
+        """Return the plan with other layers in place of those with the same modules."""
+        layers = {layer.module: layer for layer in (*self.layers, *changed)}
+        return dataclasses.replace(self, layers=tuple(layers.values()))
+
     def to_dict(self) -> dict[str, object]:
         """Return plain data for config.json, without unused additions, so that older versions can read it."""
         layers = []
@@ -149,18 +154,17 @@ _PLANNED: dict[str, Callable[[HeadShape, int | None], Any]] = {
     "layer_idx": lambda shape, cache_index: cache_index,
 }
 """The expected value of each attribute in which transformers' and timm's attention modules state size and direction."""
-ATTRIBUTES = tuple(_PLANNED)
 
 
 def host_facts(host: nn.Module, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
     """Return the names of a host's attributes that agree with `shape` and `cache_index`."""
-    return tuple(name for name in ATTRIBUTES if _stated(host, name) == _PLANNED[name](shape, cache_index))
+    return tuple(name for name, planned in _PLANNED.items() if _stated(host, name) == planned(shape, cache_index))
 
 
 def contradiction(host: nn.Module, layer: LayerPlan) -> str:
     """Describe the first fact of a plan that the host's module now contradicts; empty if there is no contradiction."""
     for name in layer.host:
-        if name in ATTRIBUTES and (name == "is_causal" or hasattr(host, name)):
+        if name in _PLANNED and (name == "is_causal" or hasattr(host, name)):
             stated, planned = _stated(host, name), _PLANNED[name](layer.shape, layer.cache_index)
             if stated != planned:
                 return f"{name} is {planned}, but the model's is {stated}"
@@ -200,7 +204,7 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
 
 def _one_direction(host: Collection[object]) -> bool:
     """Tell whether a list contains only known facts, and exactly one about the direction."""
-    known = (*ATTRIBUTES, CALLED, MASKED, LOCAL, OWN)
+    known = (*_PLANNED, CALLED, MASKED, LOCAL, OWN)
     named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
     return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
 

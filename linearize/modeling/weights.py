@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,6 @@ from linearize.modeling.plan import ABSENT, damaged
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-Header = dict[str, tuple[int, ...]]
-"""The shape of every tensor in a checkpoint, by name."""
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of stored floating point weights: the names in safetensors, and the names in config.json."""
@@ -84,12 +81,11 @@ def check_weights(
     if len(stored.keys() & twice.keys()) > len(stored.keys() & named.keys()):
         renamings = (x for x in get_model_conversion_mapping(empty, add_legacy=False) if isinstance(x, WeightRenaming))
         named, again = twice, {x.source_patterns[0]: x.target_patterns[0] for x in renamings}
-    expected = {key: tuple(tensor.shape) for key, tensor in named.items()}
     renamed = _renamed(state, named)
     # Files may use the model's own names (`save_original_format=False`).
     stored = {key if (name := renamed.get(key, key)) in stored else name: one for key, one in stored.items()}
-    header = {key: tensor.shape for key, tensor in stored.items() if key not in absent}
-    _compare(header, expected, _optional(empty, header, expected, renamed))
+    stored = {key: tensor for key, tensor in stored.items() if key not in absent}
+    _compare(stored, named, _optional(empty, stored.keys(), named.keys(), renamed))
     _check_types(stored, named, str(getattr(config, "dtype", None)).removeprefix("torch."))
     return set(state), again
 
@@ -183,8 +179,8 @@ def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], dtyp
             )
 
 
-def _optional(model: PreTrainedModel, header: Header, expected: Header, renamed: Mapping[str, str]) -> set[str]:
-    """Return the names that may be missing in the header or the model: a file holds only one of a set of tied tensors.
+def _optional(model: PreTrainedModel, stored: Set[str], expected: Set[str], renamed: Mapping[str, str]) -> set[str]:
+    """Return the names that may be missing in the file or the model: a file holds only one of a set of tied tensors.
 
     Names in the file may differ from those in the model (`renamed`), as for PaliGemma's tied head.
     """
@@ -193,17 +189,17 @@ def _optional(model: PreTrainedModel, header: Header, expected: Header, renamed:
     groups: dict[str, set[str]] = {}
     for target, source in pairs.items():
         groups.setdefault(source, {source}).add(target)
-    optional = {name for group in groups.values() if group & header.keys() for name in group}
+    optional = {name for group in groups.values() if group & stored for name in group}
     attributes = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save")
     patterns = [re.compile(pattern) for key in attributes for pattern in getattr(model, key, None) or ()]
-    ignored = {name for name in {*header, *expected} if any(pattern.search(name) for pattern in patterns)}
+    ignored = {name for name in stored | expected if any(pattern.search(name) for pattern in patterns)}
     return optional | {name for name in ignored if not any(name in group for group in groups.values())}
 
 
-def _compare(header: Header, expected: Header, optional: set[str]) -> None:
-    missing = sorted(set(expected) - set(header) - optional)
-    extra = sorted(set(header) - set(expected) - optional)
-    other = sorted(key for key in set(header) & set(expected) if header[key] != expected[key])
+def _compare(stored: Mapping[str, Stored], named: Mapping[str, Tensor], optional: set[str]) -> None:
+    missing = sorted(named.keys() - stored.keys() - optional)
+    extra = sorted(stored.keys() - named.keys() - optional)
+    other = sorted(key for key in stored.keys() & named.keys() if stored[key].shape != named[key].shape)
     advice = "config.json and the weights do not belong together: download the checkpoint again or convert again"
     if missing:
         raise CheckpointError(f"the weights file lacks {some(missing)}, which config.json asks for; {advice}")
@@ -213,7 +209,7 @@ def _compare(header: Header, expected: Header, optional: set[str]) -> None:
         key = other[0]
         raise CheckpointError(
             f"the weights file has {some(other)} in a different size than config.json asks for ({key}: got "
-            f"{list(header[key])}, expected {list(expected[key])}); {advice}"
+            f"{list(stored[key].shape)}, expected {list(named[key].shape)}); {advice}"
         )
 
 

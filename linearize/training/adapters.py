@@ -142,7 +142,7 @@ def target_modules(model: PreTrainedModel, endings: str | None = None) -> list[s
     from transformers.pytorch_utils import Conv1D
 
     from linearize.attention.interface import linear_attentions
-    from linearize.conversion.probe import trial_runs
+    from linearize.conversion.attentions import trial_runs
 
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     if endings is not None:

@@ -18,9 +18,9 @@ from support.tiny import converted, original
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
-from linearize.checkpoint.card import base_facts
 from linearize.checkpoint.loading import pools_first, read_config, sentence_files, with_length
-from linearize.checkpoint.log import read_log
+from linearize.checkpoint.provenance import read_log
+from linearize.checkpoint.save import base_facts
 from linearize.cli.main import main
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.config import LinearizeConfig, checksum

@@ -12,8 +12,8 @@ from transformers import AutoModel
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.checkpoint.card import base_facts, model_card
 from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.checkpoint.save import base_facts, model_card
 from linearize.core.errors import CheckpointError
 
 LAYER = {"module": "encoder.layer.0.attention.self", "kernel": "hedgehog", "kl": 0.5, "output_error": 0.25}

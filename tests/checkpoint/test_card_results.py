@@ -18,10 +18,10 @@ from support.tiny import converted, original
 from transformers import AutoModel
 
 import linearize
-from linearize.checkpoint.card import limits, model_card
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.checkpoint.provenance import Provenance
 from linearize.checkpoint.push import _name_card, with_name
+from linearize.checkpoint.save import limits, model_card
 from linearize.cli import main
 from linearize.cli.main import build_parser
 from linearize.core import registry

@@ -7,7 +7,7 @@ from support.checkpoints import WORDS, make_original
 from support.documents import CHECKOUT, RECIPES, make_cheap, write_glue
 from support.scripts import script
 
-from linearize.checkpoint.log import read_log
+from linearize.checkpoint.provenance import read_log
 
 # docs/command-line.md runs all of them in `make test`.
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
-from linearize.checkpoint.log import read_log
 from linearize.checkpoint.output import LOCKED_BY
+from linearize.checkpoint.provenance import read_log
 from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs.events import Logged, StepDone
 from linearize.jobs.recipes.recipe import cells, check, load_recipe

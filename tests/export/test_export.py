@@ -144,9 +144,23 @@ def test_the_last_logits_alone():
     torch.testing.assert_close(found, expected, rtol=0, atol=allowed(UNIT * expected.abs().max().item(), 32))
 
 
+@pytest.mark.parametrize("head", ["SequenceClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_decoder_without_an_output_per_token_is_one_graph(name, head):
+    """It was exported with a graph for steps, and compared as if its classes were tokens."""
+    model = converted(name, f"AutoModelFor{head}", config={"pad_token_id": 0})
+    (graph,) = graphs_of(model)
+    assert graph.name == "model" and set(graph.inputs) == {"input_ids", "attention_mask"}
+    assert graph.outputs == (("logits",) if head == "SequenceClassification" else ("start_logits", "end_logits"))
+    for made, expected in zip(graph.run(graph.inputs).values(), outputs(model, graph.inputs), strict=False):
+        torch.testing.assert_close(made, expected)
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line():
     with pytest.raises(UnsupportedModelError, match="got an encoder-decoder, expected"):
         graphs_of(converted("bart"))
+    with pytest.raises(UnsupportedModelError, match="no padding token is defined"):
+        graphs_of(converted("gpt2", "AutoModelForSequenceClassification", config={"pad_token_id": None}))
     with pytest.raises(UnsupportedModelError, match="got a layer that remembers a DynamicSlidingWindowLayer"):
         graphs_of(converted("gemma3", "AutoModelForCausalLM"))
 

@@ -15,7 +15,7 @@ from support.tiny import converted, inputs_of, original
 
 import linearize
 from linearize.checkpoint.fingerprint import ROWS, check_same, data_digest, fingerprint, rows_digest, weights_digest
-from linearize.checkpoint.log import read_log
+from linearize.checkpoint.provenance import read_log
 from linearize.core.errors import ConfigError
 from linearize.training.stage_one import DistillConfig, observer
 from linearize.training.stage_one.loop import distill

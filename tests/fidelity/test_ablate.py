@@ -6,8 +6,8 @@ from support.scripts import script
 from support.tiny import converted, inputs_of, original
 
 from linearize.attention.interface import linear_attentions
-from linearize.checkpoint.card import _fidelity, limits
 from linearize.checkpoint.provenance import Provenance
+from linearize.checkpoint.save import _fidelity, limits
 from linearize.core.errors import ConfigError
 from linearize.fidelity.ablate import PARTS, ablated, kernel_merit
 from linearize.fidelity.measure import measure_layers

@@ -18,7 +18,7 @@ from support.tasks import WORDS, measured, photos, write
 
 import linearize
 from linearize.checkpoint.loading import load_processor
-from linearize.checkpoint.log import LOG, STAGE_ONE, log_file, read_log
+from linearize.checkpoint.provenance import LOG, STAGE_ONE, log_file, read_log
 from linearize.core.errors import (
     CheckpointError,
     ConfigError,

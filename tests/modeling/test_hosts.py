@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 import linearize
 from linearize.attention.cache import cache_nbytes
 from linearize.attention.interface import linear_attentions, observed
-from linearize.conversion.probe import trial_runs
+from linearize.conversion.attentions import trial_runs
 from linearize.core.errors import CheckpointError, ConfigError
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}

@@ -11,9 +11,9 @@ from support.tiny import IMAGE, TEXT, original
 
 import linearize
 from linearize.cli import main
+from linearize.conversion.attentions import trial_runs
 from linearize.conversion.check import check, record
 from linearize.conversion.inputs import candidates, read_inputs
-from linearize.conversion.probe import trial_runs
 from linearize.core.errors import ConfigError, UnsupportedModelError
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 37}

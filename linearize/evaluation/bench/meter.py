@@ -18,7 +18,6 @@ import torch
 
 from linearize.attention.backends.fused import absence
 from linearize.attention.native import engine
-from linearize.checkpoint.loading import wait
 from linearize.core.errors import ConfigError, unknown_name
 
 Call = Callable[[], object]
@@ -69,11 +68,19 @@ def spread(times: Sequence[float]) -> float:
 
 def seconds_of(call: Call) -> float:
     """Return the seconds of one call, with the accelerator synchronised before and after it."""
-    wait()
+    _wait()
     start = time.perf_counter()
     call()
-    wait()
+    _wait()
     return time.perf_counter() - start
+
+
+def _wait() -> None:
+    """Wait for the GPU, if one is in use."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
 
 
 def in_turns(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linearize.checkpoint.inspect import CheckpointInfo, inspect_checkpoint
 from linearize.checkpoint.loading import Loaded, check_device, load_converted
-from linearize.checkpoint.log import LOG, STAGE_ONE, STAGE_TWO, read_log
+from linearize.checkpoint.provenance import LOG, STAGE_ONE, STAGE_TWO, read_log
 from linearize.conversion.positions import current_image_size, current_length, runs_beyond_limit
 from linearize.core.errors import DataError, LinearizeError
 from linearize.core.events import Callback, Started, ignore

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from linearize.checkpoint.log import STAGE_ONE, STAGE_TWO
 from linearize.checkpoint.output import atomic_folder, claim
+from linearize.checkpoint.provenance import STAGE_ONE, STAGE_TWO
 from linearize.core.errors import DataError, printable
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.figures import with_interval

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from torch.utils.data import ConcatDataset
 
 from linearize.checkpoint.loading import load_processor, move
-from linearize.checkpoint.log import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.checkpoint.output import atomic_folder, claim
+from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError

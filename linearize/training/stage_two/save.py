@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.checkpoint.loading import move, quiet
-from linearize.checkpoint.log import STAGE_TWO, log_file
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import TRANSFORMERS, holds_only, remove_parts
+from linearize.checkpoint.provenance import STAGE_TWO, log_file
 from linearize.checkpoint.save import save, write_files
 from linearize.core.errors import CheckpointError, interrupted_run
 from linearize.core.options import name_of
