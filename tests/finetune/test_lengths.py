@@ -121,6 +121,19 @@ def test_tags(bert, tmp_path):
     assert data.facts == {"rows": 12, "max_length": 16, "longest_row": 22, "cut_share": 0.5}
 
 
+def test_a_tag_that_only_rows_to_measure_on_have(bert, tmp_path):
+    """A file with a rare tag was refused, if chance put that row among those to measure on."""
+    rows = [{"tokens": words(3), "ner_tags": ["O", "B-X", "O"]}] * 9
+    for tag in ("B-Y", "O"):
+        write(tmp_path / "tags.jsonl", [*rows, {"tokens": words(3), "ner_tags": ["B-X", "O", tag]}])
+        for seed in range(9):
+            options = DataOptions(max_length=16, seed=seed)
+            made = prepare(
+                task("token-classification"), load_processor(bert, "text"), options, data=str(tmp_path / "tags.jsonl")
+            )
+            assert made.task.labels == (("B-X", "B-Y", "O") if tag == "B-Y" else ("B-X", "O"))
+
+
 def questions(tmp_path):
     rows = []
     for number in range(12):

@@ -19,7 +19,7 @@ from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
 from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Logits, Predictions, Row, row_facts, tokenise
-from linearize.training.stage_two.splits import Given, need_columns, open_splits
+from linearize.training.stage_two.splits import Given, Splits, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, class_numbers, first_output
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class TokenClassification(TokenLabels):
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits, (words, label), "token classification")
         if self.task.labels is None:
-            self.task = dataclasses.replace(self.task, labels=self._tag_names(splits.train, label))
+            self.task = dataclasses.replace(self.task, labels=self._tag_names(splits, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
         whole = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
         facts = row_facts([len(ids) for ids in whole["input_ids"]], self.options)
@@ -73,14 +73,15 @@ class TokenClassification(TokenLabels):
             counts.append(entity_counts(*([names[i] for i in side[answer != IGNORED]] for side in (guess, answer))))
         return (np.array(counts),)
 
-    def _tag_names(self, table: Dataset, label: str) -> tuple[str, ...]:
-        """Return the tags in the order of their numbers: the column's, or those that occur."""
+    def _tag_names(self, splits: Splits, label: str) -> tuple[str, ...]:
+        """Return the tags in the order of their numbers: the column's, or those that occur, also if only once."""
         from datasets import ClassLabel
 
-        feature = getattr(table.features[label], "feature", None)
+        feature = getattr(splits.train.features[label], "feature", None)
         if isinstance(feature, ClassLabel):
             return tuple(feature.names)
-        tags_found = {tag for tags in table[label] for tag in (tags if isinstance(tags, list) else [tags])}
+        columns = (*splits.train[label], *splits.validation[label])
+        tags_found = {tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])}
         if tags_found and all(isinstance(tag, str) for tag in tags_found):
             return tuple(sorted(tags_found))
         wrong = [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
