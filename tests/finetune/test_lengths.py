@@ -156,6 +156,30 @@ def test_questions_are_not_cut_but_split(bert, tmp_path):
     assert whole.facts["rows"] == 12 and whole.facts["split_share"] == 0.0
 
 
+def test_rows_of_one_text_share_what_the_stride_leaves(bert, tmp_path):
+    """The stride was the number of shared tokens, at most a quarter of a row, and tokenizers panicked if it did not fit."""
+    processor, text = load_processor(bert, "text"), " ".join(words(30))
+    answer = (
+        {"text": ["song"], "answer_start": [text.index("song")]} if "song" in text else {"text": [], "answer_start": []}
+    )
+
+    def starts(asked, stride=None):
+        rows = [{"question": " ".join(words(asked)), "context": text, "answers": answer}] * 2
+        write(tmp_path / "asked.jsonl", rows)
+        options = DataOptions(max_length=20, stride=stride)
+        made = prepare(task("question-answering"), processor, options, data=str(tmp_path / "asked.jsonl")).validation
+        return [len(text[: next(pair for pair in row["offsets"] if pair)[0]].split()) for row in made]
+
+    # [CLS] question [SEP] context [SEP]: 15 words of context next to a question of two.
+    assert starts(2, 6) == [0, 6, 12, 18]
+    assert starts(2) == [0, 10, 20]
+    assert starts(2, 19) == [0, 15]
+    # Three words of context, of which two are shared.
+    assert starts(14) == list(range(28))
+    with pytest.raises(DataError, match="got a question of 17 tokens .* expected room for the text in rows of 20"):
+        starts(17)
+
+
 def test_an_answer_in_one_row_beats_no_answer_in_the_others(bert, tmp_path):
     """The rows without the answer are sure that they lack it, and the surest row decided: 4 of 12 answers got lost."""
     asked = questions(tmp_path)

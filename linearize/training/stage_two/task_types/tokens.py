@@ -194,13 +194,29 @@ class QuestionAnswering(TaskType):
                 text,
                 truncation="only_second",
                 max_length=options.max_length,
-                stride=min(options.stride or 128, options.max_length // 4),
+                stride=self._overlap(asked),
                 return_overflowing_tokens=True,
                 return_offsets_mapping=True,
                 padding="max_length",
             )
             rows += [_row(coded, piece, owner, answer) for piece in range(len(coded["input_ids"]))]
         return rows
+
+    def _overlap(self, question: str) -> int:
+        """Return how many tokens two rows of a text share, fewer than fit next to the question.
+
+        Raises:
+            DataError: if none fits.
+        """
+        most, stride = self.options.max_length, self.options.stride
+        asked = len(self.tokenizer(question, verbose=False, add_special_tokens=False)["input_ids"])
+        room = most - asked - self.tokenizer.num_special_tokens_to_add(pair=True)
+        if room < 1:
+            raise DataError(
+                f"question answering: got a question of {asked} tokens ({question[:40]!r}), expected room for the text "
+                f"in rows of {most}; raise max_length, or shorten it"
+            )
+        return max(0, min(room - stride if stride else min(128, most // 4), room - 1))
 
 
 def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:
