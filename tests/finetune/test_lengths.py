@@ -157,7 +157,7 @@ def test_questions_are_not_cut_but_split(bert, tmp_path):
 
 
 def test_rows_of_one_text_share_what_the_stride_leaves(bert, tmp_path):
-    """The stride was the number of shared tokens, at most a quarter of a row, and tokenizers panicked if it did not fit."""
+    """The stride was the number of shared tokens, and tokenizers panicked if it did not fit."""
     processor, text = load_processor(bert, "text"), " ".join(words(30))
     answer = (
         {"text": ["song"], "answer_start": [text.index("song")]} if "song" in text else {"text": [], "answer_start": []}
@@ -176,7 +176,7 @@ def test_rows_of_one_text_share_what_the_stride_leaves(bert, tmp_path):
     assert starts(2, 19) == [0, 15]
     # Three words of context, of which two are shared.
     assert starts(14) == list(range(28))
-    with pytest.raises(DataError, match="got a question of 17 tokens .* expected room for the text in rows of 20"):
+    with pytest.raises(DataError, match=r"got a question of 17 tokens .* expected room for the text in rows of 20"):
         starts(17)
 
 
