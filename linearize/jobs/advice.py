@@ -104,6 +104,7 @@ def next_command(context: Context) -> tuple[str, str]:
 
 def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findings:
     """Return the findings of stage two."""
+    from linearize.training.stage_two.splits import located
     from linearize.training.stage_two.tasks import TASKS
 
     target, task, seen = str(job.target()), job.task, None
@@ -126,7 +127,7 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
         }
         why, command = "to measure it", line("evaluate", target, options)
     else:
-        options = {"dataset": job.dataset, "text_column": task.columns or None}
+        options = {"dataset": job.dataset and located(task, job.dataset), "text_column": task.columns or None}
         why, command = "to make it linear", line("convert", target, options)
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
 

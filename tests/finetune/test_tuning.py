@@ -584,7 +584,14 @@ def test_init_makes_a_linear_model(model_type, tokenizer, tmp_path):
 def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
     job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     target, _ = finetune_checkpoint(job)
-    with pytest.raises(ConfigError, match="has a trained head with 2 labels, but task stsb has 1"):
+    # The folder of all tasks' data is no data set for the next command.
+    tuned = load_for_task(str(target), data_for("cola", bert, glue))
+    command = after_tuning(tuned, job, data_for("cola", bert, glue))
+    assert f"--dataset {glue}/cola --text-column sentence" in command.command
+    with pytest.raises(
+        ConfigError,
+        match=r"has a trained head with 2 labels, but task stsb has 1; .* name all its labels .--labels A,B.,",
+    ):
         load_for_task(str(target), data_for("stsb", bert, glue))
     assert load_for_task(str(target), data_for("stsb", bert, glue), new_head=True).config.num_labels == 1
     with pytest.raises(ConfigError, match="no trained head for task cola"):
