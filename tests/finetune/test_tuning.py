@@ -193,6 +193,10 @@ def test_tags(bert, tmp_path):
     _, data, result = tune("token-classification", bert, tmp_path / "tags.jsonl", tmp_path, config)
     assert data.task.labels == ("B-X", "O")
     assert result.metrics["entity_f1"] > 0.9
+    # Stage one reads texts, not lists of words: the suggested command was refused.
+    job = TuneJob(bert, task("token-classification"), str(tmp_path / "tags.jsonl"), "tagger")
+    command = after_tuning(load_for_task(bert, data), job, data).command
+    assert command == "linearize convert tagger"
 
 
 def test_questions(bert, tmp_path):
