@@ -122,12 +122,15 @@ def test_tags(bert, tmp_path):
 
 
 def test_a_tag_that_only_rows_to_measure_on_have(bert, tmp_path):
-    """A file with a rare tag was refused, if chance put that row among those to measure on."""
+    """A file with a rare tag was refused, if chance put that row among those to measure on.
+
+    With a limit the tag was unknown, and the tuned model was refused without the limit.
+    """
     rows = [{"tokens": words(3), "ner_tags": ["O", "B-X", "O"]}] * 9
     for tag in ("B-Y", "O"):
         write(tmp_path / "tags.jsonl", [*rows, {"tokens": words(3), "ner_tags": ["B-X", "O", tag]}])
         for seed in range(9):
-            options = DataOptions(max_length=16, seed=seed)
+            options = DataOptions(max_length=16, seed=seed, limit=3, validation_limit=1)
             made = prepare(
                 task("token-classification"), load_processor(bert, "text"), options, data=str(tmp_path / "tags.jsonl")
             )

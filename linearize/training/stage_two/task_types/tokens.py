@@ -60,10 +60,13 @@ class TokenClassification(TokenLabels):
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits, (words, label), "token classification")
         if self.task.labels is None:
-            self.task = dataclasses.replace(self.task, labels=self._tag_names(splits, label))
+            # A model that is tuned on few rows is measured on all: the tags are those of the whole set.
+            unlimited = dataclasses.replace(self.options, limit=None, validation_limit=None)
+            whole = splits if unlimited == self.options else open_splits(self.task, given, unlimited, raw=True)
+            self.task = dataclasses.replace(self.task, labels=self._tag_names(whole, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
-        whole = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
-        facts = row_facts([len(ids) for ids in whole["input_ids"]], self.options)
+        coded = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
+        facts = row_facts([len(ids) for ids in coded["input_ids"]], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
