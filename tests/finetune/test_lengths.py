@@ -23,6 +23,7 @@ from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, whole_length
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.language import WINDOW
+from linearize.training.stage_two.task_types.text import Texts
 from linearize.training.stage_two.tasks import TASKS, task
 from linearize.training.stage_two.trainer import measure_with_interval
 from linearize.training.stage_two.tuner import Tuner
@@ -80,6 +81,27 @@ def test_evaluate_reads_what_model_and_data_allow(classifier, tmp_path):
         EvaluateJob.of(model=classifier, task="text-classification", dataset=str(short), device="cpu")
     ).facts
     assert facts == {"rows": 20, "max_length": 9, "longest_row": 9, "cut_share": 0.0}
+
+
+def test_evaluate_tokenises_only_what_it_measures(classifier, tmp_path, monkeypatch):
+    """All rows to train on were tokenised, once per side: ten seconds for SST-2's."""
+    read = []
+    checked = Texts.checked
+
+    def counted(self, first, second=None):
+        read.append(len(first))
+        return checked(self, first, second)
+
+    monkeypatch.setattr(Texts, "checked", counted)
+    made = EvaluateJob.of(model=classifier, task="text-classification", dataset=str(tmp_path / "reviews"), device="cpu")
+    found = evaluate_checkpoint(made)
+    assert read == [6] and "8 rows to train on, measured on 6 rows" in found.data
+    prepared("text-classification", classifier, tmp_path / "reviews", 32)
+    assert read == [6, 6, 8]
+    # Their labels are read all the same.
+    write(tmp_path / "reviews" / "train.jsonl", [{"text": "a", "label": label} for label in (0, 1, 0.5)])
+    with pytest.raises(DataError, match=r"got the label 0\.5"):
+        evaluate_checkpoint(made)
 
 
 def test_rows_are_measured_from_the_longest_to_the_shortest(classifier, tmp_path):

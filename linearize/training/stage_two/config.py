@@ -93,7 +93,7 @@ class TuneConfig:
         return self.labels_weight if self.labels_from < 1 else 0.0
 
 
-MEASURED_ONLY = ("auto_length", "chunks")
+MEASURED_ONLY = ("auto_length", "chunks", "trains")
 """Fields of `DataOptions` that training does not read."""
 
 
@@ -122,6 +122,8 @@ class DataOptions:
     """Whether max_length is the most that the model takes, rather than the user's; shorter rows lower it."""
     chunks: bool = False
     """Whether texts to measure on are read in chunks of max_length, whose outputs are averaged, rather than cut."""
+    trains: bool = True
+    """Whether texts to train on are tokenised; to measure, only their labels are read."""
 
     def __post_init__(self) -> None:
         check(self, "data")
