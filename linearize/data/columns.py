@@ -98,7 +98,7 @@ def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin
         return fitting[0]
     raise DataError(
         f"{origin}: got {len(fitting)} columns that may be the {kind}, expected one; "
-        f"set {kind}_column to one of its columns: {listed(kinds)}."
+        f"set {kind}_column (of a task: columns) to one of its columns: {listed(kinds)}."
     )
 
 

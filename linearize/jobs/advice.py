@@ -104,6 +104,7 @@ def next_command(context: Context) -> tuple[str, str]:
 
 def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findings:
     """Return the findings of stage two."""
+    from linearize.training.stage_two.splits import located
     from linearize.training.stage_two.tasks import TASKS
 
     target, task, seen = str(job.target()), job.task, None
@@ -126,7 +127,8 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
         }
         why, command = "to measure it", line("evaluate", target, options)
     else:
-        options = {"dataset": job.dataset, "text_column": task.columns or None}
+        found = None if task.type.lists else job.dataset and located(task, job.dataset)
+        options = {"dataset": found, "text_column": None if task.type.lists else task.columns or None}
         why, command = "to make it linear", line("convert", target, options)
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
 

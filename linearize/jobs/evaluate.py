@@ -169,7 +169,9 @@ class Sides:
         """
         task = self.task
         self.on_event(Started(f"measuring: {name}"))
-        data = prepare(task, load_processor(checkpoint, task.modality), options, data=self.dataset)
+        data = prepare(
+            task, load_processor(checkpoint, task.modality), replace(options, trains=False), data=self.dataset
+        )
         model = next((read.model for read in self.read if read.result.model == checkpoint), None)
         if model is None:
             check_trained(checkpoint, task)

@@ -84,7 +84,7 @@ def test_packing_and_a_usual_text_column_leave_pairs_alone(rows: Rows, bert_toke
         load_source(DataConfig(dataset=rows("a.jsonl", [row] * 2), holdout=0), bert_tokenizer, "text").train_batches()
     )
     assert batch["input_ids"][0].tolist() == [2, 10, 3]
-    with pytest.raises(DataError, match="set text_column"):
+    with pytest.raises(DataError, match=r"set text_column .of a task: columns. to one of its columns"):
         load_source(
             DataConfig(dataset=rows("b.jsonl", [{"sentence1": "a", "sentence2": "b"}]), packing=True),
             bert_tokenizer,

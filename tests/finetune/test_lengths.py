@@ -23,6 +23,7 @@ from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, whole_length
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.task_types.language import WINDOW
+from linearize.training.stage_two.task_types.text import Texts
 from linearize.training.stage_two.tasks import TASKS, task
 from linearize.training.stage_two.trainer import measure_with_interval
 from linearize.training.stage_two.tuner import Tuner
@@ -82,6 +83,27 @@ def test_evaluate_reads_what_model_and_data_allow(classifier, tmp_path):
     assert facts == {"rows": 20, "max_length": 9, "longest_row": 9, "cut_share": 0.0}
 
 
+def test_evaluate_tokenises_only_what_it_measures(classifier, tmp_path, monkeypatch):
+    """All rows to train on were tokenised, once per side: ten seconds for SST-2's."""
+    read = []
+    checked = Texts.checked
+
+    def counted(self, first, second=None):
+        read.append(len(first))
+        return checked(self, first, second)
+
+    monkeypatch.setattr(Texts, "checked", counted)
+    made = EvaluateJob.of(model=classifier, task="text-classification", dataset=str(tmp_path / "reviews"), device="cpu")
+    found = evaluate_checkpoint(made)
+    assert read == [6] and "8 rows to train on, measured on 6 rows" in found.data
+    prepared("text-classification", classifier, tmp_path / "reviews", 32)
+    assert read == [6, 6, 8]
+    # Their labels are read all the same.
+    write(tmp_path / "reviews" / "train.jsonl", [{"text": "a", "label": label} for label in (0, 1, 0.5)])
+    with pytest.raises(DataError, match=r"got the label 0\.5"):
+        evaluate_checkpoint(made)
+
+
 def test_rows_are_measured_from_the_longest_to_the_shortest(classifier, tmp_path):
     data = prepared("text-classification", classifier, tmp_path / "reviews", 32)
     model = load_for_task(classifier, data).eval()
@@ -121,6 +143,22 @@ def test_tags(bert, tmp_path):
     assert data.facts == {"rows": 12, "max_length": 16, "longest_row": 22, "cut_share": 0.5}
 
 
+def test_a_tag_that_only_rows_to_measure_on_have(bert, tmp_path):
+    """A file with a rare tag was refused, if chance put that row among those to measure on.
+
+    With a limit the tag was unknown, and the tuned model was refused without the limit.
+    """
+    rows = [{"tokens": words(3), "ner_tags": ["O", "B-X", "O"]}] * 9
+    for tag in ("B-Y", "O"):
+        write(tmp_path / "tags.jsonl", [*rows, {"tokens": words(3), "ner_tags": ["B-X", "O", tag]}])
+        for seed in range(9):
+            options = DataOptions(max_length=16, seed=seed, limit=3, validation_limit=1)
+            made = prepare(
+                task("token-classification"), load_processor(bert, "text"), options, data=str(tmp_path / "tags.jsonl")
+            )
+            assert made.task.labels == (("B-X", "B-Y", "O") if tag == "B-Y" else ("B-X", "O"))
+
+
 def questions(tmp_path):
     rows = []
     for number in range(12):
@@ -141,6 +179,30 @@ def test_questions_are_not_cut_but_split(bert, tmp_path):
     whole = prepared("question-answering", bert, questions(tmp_path), 32, auto=True)
     assert whole.facts["max_length"] == 20 == len(whole.validation[0]["input_ids"])
     assert whole.facts["rows"] == 12 and whole.facts["split_share"] == 0.0
+
+
+def test_rows_of_one_text_share_what_the_stride_leaves(bert, tmp_path):
+    """The stride was the number of shared tokens, and tokenizers panicked if it did not fit."""
+    processor, text = load_processor(bert, "text"), " ".join(words(30))
+    answer = (
+        {"text": ["song"], "answer_start": [text.index("song")]} if "song" in text else {"text": [], "answer_start": []}
+    )
+
+    def starts(asked, stride=None):
+        rows = [{"question": " ".join(words(asked)), "context": text, "answers": answer}] * 2
+        write(tmp_path / "asked.jsonl", rows)
+        options = DataOptions(max_length=20, stride=stride)
+        made = prepare(task("question-answering"), processor, options, data=str(tmp_path / "asked.jsonl")).validation
+        return [len(text[: next(pair for pair in row["offsets"] if pair)[0]].split()) for row in made]
+
+    # [CLS] question [SEP] context [SEP]: 15 words of context next to a question of two.
+    assert starts(2, 6) == [0, 6, 12, 18]
+    assert starts(2) == [0, 10, 20]
+    assert starts(2, 19) == [0, 15]
+    # Three words of context, of which two are shared.
+    assert starts(14) == list(range(28))
+    with pytest.raises(DataError, match=r"got a question of 17 tokens .* expected room for the text in rows of 20"):
+        starts(17)
 
 
 def test_an_answer_in_one_row_beats_no_answer_in_the_others(bert, tmp_path):

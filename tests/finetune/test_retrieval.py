@@ -93,9 +93,14 @@ def test_from_the_command_line_at_each_length(bert, folder, capsys):
 
 def test_what_cannot_be_cut_in_two(bert, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(bert)
-    write(tmp_path / "short.jsonl", [{"text": text(n, 8)} for n in range(30)] + [{"text": WORDS[0]}])
-    with pytest.raises(DataError, match="got a text of one word"):
-        prepare(task("retrieval"), tokenizer, data=str(tmp_path / "short.jsonl"))
+    rows = {"train": [{"text": text(n, 8)} for n in range(30)], "validation": [{"text": text(n, 9)} for n in range(4)]}
+    for short in rows:
+        for name in rows:
+            write(tmp_path / short / f"{name}.jsonl", rows[name] + [{"text": WORDS[0]}] * (name == short))
+    with pytest.raises(DataError, match=r"got a text of one word .number 4 of 5"):
+        prepare(task("retrieval"), tokenizer, data=str(tmp_path / "validation"))
+    # Rows to train on are not read, as there is nothing to train.
+    assert len(prepare(task("retrieval"), tokenizer, data=str(tmp_path / "train")).validation) == 4
     for name, rows in (("train", 3), ("validation", 1)):
         write(tmp_path / "one" / f"{name}.jsonl", [{"text": text(n, 8)} for n in range(rows)])
     with pytest.raises(DataError, match="got 1 text to measure on"):

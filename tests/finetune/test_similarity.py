@@ -8,6 +8,7 @@ import torch
 from support.tasks import measured
 from transformers import AutoModel, AutoTokenizer
 
+import linearize
 from linearize.cli import main
 from linearize.core.errors import ConfigError
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -17,8 +18,17 @@ from linearize.training.stage_two.tasks import task
 from linearize.training.stage_two.trainer import finetune
 
 
-def test_the_score_is_the_rank_correlation_of_cosines(bert, glue, tmp_path):
+@pytest.mark.parametrize("pooling", ["mean", "first", "first, converted"])
+def test_the_score_is_the_rank_correlation_of_cosines(bert, glue, tmp_path, pooling):
+    """A checkpoint that pools the first token was measured by the mean: the score of other embeddings."""
     tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
+    if pooling != "mean":
+        model = linearize.convert(model, "elu") if "," in pooling else model
+        model.save_pretrained(tmp_path / "own")
+        (tmp_path / "own" / "1_Pooling").mkdir()
+        (tmp_path / "own" / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+        (tmp_path / "own" / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+        model = AutoModel.from_pretrained(tmp_path / "own").eval()
     data = prepare(task("similarity"), tokenizer, DataOptions(max_length=16), data=str(glue))
     found = measured(model, data, tmp_path)
     cosines, labels = [], []
@@ -27,7 +37,8 @@ def test_the_score_is_the_rank_correlation_of_cosines(bert, glue, tmp_path):
         for prefix in ("", "second_"):
             ids = torch.tensor([row[f"{prefix}input_ids"]])
             with torch.no_grad():
-                vectors.append(model(input_ids=ids).last_hidden_state[0].mean(dim=0))
+                states = model(input_ids=ids).last_hidden_state[0]
+            vectors.append(states.mean(dim=0) if pooling == "mean" else states[0])
         cosines.append(float(torch.cosine_similarity(*vectors, dim=0)))
         labels.append(row["labels"])
     for name in ("spearman", "pearson"):

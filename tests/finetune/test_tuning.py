@@ -193,6 +193,10 @@ def test_tags(bert, tmp_path):
     _, data, result = tune("token-classification", bert, tmp_path / "tags.jsonl", tmp_path, config)
     assert data.task.labels == ("B-X", "O")
     assert result.metrics["entity_f1"] > 0.9
+    # Stage one reads texts, not lists of words: the suggested command was refused.
+    job = TuneJob(bert, task("token-classification"), str(tmp_path / "tags.jsonl"), "tagger")
+    command = after_tuning(load_for_task(bert, data), job, data).command
+    assert command == "linearize convert tagger"
 
 
 def test_questions(bert, tmp_path):
@@ -584,7 +588,14 @@ def test_init_makes_a_linear_model(model_type, tokenizer, tmp_path):
 def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
     job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     target, _ = finetune_checkpoint(job)
-    with pytest.raises(ConfigError, match="has a trained head with 2 labels, but task stsb has 1"):
+    # The folder of all tasks' data is no data set for the next command.
+    tuned = load_for_task(str(target), data_for("cola", bert, glue))
+    command = after_tuning(tuned, job, data_for("cola", bert, glue))
+    assert f"--dataset {glue}/cola --text-column sentence" in command.command
+    with pytest.raises(
+        ConfigError,
+        match=r"has a trained head with 2 labels, but task stsb has 1; .* name all its labels .--labels A,B.,",
+    ):
         load_for_task(str(target), data_for("stsb", bert, glue))
     assert load_for_task(str(target), data_for("stsb", bert, glue), new_head=True).config.num_labels == 1
     with pytest.raises(ConfigError, match="no trained head for task cola"):

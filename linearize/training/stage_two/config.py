@@ -93,7 +93,7 @@ class TuneConfig:
         return self.labels_weight if self.labels_from < 1 else 0.0
 
 
-MEASURED_ONLY = ("auto_length", "chunks")
+MEASURED_ONLY = ("auto_length", "chunks", "trains")
 """Fields of `DataOptions` that training does not read."""
 
 
@@ -106,7 +106,9 @@ class DataOptions:
     )
     limit: int | None = option(None, "only the first N training rows; for images, N evenly spread ones", low=1)
     validation_limit: int | None = option(None, "the same for the rows to measure on", low=1)
-    stride: int | None = option(None, "new tokens per window (perplexity, long answers); by default all but one", low=1)
+    stride: int | None = option(
+        None, "new tokens per window; by default all but one (perplexity), or all but 128 (long answers)", low=1
+    )
     mask_share: float = option(0.15, "share of tokens to predict (masked language models)", above=0, below=1)
     augment: bool = option(False, "crop and flip training images at random")
     seed: int = option(0, "seed of held-out rows, masks, crops and new pairs")
@@ -120,6 +122,8 @@ class DataOptions:
     """Whether max_length is the most that the model takes, rather than the user's; shorter rows lower it."""
     chunks: bool = False
     """Whether texts to measure on are read in chunks of max_length, whose outputs are averaged, rather than cut."""
+    trains: bool = True
+    """Whether texts to train on are tokenised; to measure, only their labels are read."""
 
     def __post_init__(self) -> None:
         check(self, "data")

@@ -112,7 +112,7 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
     if has != count:
         raise ConfigError(
             f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
-            "task that it was trained for, or replace the head (--new-head)"
+            "task that it was trained for, name all its labels (--labels A,B), or tune a new head (finetune --new-head)"
         )
     if task.type.numeric or not isinstance(names, dict):
         return None

@@ -93,9 +93,11 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
     held = {int(place) for place in order[:count]}
     if isinstance(data.train, list) and "owner" in data.train[0]:
         # A long text makes several rows of one question.
-        owners = [row["owner"] for row in data.train]
-        questions = {owners[place] for place in held}
-        held = {place for place in range(total) if owners[place] in questions}
+        owners = np.array([row["owner"] for row in data.train])
+        held = set()
+        for place in order:
+            if len(held) < count and place not in held:
+                held.update(np.flatnonzero(owners == owners[place]).tolist())
     kept = [place for place in range(total) if place not in held]
     if not kept:
         raise DataError(f"{data.description}: all rows belong to one question; add rows, or set selection_rows to 0")

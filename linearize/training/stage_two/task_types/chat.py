@@ -29,6 +29,8 @@ Message = dict[str, Any]
 class Chat(CausalType):
     """Conversations: lists of messages with `role` and `content`."""
 
+    lists = True
+
     def prepare(self, given: Given) -> TaskData:
         """Read conversations.
 

@@ -19,7 +19,7 @@ from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
 from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Logits, Predictions, Row, row_facts, tokenise
-from linearize.training.stage_two.splits import Given, need_columns, open_splits
+from linearize.training.stage_two.splits import Given, Splits, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, class_numbers, first_output
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class TokenLabels(TaskType):
 class TokenClassification(TokenLabels):
     """Words that each have a tag."""
 
+    lists = True
     head = HEADS["token-classification"]
 
     def prepare(self, given: Given) -> TaskData:
@@ -59,10 +60,13 @@ class TokenClassification(TokenLabels):
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits, (words, label), "token classification")
         if self.task.labels is None:
-            self.task = dataclasses.replace(self.task, labels=self._tag_names(splits.train, label))
+            # A model that is tuned on few rows is measured on all: the tags are those of the whole set.
+            unlimited = dataclasses.replace(self.options, limit=None, validation_limit=None)
+            whole = splits if unlimited == self.options else open_splits(self.task, given, unlimited, raw=True)
+            self.task = dataclasses.replace(self.task, labels=self._tag_names(whole, label))
         train, validation = self._rows(splits.train), self._rows(splits.validation)
-        whole = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
-        facts = row_facts([len(ids) for ids in whole["input_ids"]], self.options)
+        coded = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
+        facts = row_facts([len(ids) for ids in coded["input_ids"]], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
@@ -73,14 +77,15 @@ class TokenClassification(TokenLabels):
             counts.append(entity_counts(*([names[i] for i in side[answer != IGNORED]] for side in (guess, answer))))
         return (np.array(counts),)
 
-    def _tag_names(self, table: Dataset, label: str) -> tuple[str, ...]:
-        """Return the tags in the order of their numbers: the column's, or those that occur."""
+    def _tag_names(self, splits: Splits, label: str) -> tuple[str, ...]:
+        """Return the tags in the order of their numbers: the column's, or those that occur, also if only once."""
         from datasets import ClassLabel
 
-        feature = getattr(table.features[label], "feature", None)
+        feature = getattr(splits.train.features[label], "feature", None)
         if isinstance(feature, ClassLabel):
             return tuple(feature.names)
-        tags_found = {tag for tags in table[label] for tag in (tags if isinstance(tags, list) else [tags])}
+        columns = (*splits.train[label], *splits.validation[label])
+        tags_found = {tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])}
         if tags_found and all(isinstance(tag, str) for tag in tags_found):
             return tuple(sorted(tags_found))
         wrong = [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
@@ -193,13 +198,29 @@ class QuestionAnswering(TaskType):
                 text,
                 truncation="only_second",
                 max_length=options.max_length,
-                stride=min(options.stride or 128, options.max_length // 4),
+                stride=self._overlap(asked),
                 return_overflowing_tokens=True,
                 return_offsets_mapping=True,
                 padding="max_length",
             )
             rows += [_row(coded, piece, owner, answer) for piece in range(len(coded["input_ids"]))]
         return rows
+
+    def _overlap(self, question: str) -> int:
+        """Return how many tokens two rows of a text share, fewer than fit next to the question.
+
+        Raises:
+            DataError: if none fits.
+        """
+        most, stride = self.options.max_length, self.options.stride
+        asked = len(self.tokenizer(question, verbose=False, add_special_tokens=False)["input_ids"])
+        room = most - asked - self.tokenizer.num_special_tokens_to_add(pair=True)
+        if room < 1:
+            raise DataError(
+                f"question answering: got a question of {asked} tokens ({question[:40]!r}), expected room for the text "
+                f"in rows of {most}; raise max_length, or shorten it"
+            )
+        return max(0, min(room - stride if stride else min(128, most // 4), room - 1))
 
 
 def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:
