@@ -37,8 +37,8 @@ OURS, ORIGINAL, CHUNKS = "this model", "the original", "the original, chunks ave
 """Names of the sides."""
 MOST_ROWS = 32
 """The maximum number of rows per batch by default."""
-TIMED_ROWS, TURNS = 8, 7
-"""Rows that each side reads per turn, and number of turns."""
+TIMED_ROWS, TURNS, TIMING = 8, 7, 30.0
+"""Rows that each side reads per turn, the largest number of turns, and seconds for all turns, unless 3 take longer."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Sides:
         rows = _spread_rows([read.data for read in timed], text=text)
         watch = NoiseWatch(self.device)
         calls = {read.result.name: self._reading(read, rows) for read in timed}
-        timings = in_turns(calls, TURNS)
+        timings = in_turns(calls, aim=TIMING, most=TURNS)
         noise = watch.stop()
         sides = []
         for read in timed:
@@ -237,7 +237,8 @@ class Sides:
                 together, head = min(pieces, max(1, TOKENS // tokens)), self.task.head.auto_class
                 peak = peak_of_reading(read.result.model, head, together, tokens, self.device)
             sides.append(SideTime(read.result.name, timing.seconds / len(rows), timing.spread, peak))
-        return Times(tuple(sides), len(rows), TURNS, noise.text, noise.too_noisy)
+        turns = next(iter(timings.values())).repeats
+        return Times(tuple(sides), len(rows), turns, noise.text, noise.too_noisy)
 
     def _reading(self, read: Read, numbers: Sequence[int]) -> Call:
         """Return a call that runs the model on some rows, with the batch size used for its score."""

@@ -18,6 +18,7 @@ from linearize.core.errors import ConfigError, LinearizeError
 from linearize.core.events import Advanced
 from linearize.evaluation.bench import memory
 from linearize.evaluation.report.paired import score_difference
+from linearize.jobs import evaluate
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_two import intervals as interval
@@ -57,6 +58,13 @@ def job(place, model="linear", data="long", **more):
     return EvaluateJob.of(model=str(place / model), **options, **more)
 
 
+def test_slow_sides_are_timed_in_fewer_turns(place, few_draws, monkeypatch):
+    """Seven turns took four times as long as the measurement itself."""
+    monkeypatch.setattr(evaluate, "TIMING", 0.0)
+    found = evaluate_checkpoint(job(place, compare=str(place / "original"), batch_size=16))
+    assert found.times.turns == 3 and (found.times.noisy or "medians of 3 turns" in found.times.text)
+
+
 def test_each_side_at_its_own_length(place, few_draws):
     original, told = str(place / "original"), []
     found = evaluate_checkpoint(job(place, compare=original, batch_size=16), told.append)
@@ -71,7 +79,7 @@ def test_each_side_at_its_own_length(place, few_draws):
     for side, alone in zip(found.sides, (job(place), job(place, "original", max_length=12)), strict=False):
         single = evaluate_checkpoint(alone)
         assert side.metrics == pytest.approx(single.figures) and side.interval == pytest.approx(single.interval)
-    assert all(one.seconds > 0 for one in found.times.sides)
+    assert all(one.seconds > 0 for one in found.times.sides) and found.times.turns == 7
     assert [(one.side, one.minus) for one in found.differences] == [
         ("this model", "the original"),
         ("this model", "the original, chunks averaged"),
