@@ -23,7 +23,14 @@ from linearize.jobs.task_config import EvaluateJob
 from linearize.training.stage_one.processes import check_alone, under_fsdp
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.intervals import BALANCED, Measured
-from linearize.training.stage_two.load import beyond_training, check_trained, length_limit, load_for_task, whole_length
+from linearize.training.stage_two.load import (
+    beyond_training,
+    check_trained,
+    length_limit,
+    load_for_task,
+    other_classes,
+    whole_length,
+)
 from linearize.training.stage_two.metrics import PositionLoss
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.rows import Facts
@@ -54,7 +61,7 @@ class SideResult:
         score: the task's main metric.
         interval: 95 % bootstrap interval of the score.
         metrics: all metrics.
-        note: a warning that it read longer rows than in training; None if it did not.
+        note: a warning that it read longer rows than in training, or that its classes have other names; None if not.
         by_position: for causal language models, the loss by the number of tokens before the predicted one.
         learned: whether it is above chance: by its score, or by macro-F1 if classes are uneven.
         balanced: macro-F1 and its interval, if the task has it and classes are uneven.
@@ -178,7 +185,8 @@ class Sides:
             model = move(load_for_task(checkpoint, data), self.device).eval()
         facts = {"context": options.max_length, **data.facts}
         length = facts.get("max_length", facts["context"])
-        note = beyond_training(model, task, length)
+        found = (beyond_training(model, task, length), other_classes(checkpoint, data))
+        note = " ".join(text for text in found if text is not None) or None
         with ablated(model, without) if without is not None else nullcontext():
             measured = measure_with_interval(
                 model,

@@ -21,7 +21,7 @@ from linearize.jobs.task_config import TuneJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
-from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher
+from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher, other_classes
 from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.save import (
     check_work,
@@ -119,8 +119,10 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     data = prepare(job.task, load_processor(job.model, job.task.modality), data_options, data=job.dataset)
     on_event(DataOpened(data.description))
     model = move(load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed), device)
-    if (note := fit_positions(model, data.type.processor, job.task, data_options.max_length)) is not None:
-        on_event(Noted(note))
+    fitted = fit_positions(model, data.type.processor, job.task, data_options.max_length)
+    for note in (fitted, None if job.new_head else other_classes(job.model, data)):
+        if note is not None:
+            on_event(Noted(note))
     if job.task.modality == "text" and is_linearized(model):
         note_exact_rows(
             on_event, Plan.from_dict(model.config.linearize), data_options.max_length, "give a larger --max-length"

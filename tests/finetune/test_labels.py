@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, ViTImageProcessor
 import linearize
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
-from linearize.training.stage_two.load import label_order, load_for_task
+from linearize.training.stage_two.load import label_order, load_for_task, other_classes
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.tasks import task
 
@@ -63,6 +63,12 @@ def test_outputs_stay_where_the_head_has_no_names_or_others(tmp_path):
         model = load_for_task(str(tmp_path / str(number)), rows("cola"))
         assert torch.equal(logits(model), before)
         assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
+        note = other_classes(str(tmp_path / str(number)), rows("cola"))
+        if labels[0] == "no":
+            assert "matched by place: no for unacceptable, yes for acceptable" in note
+        else:
+            assert note is None
+    assert other_classes(str(tmp_path / "2"), rows("text-classification", labels=("0", "1"))) is None
 
 
 def test_a_new_head_is_named_as_the_task(tmp_path):

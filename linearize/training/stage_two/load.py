@@ -120,6 +120,16 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
     return labels if is_named(labels) else None
 
 
+def other_classes(name: str, data: TaskData) -> str | None:
+    """Return a note if the outputs of a trained head have other names than the data's classes; None if not."""
+    labels = data.task.labels or ()
+    own = _trained_labels(name, data.task, len(labels)) if labels and is_named(labels) else None
+    if own is None or {label.casefold() for label in own} == {label.casefold() for label in labels}:
+        return None
+    pairs = ", ".join(f"{head} for {label}" for head, label in zip(own[:20], labels, strict=False))
+    return f"The head of {Path(name).name!r} has other class names than the data; they are matched by place: {pairs}."
+
+
 def label_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:
     """Return which output of a head belongs to each wanted label; None if the order is right.
 
