@@ -22,6 +22,7 @@ from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit, load_for_task, whole_length
 from linearize.training.stage_two.prepare import prepare
+from linearize.training.stage_two.task_types import language
 from linearize.training.stage_two.task_types.language import WINDOW
 from linearize.training.stage_two.task_types.text import Texts
 from linearize.training.stage_two.tasks import TASKS, task
@@ -102,6 +103,26 @@ def test_evaluate_tokenises_only_what_it_measures(classifier, tmp_path, monkeypa
     write(tmp_path / "reviews" / "train.jsonl", [{"text": "a", "label": label} for label in (0, 1, 0.5)])
     with pytest.raises(DataError, match=r"got the label 0\.5"):
         evaluate_checkpoint(made)
+
+
+@pytest.mark.parametrize("name", ["causal-lm", "masked-lm"])
+def test_a_corpus_to_train_on_is_not_tokenised_to_measure(bert, tmp_path, monkeypatch, name):
+    model, counts, own = causal_folder(tmp_path / "model", 32), [], language.tokens_of
+    for split in ("train", "validation"):
+        write(tmp_path / "corpus" / f"{split}.jsonl", [{"text": " ".join(words(40, start))} for start in range(3)])
+
+    def counted(table, column, tokenizer):
+        counts.append(len(table))
+        return own(table, column, tokenizer)
+
+    monkeypatch.setattr(language, "tokens_of", counted)
+    options = (DataOptions(max_length=16), DataOptions(max_length=16, trains=False))
+    processor = load_processor(str(bert if name == "masked-lm" else model), "text")
+    one, two = (prepare(task(name), processor, chosen, data=str(tmp_path / "corpus")) for chosen in options)
+    assert len(counts) == 3 and one.facts == two.facts and one.description == two.description
+    assert len(one.validation) == len(two.validation) > 1
+    for first, second in zip(one.validation, two.validation, strict=True):
+        assert np.array_equal(first["input_ids"], second["input_ids"])
 
 
 def test_rows_are_measured_from_the_longest_to_the_shortest(classifier, tmp_path):

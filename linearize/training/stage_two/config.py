@@ -123,7 +123,7 @@ class DataOptions:
     chunks: bool = False
     """Whether texts to measure on are read in chunks of max_length, whose outputs are averaged, rather than cut."""
     trains: bool = True
-    """Whether texts to train on are tokenised; to measure, only their labels are read."""
+    """Whether texts to train on are tokenised; to measure, at most their labels are read."""
 
     def __post_init__(self) -> None:
         check(self, "data")

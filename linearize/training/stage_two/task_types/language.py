@@ -86,8 +86,8 @@ class LanguageType(TaskType):
         named = self.task.columns[0] if self.task.columns else None
         column = find_column(column_kinds(splits.train), named, "text", "text")
         need_columns(splits, [column], "text", kind="text")
-        train, _ = tokens_of(splits.train, column, self.tokenizer)
         valid, self.words = tokens_of(splits.validation, column, self.tokenizer)
+        train = tokens_of(splits.train, column, self.tokenizer)[0] if self.options.trains else valid
         self.fit_length(readings * max(2, len(valid)))
         return train, valid, splits.description
 
