@@ -36,8 +36,8 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
 
     Args:
         model: a model from `timm.create_model`.
-        model_args: arguments of `timm.create_model` other than the name and `num_classes`; needed for those that change
-            the weights, except `img_size`, which is read from the model.
+        model_args: arguments of `timm.create_model` other than the name; needed for those that change the weights,
+            except `num_classes` and `img_size`, which are read from the model.
 
     Returns:
         `TimmWrapperForImageClassification`, or `TimmWrapperModel` for a model without a classifier.
@@ -51,7 +51,7 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
     plain = (str, int, float, bool, list, tuple, type(None))
     facts: dict[str, Any] = {key: value for key, value in source.items() if isinstance(value, plain)}
     classes = int(model.num_classes)  # type: ignore[arg-type]
-    arguments = dict(model_args or {})
+    arguments = {name: value for name, value in (model_args or {}).items() if name != "num_classes"}
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
         size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)

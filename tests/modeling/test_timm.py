@@ -165,6 +165,9 @@ def test_arguments_of_create_model_that_are_not_known_are_asked_for():
     model = timm.create_model("vit_tiny_patch16_224", pretrained=False, **SMALL)
     with pytest.raises(ConfigError, match="model_args"):
         wrap(model)
+    wrapped = wrap(model, {**SMALL, "num_classes": 1000})  # as it was given to `create_model`
+    assert wrapped.config.num_labels == 1000
+    assert wrapped.config.model_args == SMALL
 
 
 def test_no_classifier_gives_the_base_model(tmp_path):
