@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
 from linearize.evaluation.options import BenchOptions
 from linearize.training.stage_one.loss import Targets
 
+CHECKOUT = Path(attentions.__file__).parents[1]
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
 RATE = 1e9
 
@@ -246,3 +249,12 @@ def test_goals_are_judged(no_process, monkeypatch, capsys):
     assert goals.main(["--repeats", "1", "--json"]) == 0
     streams = capsys.readouterr()
     assert len(json.loads(streams.out)["goals"]) == 4 and "Goals: 2 of 4 reached" in streams.err
+
+
+def test_a_module_that_is_run_measures_memory():
+    """Its suites belonged to `__main__`, where the measuring process did not find them."""
+    line = [sys.executable, "-m", "benchmarks.attentions", "op", "--kernel", "hedgehog", "--lengths", "16", "--json"]
+    done = subprocess.run([*line, "--repeats", "1"], capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["speedup"] > 0 and {"seconds", "bytes", "problem"} <= row["sides"]["linear"].keys()
