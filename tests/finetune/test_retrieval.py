@@ -99,8 +99,11 @@ def test_what_cannot_be_cut_in_two(bert, tmp_path):
             write(tmp_path / short / f"{name}.jsonl", rows[name] + [{"text": WORDS[0]}] * (name == short))
     with pytest.raises(DataError, match=r"got a text of one word .number 4 of 5"):
         prepare(task("retrieval"), tokenizer, data=str(tmp_path / "validation"))
-    # Rows to train on are not read, as there is nothing to train.
-    assert len(prepare(task("retrieval"), tokenizer, data=str(tmp_path / "train")).validation) == 4
+    # To measure, rows to train on are not read.
+    measured = prepare(task("retrieval"), tokenizer, DataOptions(trains=False), data=str(tmp_path / "train"))
+    assert len(measured.validation) == 4 and not measured.train
+    with pytest.raises(DataError, match=r"got a text of one word .number 30 of 31"):
+        prepare(task("retrieval"), tokenizer, data=str(tmp_path / "train"))
     for name, rows in (("train", 3), ("validation", 1)):
         write(tmp_path / "one" / f"{name}.jsonl", [{"text": text(n, 8)} for n in range(rows)])
     with pytest.raises(DataError, match="got 1 text to measure on"):

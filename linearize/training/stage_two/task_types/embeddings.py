@@ -111,7 +111,7 @@ class EmbeddedPairs(Texts):
         raise NotImplementedError
 
     def rows(self, splits: Splits, description: str) -> TaskData:
-        """Return the rows to measure on, in chunks if the options say so; there is nothing to train.
+        """Return both splits as rows: those to measure on in chunks, and those to train on, if the options say so.
 
         Raises:
             DataError: if a text has no token.
@@ -120,8 +120,13 @@ class EmbeddedPairs(Texts):
         texts, facts = self.measured(first + second)
         validation = _side_by_side(texts, labels)
         facts = {**facts, "rows": len(validation)}
+        train = []
+        if self.options.trains:
+            # Recipes train on their texts, although the task has no labels to tune on.
+            first, second, labels = self.read(splits.train)
+            train = _side_by_side(self.checked(first + second), labels)
         chunkable = getattr(self.tokenizer, "is_fast", False)
-        return TaskData(self, [], validation, description, facts=facts, chunkable=chunkable)
+        return TaskData(self, train, validation, description, facts=facts, chunkable=chunkable)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return the fields of 2 N texts of N rows, and the labels [N]."""

@@ -64,8 +64,7 @@ class TokenClassification(TokenLabels):
             unlimited = dataclasses.replace(self.options, limit=None, validation_limit=None)
             whole = splits if unlimited == self.options else open_splits(self.task, given, unlimited, raw=True)
             self.task = dataclasses.replace(self.task, labels=self._tag_names(whole, label))
-        train = self._rows(splits.train) if self.options.trains else []
-        validation = self._rows(splits.validation)
+        train, validation = self._rows(splits.train), self._rows(splits.validation)
         coded = self.tokenizer(list(splits.validation[words]), is_split_into_words=True, verbose=False)
         facts = row_facts([len(ids) for ids in coded["input_ids"]], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
@@ -145,7 +144,7 @@ class QuestionAnswering(TaskType):
         held = splits.validation
         question, context = self.task.columns
         need_columns(splits, (question, context, str(self.task.label)), "question answering")
-        for table in (held, splits.train) if self.options.trains else (held,):
+        for table in (held, splits.train):
             for row, texts in enumerate(zip(table[question], table[context], strict=True)):
                 if not all(isinstance(text, str) for text in texts):
                     raise DataError(
@@ -163,8 +162,7 @@ class QuestionAnswering(TaskType):
         # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
         facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
         facts["split_share"] = round(float(np.mean(np.array(lengths) > self.options.max_length)), 4)
-        train = self._rows(splits.train) if self.options.trains else []
-        return TaskData(self, train, validation, splits.description, facts=facts)
+        return TaskData(self, self._rows(splits.train), validation, splits.description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return token fields [B, T], which are already padded, and the answers' places [B]."""
