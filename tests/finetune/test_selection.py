@@ -115,7 +115,7 @@ def test_the_selection_figure_is_the_mean_loss_of_the_held_out_rows(bert, glue, 
 
 def too_fast(**options):
     """A rate at which nothing comes out better than what it began with."""
-    return TuneConfig(learning_rate=10.0, schedule="constant", warmup=0, batch_size=8, epochs=3, **options)
+    return TuneConfig(learning_rate=100.0, schedule="constant", warmup=0, batch_size=8, epochs=3, **options)
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param(LoraConfig(r=2), marks=pytest.mark.slow)], ids=["full", "lora"])
