@@ -278,8 +278,8 @@ def quick(job: LongdocJob) -> LongdocJob:
     tokens = 3 * short + long + (QUICK_EPOCHS + 2) * (short + long)
     measured = _MEASURING * QUICK / (2 * cost * tokens)
     sizes = {
-        "distill_steps": max(5, int(_STAGE_ONE * QUICK / (3 * cost * QUICK_TOKENS))),
-        "align_steps": max(3, int(_ALIGNMENT * QUICK / (8 * cost * QUICK_TOKENS))),
+        "distill_steps": min(job.distill_steps, max(5, int(_STAGE_ONE * QUICK / (3 * cost * QUICK_TOKENS)))),
+        "align_steps": min(job.align_steps, max(3, int(_ALIGNMENT * QUICK / (8 * cost * QUICK_TOKENS)))),
         "batch_tokens": QUICK_TOKENS,
     }
     rows_read = DataOptions(

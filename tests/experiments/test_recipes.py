@@ -142,6 +142,7 @@ def load(tiny, write, **changes):
         ({"rows": {"extra_pairs": 1}}, r"rows.extra_pairs: re-paired texts have no label; set finetune.teacher"),
         ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got true, but flow scratch"),
         ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
+        ({"tasks": ["cola", {"name": "cola"}]}, r"tasks\[1\]: got a section of keys, expected text"),
     ],
 )
 def test_what_is_wrong_is_named(tiny, write, changes, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,6 +43,23 @@ def test_the_interval_of_an_accuracy_is_that_of_the_binomial():
 def test_no_interval_where_nothing_varies():
     labels = np.array([0, 1] * 10)
     assert score_interval("sst2", logits(labels), labels, resamples=20) == (1.0, 1.0)
+
+
+def test_units_drawn_without_a_class_do_not_count():
+    """One of 10,000 resamples without a duplicate made the interval NaN, so a perfect model was not above chance."""
+    labels = np.array([1, 1] + [0] * 18)
+    scores = resampled_scores(no_rows("duplicates"), labels + np.linspace(0, 0.5, 20), labels)
+    missed = np.isnan(scores)
+    assert missed.mean() == pytest.approx(0.9**20, abs=0.01) and percentiles(scores) == (1.0, 1.0)
+    scores[np.flatnonzero(~missed)[::2]] = 0.5
+    assert percentiles(scores) == (0.5, 1.0) and np.isnan(percentiles(scores[missed])).all()
+
+
+def test_a_model_with_a_nan_in_one_row_has_no_interval():
+    data, labels = replace(no_rows("similarity"), validation=[{}] * 20), np.linspace(0, 1, 20)
+    cosines = np.where(labels == labels[3], np.nan, labels)
+    found = measured(data, data.type.compute_metrics(cosines, labels), cosines, labels)
+    assert np.isnan(found.score) and np.isnan(found.interval).all()
 
 
 def test_windows_are_drawn_with_their_counts():

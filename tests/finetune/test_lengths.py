@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -109,7 +110,8 @@ def test_evaluate_tokenises_only_what_it_measures(classifier, tmp_path, monkeypa
 def test_a_corpus_to_train_on_is_not_tokenised_to_measure(bert, tmp_path, monkeypatch, name):
     model, counts, own = causal_folder(tmp_path / "model", 32), [], language.tokens_of
     for split in ("train", "validation"):
-        write(tmp_path / "corpus" / f"{split}.jsonl", [{"text": " ".join(words(40, start))} for start in range(3)])
+        texts = 3 if split == "validation" else 5
+        write(tmp_path / "corpus" / f"{split}.jsonl", [{"text": " ".join(words(40, start))} for start in range(texts)])
 
     def counted(table, column, tokenizer):
         counts.append(len(table))
@@ -119,7 +121,10 @@ def test_a_corpus_to_train_on_is_not_tokenised_to_measure(bert, tmp_path, monkey
     options = (DataOptions(max_length=16), DataOptions(max_length=16, trains=False))
     processor = load_processor(str(bert if name == "masked-lm" else model), "text")
     one, two = (prepare(task(name), processor, chosen, data=str(tmp_path / "corpus")) for chosen in options)
-    assert len(counts) == 3 and one.facts == two.facts and one.description == two.description
+    assert len(counts) == 3 and one.facts == two.facts
+    before, _, after = one.description.partition("; ")
+    train, valid = (int(size) for size in re.match(r"(\d+) and (\d+) tokens, ", after).groups())
+    assert train > valid and two.description == f"{before}; {after.removeprefix(f'{train} and ')}"
     assert len(one.validation) == len(two.validation) > 1
     for first, second in zip(one.validation, two.validation, strict=True):
         assert np.array_equal(first["input_ids"], second["input_ids"])

@@ -220,6 +220,10 @@ def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch
     found = quick(job(place, **given | stays, quick=True))
     assert (found.rows.limit, found.rows.validation_limit, found.distill_steps) == (20, 7, 3)
     assert (found.max_length, found.tune.batch_size) == (600, 4)
+    # A tiny model got 2,968 and 1,669 steps: more than without `quick`.
+    monkeypatch.setattr(task_config, "_parameters", lambda model: 65_792)
+    found = quick(job(place, **given, quick=True))
+    assert (found.distill_steps, found.align_steps) == (1000, 400)
 
 
 def compared(name, value, by="accuracy"):

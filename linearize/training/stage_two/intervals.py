@@ -72,11 +72,13 @@ def measured(data: TaskData, metrics: dict[str, float], predictions: Predictions
     resampled = resampled_metrics(data, predictions, labels)
 
     def score_of(names: Sequence[str]) -> Score:
+        mean = data.task.mean_of(metrics, names)
         return Score(
-            score=data.task.mean_of(metrics, names),
+            score=mean,
             chance=chance_level(data, labels, names),
             units=data.facts.get("questions", len(data.validation)),
-            resampled=np.array([data.task.mean_of(drawn, names) for drawn in resampled]),
+            # If the model itself gave a NaN, no resample without that row stands for it.
+            resampled=np.array([mean if np.isnan(mean) else data.task.mean_of(drawn, names) for drawn in resampled]),
         )
 
     balanced = None
@@ -109,8 +111,9 @@ def resampled_metrics(
 
 
 def percentiles(scores: np.ndarray) -> Interval:
-    """Return the ends of the 95 % interval of resampled scores [R]."""
-    low, high = np.quantile(scores, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    """Return the ends of the 95 % interval of resampled scores [R]; units drawn without a class (NaN) do not count."""
+    known = scores[~np.isnan(scores)]
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) if len(known) else (np.nan, np.nan)
     return float(low), float(high)
 
 

@@ -91,6 +91,10 @@ class LanguageType(TaskType):
         self.fit_length(readings * max(2, len(valid)))
         return train, valid, splits.description
 
+    def sizes(self, train: np.ndarray, valid: np.ndarray) -> str:
+        """Return the numbers of tokens to train on, if they were read, and to measure on."""
+        return f"{len(train):,} and {len(valid):,}" if self.options.trains else f"{len(valid):,}"
+
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the sum of the losses and the count of the tokens of each row [N]."""
         sums = np.asarray(predictions, dtype=np.float64)
@@ -131,7 +135,7 @@ class CausalLanguage(CausalType):
         if stride >= length:
             raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
         validation = Windows(valid, length, strided(len(valid), length, stride))
-        description += f"; {len(train):,} and {len(valid):,} tokens, windows of {length}, stride {stride}"
+        description += f"; {self.sizes(train, valid)} tokens, windows of {length}, stride {stride}"
         facts = {"context": length, "stride": stride, "words": self.words}
         return TaskData(self, Windows(train, length), validation, description, facts=facts)
 
@@ -171,7 +175,7 @@ class MaskedLanguage(LanguageType):
         if length < 1:
             raise ConfigError(f"data, max_length: got {options.max_length}, expected more than {around} special tokens")
         validation = Windows(valid, length, fixed=True)
-        description += f"; {len(train):,} and {len(valid):,} tokens, rows of {options.max_length}"
+        description += f"; {self.sizes(train, valid)} tokens, rows of {options.max_length}"
         # Windows do not overlap, and tokens that do not fill the last one are not measured.
         left_out = round(1 - min(1.0, len(validation) * length / max(1, len(valid))), 4)
         facts = {"context": options.max_length, "mask_share": options.mask_share, "left_out_share": left_out}
