@@ -36,7 +36,7 @@ from linearize.jobs.evaluate import (
 )
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
-from linearize.jobs.task_config import LongdocJob, TuneJob, quick
+from linearize.jobs.task_config import LongdocJob, TuneJob
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_one.states import StateFolder
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -113,7 +113,6 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         check_options(job)
         if work.exists() and not job.resume and not job.overwrite:
             raise interrupted_run(work)
-        job = quick(job)
         data, lengths = examine(job)
         for note in lengths.notes:
             on_event(Noted(note))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from linearize.core import kernel_options
-from linearize.core.errors import ConfigError
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import check, option, parse_names, section
 from linearize.jobs.config import (
@@ -237,8 +237,8 @@ class LongdocJob(Job):
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the options of a preset that exist here; `convert` also gets the preset's name, for the others."""
-        return {"": dict(preset_options(values))}
+        """Return a preset's options that exist here (`convert` also gets its name), and the sizes of a quick run."""
+        return {"": {**preset_options(values), **(quick_sizes(values) if values.get("quick") else {})}}
 
     def attention(self) -> dict[str, Any]:
         """Return the options of the attention, in the format of `ConvertJob.of`."""
@@ -261,38 +261,40 @@ _TUNING, _STAGE_ONE, _ALIGNMENT, _MEASURING = 0.5, 0.08, 0.12, 0.3
 """Shares of these operations."""
 
 
-def quick(job: LongdocJob) -> LongdocJob:
-    """Return a job sized for `QUICK` operations, if `quick` is set; options given explicitly are kept.
+def quick_sizes(values: Mapping[str, Any]) -> dict[str, object]:
+    """Return the options of a run of `QUICK` operations; {} if there is no such model.
 
-    The sizes depend only on the model's number of parameters, so they are the same on every machine.
+    They depend only on the model's number of parameters and its lengths, so they are the same on every machine.
+
+    Args:
+        values: the options given explicitly.
     """
-    if not job.quick:
-        return job
     from linearize.training.stage_two.load import length_limit
 
-    cost, short = float(_parameters(job.model)), length_limit(job.model) or 1
-    long = job.max_length or 2 * short
+    try:
+        short = length_limit(values["model"]) or 1
+    except CheckpointError:
+        # It is refused elsewhere.
+        return {}
+    given, cost = values.get("max_length"), float(_parameters(values["model"]))
+    long = given if isinstance(given, int) else 2 * short
     # Operations per parameter and token: forward pass 2, training step 6, stage one 3, alignment (with its teacher) 8.
     rows = _TUNING * QUICK / (6 * cost * QUICK_EPOCHS * (short + long))
     # Four sides; and both models before the first epoch, after each epoch, and at the end.
     tokens = 3 * short + long + (QUICK_EPOCHS + 2) * (short + long)
     measured = _MEASURING * QUICK / (2 * cost * tokens)
-    sizes = {
-        "distill_steps": min(job.distill_steps, max(5, int(_STAGE_ONE * QUICK / (3 * cost * QUICK_TOKENS)))),
-        "align_steps": min(job.align_steps, max(3, int(_ALIGNMENT * QUICK / (8 * cost * QUICK_TOKENS)))),
+    distill_steps = max(5, int(_STAGE_ONE * QUICK / (3 * cost * QUICK_TOKENS)))
+    align_steps = max(3, int(_ALIGNMENT * QUICK / (8 * cost * QUICK_TOKENS)))
+    return {
+        "max_length": long,
+        "limit": max(16, int(rows)),
+        "validation_limit": max(24, int(measured)),
+        "batch_size": QUICK_BATCH,
+        "epochs": QUICK_EPOCHS,
+        "distill_steps": min(LongdocJob.distill_steps, distill_steps),
+        "align_steps": min(LongdocJob.align_steps, align_steps),
         "batch_tokens": QUICK_TOKENS,
     }
-    rows_read = DataOptions(
-        limit=job.rows.limit or max(16, int(rows)), validation_limit=job.rows.validation_limit or max(24, int(measured))
-    )
-    tune = _with_defaults(job.tune, {"batch_size": QUICK_BATCH, "epochs": QUICK_EPOCHS})
-    return _with_defaults(replace(job, max_length=long, rows=rows_read, tune=tune), sizes)
-
-
-def _with_defaults(config: Any, values: Mapping[str, object]) -> Any:
-    """Return a config with other defaults; values that differ from its own defaults were given, and are kept."""
-    usual = {field.name: field.default for field in fields(config)}
-    return replace(config, **{name: value for name, value in values.items() if getattr(config, name) == usual[name]})
 
 
 def _parameters(name: str) -> int:

@@ -12,10 +12,11 @@ from support.tiny import SMALLER, original
 
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.core.errors import ConfigError, DataError, LinearizeError
+from linearize.core.options import effective
 from linearize.jobs import events, task_config
 from linearize.jobs.evaluate import SideDifference, SideResult, SideTime, Times, evaluate_checkpoint
 from linearize.jobs.longdoc import Lengths, examine, in_batches, run_longdoc, verdict, write_texts
-from linearize.jobs.task_config import EvaluateJob, LongdocJob, quick
+from linearize.jobs.task_config import EvaluateJob, LongdocJob
 from linearize.training.stage_two.config import TuneConfig
 
 FEW = {"distill_steps": 2, "align_steps": 2, "steps": 4, "batch_size": 8, "batch_tokens": 64, "save_every": 1}
@@ -203,27 +204,33 @@ def test_optimizer_steps_have_the_same_rows_at_every_length():
 
 
 def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch):
-    given = {"max_length": None, "distill_steps": 1000, "align_steps": 400, "batch_size": 32, "batch_tokens": 16_384}
-    given["steps"] = None
-    assert quick(job(place, **given)).rows.limit is None
+    def sized(parameters, **given):
+        monkeypatch.setattr(task_config, "_parameters", lambda model: parameters)
+        needed = {"model": str(place / "bert"), "task": "text-classification", "dataset": str(place / "documents")}
+        return LongdocJob.of(**needed, **given)
+
+    assert sized(65_792).rows.limit is None
     monkeypatch.setattr("linearize.training.stage_two.load.length_limit", lambda name: 512)
     sizes = {}
     for name, parameters in (("minilm", 10_646_784), ("bert-base", 85_054_464)):
-        monkeypatch.setattr(task_config, "_parameters", lambda model, parameters=parameters: parameters)
-        found = quick(job(place, **given, quick=True))
+        found = sized(parameters, quick=True)
         sizes[name] = (found.max_length, found.rows.limit, found.rows.validation_limit, found.distill_steps)
         assert (found.tune.batch_size, found.tune.epochs, found.batch_tokens) == (8, 1.0, 4096)
         spent = 6 * parameters * found.rows.limit * (512 + found.max_length)
         assert spent <= task_config.QUICK * 0.5 or found.rows.limit == 16
     assert sizes["minilm"][0] == 1024 and sizes["minilm"][1] > 4 * sizes["bert-base"][1] >= 64
-    stays = {"limit": 20, "validation_limit": 7, "distill_steps": 3, "max_length": 600, "batch_size": 4}
-    found = quick(job(place, **given | stays, quick=True))
-    assert (found.rows.limit, found.rows.validation_limit, found.distill_steps) == (20, 7, 3)
-    assert (found.max_length, found.tune.batch_size) == (600, 4)
+    # An option that is given as its default was taken for one that is not given.
+    for stays in (
+        {"limit": 20, "validation_limit": 7, "distill_steps": 3, "max_length": 600, "batch_size": 4},
+        {"distill_steps": 1000, "align_steps": 400, "batch_size": 32, "epochs": 3.0, "batch_tokens": 16_384},
+    ):
+        found = effective(sized(10_646_784, quick=True, **stays))
+        assert {name: found[name] for name in stays} == stays
     # A tiny model got 2,968 and 1,669 steps: more than without `quick`.
-    monkeypatch.setattr(task_config, "_parameters", lambda model: 65_792)
-    found = quick(job(place, **given, quick=True))
+    found = sized(65_792, quick=True)
     assert (found.distill_steps, found.align_steps) == (1000, 400)
+    with pytest.raises(LinearizeError):
+        run_longdoc(LongdocJob.of(model="nowhere", task="text-classification", dataset="x", quick=True))
 
 
 def compared(name, value, by="accuracy"):
