@@ -398,7 +398,9 @@ class InitJob(Job):
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     layers: str | None = _layers()
     tokenizer: str | None = option(
-        None, "tokenizer or image processor to save with the model; folder or Hub name", metavar="DIR"
+        None,
+        "tokenizer or image processor to save with the model: folder or Hub name; by default the config's folder",
+        metavar="DIR",
     )
     num_labels: int | None = option(None, "number of classes of a classifier's head", low=1)
     matching_keys: bool = option(

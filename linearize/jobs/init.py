@@ -22,6 +22,9 @@ from linearize.training.stage_two.load import label_options, ready
 from linearize.training.stage_two.save import save_model
 from linearize.training.stage_two.tasks import Task, task
 
+PROCESSORS = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+"""Files of which a folder with a tokenizer or an image processor has at least one."""
+
 
 def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | None:
     """Make an untrained model and save it.
@@ -38,8 +41,9 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
     """
     with claim(job.output, overwrite=job.overwrite, sources=[job.config if isinstance(job.config, str) else None]):
         chosen = task(job.task)
-        if processor is None and job.tokenizer is not None:
-            processor = load_processor(job.tokenizer, chosen.modality)
+        source = job.tokenizer or (job.config if has_processor(job.config) else None)
+        if processor is None and source is not None:
+            processor = load_processor(str(source), chosen.modality)
         values = read_config(job.config) if isinstance(job.config, str) else job.config
         model = fresh_model(values, chosen, job.num_labels, seed=job.seed, matching_keys=job.matching_keys)
         linear = job.kernel is not None or job.layers is not None
@@ -48,6 +52,11 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
         stage = {"from_scratch": True, "seed": job.seed}
         save_model(model, job.output, processor, overwrite=job.overwrite, stage=stage)
         return Plan.from_dict(model.config.linearize) if linear else None
+
+
+def has_processor(config: object) -> bool:
+    """Tell whether a config is in a folder with a tokenizer or an image processor."""
+    return isinstance(config, str) and any((user_path(config) / name).is_file() for name in PROCESSORS)
 
 
 def read_config(name: str) -> dict[str, object]:

@@ -585,6 +585,17 @@ def test_init_makes_a_linear_model(model_type, tokenizer, tmp_path):
     assert type(auto.from_pretrained(tmp_path / "new")).__name__.startswith("Linearized")
 
 
+def test_init_takes_the_tokenizer_of_the_configs_folder(bert, tmp_path):
+    """The result had none, and finetune failed on it with transformers' own message."""
+    init_checkpoint(InitJob(bert, str(tmp_path / "new"), task="masked-lm"))
+    texts = ["the cat sat", "on a mat"]
+    new, old = (load_processor(folder, "text")(texts)["input_ids"] for folder in (str(tmp_path / "new"), bert))
+    assert new == old
+    # A file is a config alone.
+    init_checkpoint(InitJob(f"{bert}/config.json", str(tmp_path / "bare"), task="masked-lm"))
+    assert not (tmp_path / "bare" / "tokenizer.json").exists()
+
+
 def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
     job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     target, _ = finetune_checkpoint(job)
