@@ -127,8 +127,10 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
         }
         why, command = "to measure it", line("evaluate", target, options)
     else:
-        found = None if task.type.lists else job.dataset and located(task, job.dataset)
-        options = {"dataset": found, "text_column": None if task.type.lists else task.columns or None}
+        options = {}
+        # Stage one cannot read lists of words or messages.
+        if not task.type.lists:
+            options = {"dataset": job.dataset and located(task, job.dataset), "text_column": task.columns or None}
         why, command = "to make it linear", line("convert", target, options)
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
 

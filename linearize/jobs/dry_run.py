@@ -334,7 +334,7 @@ def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[Stag
             bills.append(StageBill(name, 0, 0, 0.0, 0, 0, wall * len(held)))
             continue
         step, evaluation = _step_and_evaluation(seconds)
-        measurement = evaluation if isinstance(config, AlignConfig) else _measurement(context, held)
+        measurement = evaluation if isinstance(config, AlignConfig) else _measurement(context, held[:1])
         evaluations = math.ceil(count / config.eval_every)
         # `wall` includes the measurements before and after the steps and two evaluations, each on one batch.
         whole = wall + (count - len(seconds)) * step + (evaluations - 1) * evaluation * len(held)
@@ -345,9 +345,9 @@ def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[Stag
 
 
 def _measurement(context: Context, held: list[dict[str, torch.Tensor]]) -> float:
-    """Return the seconds in which stage one measures all layers on one batch."""
+    """Return the seconds in which stage one measures all layers on held-out batches."""
     start = time.perf_counter()
-    measure_layers(context.loaded.model, held[:1])
+    measure_layers(context.loaded.model, held)
     return time.perf_counter() - start
 
 

@@ -408,5 +408,6 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
         sides=results,
         differences=sides.differences(ours),
         times=None if compared is None else sides.times(),
-        notes=tuple(note for note in notes if note is not None),
+        # Sides of one checkpoint can have the same note.
+        notes=tuple(dict.fromkeys(note for note in notes if note is not None)),
     )

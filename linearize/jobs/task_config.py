@@ -15,14 +15,7 @@ from linearize.core import kernel_options
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import check, option, parse_names, section
-from linearize.jobs.config import (
-    DEVICES,
-    OVERWRITE,
-    POSITIONS,
-    PRESET,
-    WINDOWS,
-    Job,
-)
+from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, WINDOWS, Job
 from linearize.jobs.presets import STEP_ROWS, parse_window, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
@@ -262,7 +255,7 @@ _TUNING, _STAGE_ONE, _ALIGNMENT, _MEASURING = 0.5, 0.08, 0.12, 0.3
 
 
 def quick_sizes(values: Mapping[str, Any]) -> dict[str, object]:
-    """Return the options of a run of `QUICK` operations; {} if there is no such model.
+    """Return the options of a run of `QUICK` operations; {} if there is no such model, or it cannot be read.
 
     They depend only on the model's number of parameters and its lengths, so they are the same on every machine.
 
@@ -272,11 +265,11 @@ def quick_sizes(values: Mapping[str, Any]) -> dict[str, object]:
     from linearize.training.stage_two.load import length_limit
 
     try:
-        short = length_limit(values["model"]) or 1
+        short, cost = length_limit(values["model"]) or 1, float(_parameters(values["model"]))
     except CheckpointError:
         # It is refused elsewhere.
         return {}
-    given, cost = values.get("max_length"), float(_parameters(values["model"]))
+    given = values.get("max_length")
     long = given if isinstance(given, int) else 2 * short
     # Operations per parameter and token: forward pass 2, training step 6, stage one 3, alignment (with its teacher) 8.
     rows = _TUNING * QUICK / (6 * cost * QUICK_EPOCHS * (short + long))
@@ -298,14 +291,19 @@ def quick_sizes(values: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _parameters(name: str) -> int:
-    """Return the number of parameters that each token passes through: all except the embeddings."""
+    """Return the number of parameters that each token passes through: all except the embeddings.
+
+    Raises:
+        CheckpointError: if the model cannot be read.
+    """
     import torch
     from transformers import AutoConfig, AutoModel
 
+    from linearize.checkpoint.loading import explained
     from linearize.conversion.gguf import located
 
-    place, where = located(name)
-    with torch.device("meta"):
+    with explained(name, "its config"), torch.device("meta"):
+        place, where = located(name)
         model = AutoModel.from_config(AutoConfig.from_pretrained(place, **where))
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     inner = {path: weight for path, weight in model.named_parameters() if "embedding" not in path}

@@ -233,6 +233,17 @@ def test_a_taste_is_sized_by_the_model_and_given_options_stay(place, monkeypatch
         run_longdoc(LongdocJob.of(model="nowhere", task="text-classification", dataset="x", quick=True))
 
 
+def test_a_quick_run_refuses_an_unknown_architecture_in_one_line(tmp_path):
+    """Its size is computed when the options are read, before the model is checked."""
+    (tmp_path / "config.json").write_text('{"model_type": "nothing", "max_position_embeddings": 8}')
+    with pytest.raises(LinearizeError, match="does not recognize this architecture"):
+        run_longdoc(
+            LongdocJob.of(
+                model=str(tmp_path), task="text-classification", dataset="x", quick=True, output=str(tmp_path / "out")
+            )
+        )
+
+
 def compared(name, value, by="accuracy"):
     within = (-0.2, 0.2) if value == 0 else (value - 0.05, value + 0.05)
     return SideDifference("linear at 32", name, by, value, within, value == 0, "")

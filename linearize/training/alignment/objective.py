@@ -78,10 +78,15 @@ def hidden_state_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], mask
     return torch.stack([relative_error(mine, target, mask, variance(target, mask)) for mine, target in pairs]).mean()
 
 
-def pooled(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean of states [B, T, C] over the tokens of a row (mask [B, T]): [B, C] in fp32."""
+def pooled(states: Tensor, mask: Tensor | None, *, first: bool = False) -> Tensor:
+    """Return the mean of states [B, T, C] over the tokens of a row (mask [B, T]), or the first's: [B, C] in fp32."""
     states = states.float()
-    if mask is None or mask.shape != states.shape[:2]:
+    if mask is not None and mask.shape != states.shape[:2]:
+        mask = None
+    if first:
+        rows = torch.arange(len(states), device=states.device)
+        return states[:, 0] if mask is None else states[rows, mask.long().argmax(dim=1)]
+    if mask is None:
         return states.mean(dim=1)
     keep = mask.bool()[..., None]
     # Filled, not multiplied by zero: padding may hold NaN.
@@ -290,12 +295,7 @@ class Objective:
 
     def _pooled(self, side: Outputs) -> Tensor:
         """Return the pooled output [B, C], as sentence embedders compute it."""
-        states = flat(side.last)
-        if self.config.pooling == "mean":
-            return pooled(states, side.mask)
-        if side.mask is None or side.mask.shape != states.shape[:2]:
-            return states[:, 0]
-        return states[torch.arange(len(states), device=states.device), side.mask.long().argmax(dim=1)]
+        return pooled(flat(side.last), side.mask, first=self.config.pooling == "first")
 
     def _logits(self, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share, scale: float | None) -> Tensor:
         per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape

@@ -90,14 +90,15 @@ def hold_out(data: TaskData, rows: int | None = None, *, seed: int = 0) -> TaskD
             "rows than that; lower selection_rows (0: choose on the validation rows)"
         )
     order = np.random.default_rng([seed, _STREAM]).permutation(total)
-    held = {int(place) for place in order[:count]}
+    held = set(order[:count].tolist())
     if isinstance(data.train, list) and "owner" in data.train[0]:
         # A long text makes several rows of one question.
         owners = np.array([row["owner"] for row in data.train])
         held = set()
         for place in order:
-            if len(held) < count and place not in held:
-                held.update(np.flatnonzero(owners == owners[place]).tolist())
+            if len(held) >= count:
+                break
+            held.update(np.flatnonzero(owners == owners[place]).tolist())
     kept = [place for place in range(total) if place not in held]
     if not kept:
         raise DataError(f"{data.description}: all rows belong to one question; add rows, or set selection_rows to 0")

@@ -39,8 +39,7 @@ def embed_first(model: PreTrainedModel) -> bool:
 
 def embedded(model: nn.Module, first: bool, attention_mask: Tensor, **fields: Tensor) -> Tensor:
     """Embed texts [N, T] -> [N, D]: the mean over last hidden states, or the first, as sentence-transformers does."""
-    states = model(attention_mask=attention_mask, **fields).last_hidden_state
-    return states[:, 0].float() if first else pooled(states, attention_mask)
+    return pooled(model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask, first=first)
 
 
 def cosines(model: nn.Module, owners: Tensor | None, *, first: bool = False, **fields: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ def spans(model: nn.Module, first: bool, attention_mask: Tensor, **fields: Tenso
     states = model(attention_mask=attention_mask, **fields).last_hidden_state
     parts = zip(states.split(SPAN, dim=1), attention_mask.split(SPAN, dim=1), strict=True)
     found = [pooled(part, mask).masked_fill(~mask.any(dim=1)[:, None], IGNORED) for part, mask in parts]
-    return torch.stack([states[:, 0].float() if first else pooled(states, attention_mask), *found], dim=1)
+    return torch.stack([pooled(states, attention_mask, first=first), *found], dim=1)
 
 
 class EmbeddedPairs(Texts):

@@ -178,9 +178,12 @@ class _TextRows(Texts):
             raise ConfigError(f"chunks: task {self.task.name} reads pairs of texts, expected one a row; drop --chunks")
         rows, facts = self.measured(*_columns(held))
         validation = self._labelled(rows, held)
-        labels = self.numbered(examples)
-        texts = self.checked(*_columns(examples)) if self.options.trains else []
-        train = [{**row, "labels": label} for row, label in zip(texts, labels, strict=False)]
+        train: list[Row] = []
+        if self.options.trains:
+            train = self._labelled(self.checked(*_columns(examples)), examples)
+        else:
+            # Labels are checked all the same.
+            self.numbered(examples)
         extra = self._new_pairs(examples) if self.options.extra_pairs else None
         note = f", {len(extra):,} new pairs" if extra else ""
         chunkable = getattr(self.tokenizer, "is_fast", False) and not paired
