@@ -11,7 +11,7 @@ from linearize.data.config import DataConfig
 if TYPE_CHECKING:
     from datasets import Dataset
 
-TEXT_NAMES = ("text", "sentence", "content", "document", "article", "review", "body")
+TEXT_NAMES = ("text", "sentence", "content", "document", "article", "review", "body", "tokens", "words")
 PAIRS = (
     ("sentence1", "sentence2"),
     ("question1", "question2"),
@@ -23,8 +23,8 @@ PAIRS = (
 """Columns that are read as the two texts of a pair unless columns are named."""
 # `datasets` also makes images from paths and bytes.
 KINDS = {
-    "text": ("text",),
-    "pair": ("text",),
+    "text": ("text", "words"),
+    "pair": ("text", "words"),
     "image": ("binary", "image", "text"),
     "label": ("class", "number", "text"),
 }
@@ -47,16 +47,17 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
     Raises:
         DataError: If a column is missing, cannot be found, or holds something else.
     """
-    from datasets import Image
+    from datasets import Features, Image, Value
 
     kinds = column_kinds(table)
     if not kinds or not len(table):
         raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
     names = {"label": label}
     if modality == "text":
+        texts = {name: "text" if kind == "words" else kind for name, kind in kinds.items()}
         pair = find_pair(kinds) if config.finds_pairs else None
         first, second = pair or (None, config.text_pair_column)
-        names["text"] = first or find_column(kinds, config.text_column, "text", origin)
+        names["text"] = first or find_column(texts, config.text_column, "text", origin)
         names["pair"] = second
     else:
         names["image"] = find_column(kinds, config.image_column, "image", origin)
@@ -74,11 +75,18 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
         raise DataError(f"{origin}: got the same column for two purposes, expected different ones: {names}.")
     renamed = {name: role for role, name in asked.items() if name != role}
     table = table.select_columns(list(asked.values())).rename_columns(renamed)
+    for role in [role for role, name in asked.items() if kinds[name] == "words"]:
+        text = Features(table.features | {role: Value("string")})
+        table = table.map(_joined, input_columns=role, fn_kwargs={"role": role}, features=text)
     return table.cast_column("image", Image(decode=False)) if modality == "image" else table
 
 
+def _joined(words: list[str | None] | None, role: str) -> dict[str, str]:
+    return {role: " ".join(filter(None, words or ()))}
+
+
 def column_kinds(table: Dataset) -> dict[str, str]:
-    """Name what each column holds: ``text``, ``image``, ``number``, ``class`` or the type's own name."""
+    """Name what each column holds: ``text``, ``words``, ``image``, ``number``, ``class`` or the type's own name."""
     return {name: _feature_kind(feature) for name, feature in table.features.items()}
 
 
@@ -130,10 +138,12 @@ def class_names(table: Dataset) -> tuple[str, ...] | None:
 
 
 def _feature_kind(feature: object) -> str:
-    from datasets import ClassLabel, Image, Value
+    from datasets import ClassLabel, Image, LargeList, List, Value
 
     if isinstance(feature, ClassLabel):
         return "class"
+    if isinstance(feature, List | LargeList) and _feature_kind(feature.feature) == "text":
+        return "words"
     if isinstance(feature, Image) or (isinstance(feature, dict) and "bytes" in feature):
         return "image"
     if not isinstance(feature, Value):

@@ -78,6 +78,15 @@ def test_two_columns_are_a_pair(rows: Rows, bert_tokenizer: Any, streaming: bool
     assert batch["input_ids"][0].tolist() == [2, 7, 8, 3, 6, 3]
 
 
+@pytest.mark.parametrize("columns", [{}, {"text_column": "tokens"}, {"text_column": "id,tokens"}])
+def test_lists_of_words_are_joined(rows: Rows, bert_tokenizer: Any, columns: dict[str, str]) -> None:
+    """As in data sets of entities, whose number is the only column of texts."""
+    row = {"id": "w9", "tokens": ["w1", None, "w2"], "ner_tags": ["O", "O", "O"]}
+    config = DataConfig(dataset=rows("a.jsonl", [row] * 4), batch_size=1, holdout=0, **columns)
+    batch = next(load_source(config, bert_tokenizer, "text").train_batches())
+    assert batch["input_ids"][0].tolist() == ([2, 14, 3, 6, 7, 3] if "," in str(columns) else [2, 6, 7, 3])
+
+
 def test_packing_and_a_usual_text_column_leave_pairs_alone(rows: Rows, bert_tokenizer: Any) -> None:
     row = {"text": "w5", "sentence1": "w1", "sentence2": "w2"}
     batch = next(
