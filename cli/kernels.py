@@ -170,8 +170,7 @@ def _explain(facts: dict[str, Any], out: Screen) -> None:
         where = f"{one['experiment']['what']}{score} ({one['experiment']['source']})"
         lines.append(("quality", f"{arguments and f'{arguments}: '}KL {one['kl']:.3f}, {where}"))
     for one in facts["speed"]:
-        noisy = ", on a noisy machine" if one["noisy"] else ""
-        lines.append(("speed", f"{one['what']} at {one['tokens']:,} tokens: {one['times']:g} times faster{noisy}"))
+        lines.append(("speed", f"{one['what']} at {one['tokens']:,} tokens: {one['times']:g} times faster"))
     out.print(f"{facts['name']}: {facts['summary']}")
     for label, text in lines:
         out.print(f"  {label:<11}{text}")

@@ -52,14 +52,12 @@ class KernelSpeed:
         what: what was timed.
         tokens: length of the input or context.
         times: how many times faster.
-        noisy: whether the machine was reported as too noisy.
     """
 
     kernel: str
     what: str
     tokens: int
     times: float
-    noisy: bool = False
 
 
 EMBEDDING = Experiment("a", "MiniLM, 300 steps of stage one on STS-B, one seed", "docs/results/minilm-embedding.json")
@@ -88,13 +86,13 @@ QUALITY = (
 FORWARD, CAUSAL, DECODE = "attention, forward", "causal attention, forward", "decoding, 12 layers"
 SPEED_SOURCE = "docs/benchmarks/speed.md: 2 CPU cores, 12 heads of size 64, fp32, native op, against SDPA"
 SPEED = (
-    KernelSpeed("hedgehog", FORWARD, 4096, 19.7, noisy=True),
-    KernelSpeed("flexformer_n", FORWARD, 4096, 16.6, noisy=True),
-    KernelSpeed("luna", FORWARD, 4096, 23.0),
-    KernelSpeed("hedgehog", CAUSAL, 16384, 37.0),
-    KernelSpeed("flexformer_n", CAUSAL, 16384, 31.0),
-    KernelSpeed("hedgehog", DECODE, 32768, 369.0, noisy=True),
-    KernelSpeed("flexformer_n", DECODE, 32768, 257.0, noisy=True),
+    KernelSpeed("hedgehog", FORWARD, 4096, 30.6),
+    KernelSpeed("flexformer_n", FORWARD, 4096, 25.9),
+    KernelSpeed("luna", FORWARD, 4096, 37.6),
+    KernelSpeed("hedgehog", CAUSAL, 16384, 51.4),
+    KernelSpeed("flexformer_n", CAUSAL, 16384, 46.4),
+    KernelSpeed("hedgehog", DECODE, 32768, 193.7),
+    KernelSpeed("flexformer_n", DECODE, 32768, 178.1),
 )
 
 
