@@ -128,7 +128,7 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
         why, command = "to measure it", line("evaluate", target, options)
     else:
         options = {}
-        # Stage one cannot read lists of words or messages.
+        # Stage one cannot read lists of messages.
         if not task.type.lists:
             options = {"dataset": job.dataset and located(task, job.dataset), "text_column": task.columns or None}
         why, command = "to make it linear", line("convert", target, options)

@@ -105,7 +105,8 @@ class TuneJob(Job):
         from linearize.training.stage_two.load import usual_length
 
         # The model's limit, if it is small.
-        length = values["max_length"] if "max_length" in values else usual_length(values["model"])
+        most = TASKS[values["task"]].type.train_tokens if values.get("task") in TASKS else DataOptions.max_length
+        length = values["max_length"] if "max_length" in values else usual_length(values["model"], most)
         derived: dict[str, dict[str, Any]] = {"data": {"max_length": length}}
         if "batch_size" not in values:
             rows = rows_of(length, STAGE_TWO_TOKENS)

@@ -80,7 +80,7 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
     # Words, none of them in pieces, and two special tokens.
     longest = 2 + max(len(json.loads(line)["sentence"].split()) for line in (glue / "cola/validation.jsonl").open())
     assert again.facts == {"rows": rows, "max_length": 16, "longest_row": longest, "cut_share": 0.0}
-    assert record["max_length"] == 16 == usual_length(str(target)) and usual_length(bert) == 32
+    assert record["max_length"] == 16 == usual_length(str(target), 128) and usual_length(bert, 128) == 32
     model = load_for_task(str(target), data_for("cola", bert, glue))
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
 
@@ -193,10 +193,10 @@ def test_tags(bert, tmp_path):
     _, data, result = tune("token-classification", bert, tmp_path / "tags.jsonl", tmp_path, config)
     assert data.task.labels == ("B-X", "O")
     assert result.metrics["entity_f1"] > 0.9
-    # Stage one reads texts, not lists of words: the suggested command was refused.
+    # Stage one joins the words.
     job = TuneJob(bert, task("token-classification"), str(tmp_path / "tags.jsonl"), "tagger")
     command = after_tuning(load_for_task(bert, data), job, data).command
-    assert command == "linearize convert tagger"
+    assert command == f"linearize convert tagger --dataset {tmp_path / 'tags.jsonl'} --text-column tokens"
 
 
 def test_questions(bert, tmp_path):

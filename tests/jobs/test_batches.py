@@ -47,6 +47,15 @@ def test_the_length_that_a_checkpoint_was_tuned_with_counts(tmp_path):
     assert (job.data.max_length, job.tune.batch_size, job.tune.gradient_accumulation) == (1024, 4, 8)
 
 
+@pytest.mark.parametrize(("task", "length"), [("causal-lm", 1024), ("chat", 1024), ("cola", 128)])
+def test_language_models_train_on_longer_rows(tmp_path, task, length):
+    """A conversation cut at 128 tokens has lost most answers; a model that takes fewer lowers the length."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 8192}')
+    assert TuneJob.of(model=str(tmp_path), task=task).data.max_length == length
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 96}')
+    assert TuneJob.of(model=str(tmp_path), task=task).data.max_length == 96
+
+
 @pytest.fixture
 def place(tmp_path):
     """A BERT of 64 tokens, and texts of 100 words."""

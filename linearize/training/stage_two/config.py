@@ -102,7 +102,10 @@ class DataOptions:
     """How a task's data becomes rows."""
 
     max_length: int = option(
-        128, "tokens per row; longer texts are cut", shown="as the model was tuned, else 128 or its limit", low=2
+        128,
+        "tokens per row; longer texts are cut",
+        shown="as the model was tuned, else 128 (language models: 1,024) or its limit",
+        low=2,
     )
     limit: int | None = option(None, "only the first N training rows; for images, N evenly spread ones", low=1)
     validation_limit: int | None = option(None, "the same for the rows to measure on", low=1)

@@ -214,7 +214,7 @@ NO_LIMIT = 1_000_000
 """Tokens that no row reaches."""
 
 
-def usual_length(name: str, most: int = 128) -> int:
+def usual_length(name: str, most: int) -> int:
     """Return the default length of rows: as the checkpoint was tuned, else `most` or the limit of a shorter model.
 
     Raises:

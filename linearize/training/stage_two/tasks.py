@@ -36,8 +36,9 @@ class Kind:
         numeric: whether labels are numbers, rather than classes.
         row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
             added for a teacher to label.
-        lists: whether a row's column holds a list (words, messages), which stage one cannot read.
+        lists: whether a row's column holds a list of messages, which stage one cannot read.
         trains: whether there is something to train; without a head the task can only be measured.
+        train_tokens: the longest row to train on if the user gives no length.
         most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
         distance: name of the distance of the logits from a teacher's, in the records of stage two.
     """
@@ -50,6 +51,7 @@ class Kind:
     row_labels: ClassVar[bool] = False
     lists: ClassVar[bool] = False
     trains: ClassVar[bool] = True
+    train_tokens: ClassVar[int] = 128
     most_tokens: ClassVar[int | None] = None
     distance: ClassVar[str] = "divergence from the teacher"
 

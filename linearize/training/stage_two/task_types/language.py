@@ -68,6 +68,7 @@ class LanguageType(TaskType):
 
     head = HEADS["text-generation"]
     next_token = True
+    train_tokens: ClassVar[int] = 1_024
     most_tokens: ClassVar[int | None] = WINDOW
 
     def read_tokens(self, given: Given, readings: int = 1) -> tuple[np.ndarray, np.ndarray, str]:

@@ -45,7 +45,6 @@ class TokenLabels(TaskType):
 class TokenClassification(TokenLabels):
     """Words that each have a tag."""
 
-    lists = True
     head = HEADS["token-classification"]
 
     def prepare(self, given: Given) -> TaskData:
