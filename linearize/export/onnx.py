@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import onnx_ir
 import onnxruntime
-import onnxscript  # noqa: F401  # torch.onnx needs it; a missing package is reported before the work.
+import onnxscript.optimizer
 import torch
+from onnx_ir.passes import common
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -62,9 +63,10 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
         quiet.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported: Any = torch.onnx.export(
-                program, dynamo=True, input_names=list(graph.inputs), output_names=list(graph.outputs), verbose=False
-            )
+            names: Any = {"input_names": list(graph.inputs), "output_names": list(graph.outputs)}
+            exported: Any = torch.onnx.export(program, dynamo=True, **names, optimize=False, verbose=False)
+            _remove_repeated(exported.model)
+            exported.optimize()
     except Exception as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise UnsupportedModelError(
@@ -76,9 +78,21 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
     model: onnx_ir.Model = exported.model
     for value in model.graph.inputs:
         assert value.shape is not None
-        names = graph.sizes[str(value.name)]
-        value.shape = onnx_ir.Shape([names.get(axis, size) for axis, size in enumerate(value.shape)])
+        open_ = graph.sizes[str(value.name)]
+        value.shape = onnx_ir.Shape([open_.get(axis, size) for axis, size in enumerate(value.shape)])
     return model
+
+
+def _remove_repeated(model: onnx_ir.Model) -> None:
+    """Compute constants, and each repeated operation once.
+
+    The optimizer does so last, and before that compares all pairs of nodes, which takes minutes for deep models.
+    """
+    common.InlinePass()(model)
+    onnxscript.optimizer.fold_constants(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.CommonSubexpressionEliminationPass()(model)
 
 
 def write(models: Mapping[str, onnx_ir.Model], folder: Path) -> None:
