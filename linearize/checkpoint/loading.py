@@ -274,6 +274,9 @@ MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"
 OWN = ("config_sentence_transformers.json", TRANSFORMER)
 NAME = re.compile(r"\w[\w.+ -]{0,99}")
 """A folder's name in the path of a module; with `.`, the module's config.json would replace the model's own."""
+_POOLINGS = {"mean": "mean", "mean_sqrt_len": "mean", "cls": "first", "lasttoken": "last"}
+"""Poolings by their names in sentence-transformers; a factor does not change a cosine."""
+_MODE, _KNOWN = "pooling_mode_", (".Transformer", ".Pooling", ".Normalize")
 PARTS = ("config.json", "model.safetensors")
 """Files that a module may have; weights as pickles are refused."""
 
@@ -330,15 +333,27 @@ def with_length(files: Mapping[str, bytes], tokens: int | None) -> dict[str, byt
     return {**files, TRANSFORMER: json.dumps({**values, "max_seq_length": tokens}, indent=2).encode()}
 
 
-def pools_first(files: Mapping[str, bytes]) -> bool:
-    """Tell whether the embedding is the first token's state, not the mean over all tokens."""
+def pooling(files: Mapping[str, bytes]) -> tuple[str, list[str]]:
+    """Return how an embedder pools states, "mean", "first" or "last", and what else it does, which is not done here.
+
+    The latter are modules such as dense layers, prompts, and other poolings, in whose place the mean is taken.
+    """
+    modes: list[str] = []
+    more: list[str] = []
     for name, content in files.items():
-        if name.endswith("/config.json"):
-            with contextlib.suppress(ValueError):
-                values = Record(parse_json(content)).values
-                if values.get("pooling_mode") == "cls" or values.get("pooling_mode_cls_token"):
-                    return True
-    return False
+        with contextlib.suppress(ValueError):
+            values: Any = parse_json(content) if name.endswith(".json") else None
+            if name == MODULES:
+                others = (m for m in values if m["path"] and not str(m.get("type", ".Pooling")).endswith(_KNOWN))
+                more += [f"module {str(module['path'])!r}" for module in others]
+            elif name == OWN[0]:
+                more += [f"prompt {key!r}" for key, text in Record(values).part("prompts").values.items() if text]
+            elif name.endswith("/config.json"):
+                on = [key[13:] for key, value in Record(values).values.items() if key[:13] == _MODE and value is True]
+                mode = Record(values).values.get(_MODE[:-1], on)
+                modes += mode if isinstance(mode, list) else [mode]
+    mode = ", ".join(re.sub("_tokens?$", "", str(mode)) for mode in modes) or "mean"
+    return _POOLINGS.get(mode, "mean"), more if mode in _POOLINGS else [*more, f"pooling {mode!r}"]
 
 
 def _parse(name: str, file: str, content: bytes) -> object:

@@ -36,6 +36,7 @@ from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.rows import Facts
 from linearize.training.stage_two.splits import Given
 from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.stage_two.task_types.embeddings import EmbeddedPairs, pooling_of
 from linearize.training.stage_two.task_types.text import TOKENS
 from linearize.training.stage_two.tasks import Task, above_chance, recovery
 from linearize.training.stage_two.trainer import measure_with_interval
@@ -185,7 +186,7 @@ class Sides:
             model = move(load_for_task(checkpoint, data), self.device).eval()
         facts = {"context": options.max_length, **data.facts}
         length = facts.get("max_length", facts["context"])
-        found = (beyond_training(model, task, length), other_classes(checkpoint, data))
+        found = (beyond_training(model, task, length), other_classes(checkpoint, data), _left_out(checkpoint, data))
         note = " ".join(text for text in found if text is not None) or None
         with ablated(model, without) if without is not None else nullcontext():
             measured = measure_with_interval(
@@ -262,6 +263,16 @@ class Sides:
                 model(**batch)
 
         return forward
+
+
+def _left_out(name: str, data: TaskData) -> str | None:
+    """Return a note if an embedding has more than what is measured; None if not."""
+    how, more = pooling_of(name) if isinstance(data.type, EmbeddedPairs) else ("", [])
+    return (
+        f"Measured were token states ({how}); left out, unlike in SentenceTransformer: {', '.join(more)}."
+        if more
+        else None
+    )
 
 
 def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint
-from linearize.checkpoint.loading import Loaded, move, pools_first, quiet
+from linearize.checkpoint.loading import Loaded, move, pooling, quiet
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.provenance import add_command
 from linearize.checkpoint.save import save, size_of
@@ -259,8 +259,8 @@ def run_stage_one(context: Context, config: DistillConfig) -> None:
 
 def run_alignment(context: Context, config: AlignConfig) -> None:
     """Train the whole model to match its teacher."""
-    if pools_first(context.loaded.embedder):
-        config = replace(config, pooling="first")
+    if (how := pooling(context.loaded.embedder)[0]) != "mean":
+        config = replace(config, pooling=how)
     with _reporter(context, "alignment") as on_step:
         model, teacher = context.loaded.model, context.teacher
         context.alignment = align(model, context.source, config, teacher=teacher, on_step=on_step)

@@ -28,7 +28,7 @@ STAGE_TWO_TOKENS = 4096
 class TaskChoice:
     """A task, and the columns of its data."""
 
-    task: str = option(help=f"{', '.join(TASKS)} (similarity and retrieval: evaluation only)", metavar="T")
+    task: str = option(help=f"{', '.join(TASKS)} (similarity, duplicates and retrieval: evaluation only)", metavar="T")
     columns: tuple[str, ...] = option(
         (), "column of the text, or columns of both texts", metavar="A[,B]", parse=parse_names
     )

@@ -37,6 +37,11 @@ def test_padding_changes_nothing(draw):
     found.backward()
     assert (spoiled.grad[0, 4:] == 0).all() and spoiled.grad.isfinite().all()
     torch.testing.assert_close(objective.pooled(teacher, mask)[0], teacher[0, :4].mean(dim=0))
+    for side in (mask, mask.flip(1)):
+        for how, number in (("first", 0), ("last", -1)):
+            expected = torch.stack([row[kept.bool()][number] for row, kept in zip(teacher, side, strict=True)])
+            assert torch.equal(objective.pooled(teacher, side, how), expected)
+    assert torch.equal(objective.pooled(teacher, None, "last"), teacher[:, -1])
     logits = objective.logits_loss(spoiled, spoiled_teacher, mask=mask)
     torch.testing.assert_close(logits, objective.logits_loss(student, teacher, mask=mask))
 

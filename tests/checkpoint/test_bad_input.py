@@ -18,7 +18,7 @@ from support.tiny import converted, original
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
-from linearize.checkpoint.loading import pools_first, read_config, sentence_files, with_length
+from linearize.checkpoint.loading import pooling, read_config, sentence_files, with_length
 from linearize.checkpoint.provenance import read_log
 from linearize.checkpoint.save import base_facts
 from linearize.cli.main import main
@@ -396,7 +396,7 @@ def test_every_side_file_that_is_broken_is_one_line(kind, tmp_path):
         write(file, before)
     write("1_Pooling/config.json", BROKEN[kind])
     files = with_length(sentence_files(str(tmp_path)), 100)
-    assert json.loads(files["sentence_bert_config.json"]) == {"max_seq_length": 100} and not pools_first(files)
+    assert json.loads(files["sentence_bert_config.json"]) == {"max_seq_length": 100} and pooling(files) == ("mean", [])
     write("README.md", b"---\n" + BROKEN[kind] + b"\n---\n")
     assert base_facts(str(tmp_path)) == {}
     for file, read in (("log.jsonl", read_log), ("finetuning.json", original_result)):

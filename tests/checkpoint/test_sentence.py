@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.checkpoints import make_original, texts
 
-from linearize.checkpoint.loading import pools_first, sentence_files, with_length
+from linearize.checkpoint.loading import pooling, sentence_files, with_length
 from linearize.cli import main
 from linearize.core.errors import CheckpointError
 
@@ -66,12 +66,29 @@ def test_a_conversion_opens_with_its_modules(tmp_path, monkeypatch, first):
 
 def test_files_and_what_they_say(tmp_path):
     files = sentence_files(str(embedder(tmp_path / "first", first=True)))
-    assert pools_first(files) and sorted(files)[0] == "1_Pooling/config.json"
+    assert pooling(files) == ("first", []) and sorted(files)[0] == "1_Pooling/config.json"
     assert json.loads(with_length(files, 77)["sentence_bert_config.json"])["max_seq_length"] == 77
     assert with_length(files, None) == files
-    assert not pools_first(sentence_files(str(embedder(tmp_path / "mean"))))
+    assert pooling(sentence_files(str(embedder(tmp_path / "mean")))) == ("mean", [])
     make_original(tmp_path / "plain")
     assert sentence_files(str(tmp_path / "plain")) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"pooling_mode": "lasttoken"}, ("last", [])),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, ("last", [])),
+        ({"pooling_mode_mean_sqrt_len_tokens": True}, ("mean", [])),
+        ({"pooling_mode": ["cls", "mean"]}, ("mean", ["pooling 'cls, mean'"])),
+        ({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}, ("mean", ["pooling 'max'"])),
+    ],
+)
+def test_poolings_in_both_spellings(config, expected):
+    assert (
+        pooling({"modules.json": json.dumps(LIST).encode(), "1_Pooling/config.json": json.dumps(config).encode()})
+        == expected
+    )
 
 
 def test_lists_that_lead_astray_are_refused(tmp_path):

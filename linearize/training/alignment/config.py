@@ -10,7 +10,7 @@ from linearize.core.options import check, option
 from linearize.training.stage_one.config import LARGEST, PRECISIONS, RunConfig, check_states
 
 TRAINED = ("kernels", "attention", "blocks", "lora")
-POOLINGS = ("mean", "first")
+POOLINGS = ("mean", "first", "last")
 WEIGHTS = ("hidden_weight", "pooled_weight", "logits_weight")
 BLOCKWISE, END_TO_END = "blockwise", "end to end"
 SMALLEST = 1e-6
@@ -37,7 +37,10 @@ class AlignConfig(RunConfig):
     hidden_weight: float = _amount(1.0, "weight of the hidden states' error")
     pooled_weight: float = _amount(1.0, "weight of the pooled output's distance (1 - cosine)")
     pooling: str = option(
-        "mean", "pooled output: the mean over tokens, or the first token's state", choices=POOLINGS, metavar="HOW"
+        "mean",
+        "pooled output: the mean over tokens, or the first or last token's state",
+        choices=POOLINGS,
+        metavar="HOW",
     )
     logits_weight: float = _amount(1.0, "weight of the logits' divergence, where the model has a head")
     temperature: float = option(1.0, "temperature of the logits' divergence", low=SMALLEST, high=LARGEST)

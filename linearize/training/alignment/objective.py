@@ -78,14 +78,19 @@ def hidden_state_loss(student: Sequence[Tensor], teacher: Sequence[Tensor], mask
     return torch.stack([relative_error(mine, target, mask, variance(target, mask)) for mine, target in pairs]).mean()
 
 
-def pooled(states: Tensor, mask: Tensor | None, *, first: bool = False) -> Tensor:
-    """Return the mean of states [B, T, C] over the tokens of a row (mask [B, T]), or the first's: [B, C] in fp32."""
+def pooled(states: Tensor, mask: Tensor | None, how: str = "mean") -> Tensor:
+    """Return the "mean" of states [B, T, C] over the tokens of a row (mask [B, T]), the "first" or the "last": [B, C].
+
+    The result is in fp32.
+    """
     states = states.float()
     if mask is not None and mask.shape != states.shape[:2]:
         mask = None
-    if first:
-        rows = torch.arange(len(states), device=states.device)
-        return states[:, 0] if mask is None else states[rows, mask.long().argmax(dim=1)]
+    if how != "mean":
+        last, rows = how == "last", torch.arange(len(states), device=states.device)
+        mask = torch.ones(states.shape[:2], device=states.device) if mask is None else mask
+        place = (mask.flip(1) if last else mask).long().argmax(dim=1)
+        return states[rows, states.shape[1] - 1 - place if last else place]
     if mask is None:
         return states.mean(dim=1)
     keep = mask.bool()[..., None]
@@ -295,7 +300,7 @@ class Objective:
 
     def _pooled(self, side: Outputs) -> Tensor:
         """Return the pooled output [B, C], as sentence embedders compute it."""
-        return pooled(flat(side.last), side.mask, first=self.config.pooling == "first")
+        return pooled(flat(side.last), side.mask, self.config.pooling)
 
     def _logits(self, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share, scale: float | None) -> Tensor:
         per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.loading import pools_first, sentence_files
+from linearize.checkpoint.loading import pooling, sentence_files
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import pooled
@@ -31,34 +31,33 @@ SECOND = "second_"
 """Prefix of the second text's fields."""
 
 
-def embed_first(model: PreTrainedModel) -> bool:
-    """Tell whether a checkpoint's embedding is the first token's state (`pools_first`), not the mean."""
-    name = model.name_or_path
-    return bool(name) and pools_first(sentence_files(str(name)))
+def pooling_of(name: str) -> tuple[str, list[str]]:
+    """Return how a checkpoint pools its last hidden states, and what its embedding has beyond that (`pooling`)."""
+    return pooling(sentence_files(name) if name else {})
 
 
-def embedded(model: nn.Module, first: bool, attention_mask: Tensor, **fields: Tensor) -> Tensor:
-    """Embed texts [N, T] -> [N, D]: the mean over last hidden states, or the first, as sentence-transformers does."""
-    return pooled(model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask, first=first)
+def embedded(model: nn.Module, how: str, attention_mask: Tensor, **fields: Tensor) -> Tensor:
+    """Embed texts [N, T] -> [N, D]: last hidden states, pooled as sentence-transformers does (`pooled`)."""
+    return pooled(model(attention_mask=attention_mask, **fields).last_hidden_state, attention_mask, how)
 
 
-def cosines(model: nn.Module, owners: Tensor | None, *, first: bool = False, **fields: Tensor) -> Tensor:
+def cosines(model: nn.Module, owners: Tensor | None, *, how: str = "mean", **fields: Tensor) -> Tensor:
     """Embed 2 N texts [2 N, T] -> the cosines [N] of the first and second texts of N rows.
 
     Embeddings of chunks [chunks, T] are averaged over the texts that they belong to, `owners` [chunks].
     """
-    embed = partial(embedded, model, first)
+    embed = partial(embedded, model, how)
     embeddings = embed(**fields) if owners is None else mean_over_chunks(embed, owners, fields)
     one, two = embeddings.chunk(2)
     return functional.cosine_similarity(one, two)
 
 
-def with_parts(model: nn.Module, owners: Tensor | None, *, first: bool = False, **fields: Tensor) -> Tensor:
+def with_parts(model: nn.Module, owners: Tensor | None, *, how: str = "mean", **fields: Tensor) -> Tensor:
     """Embed 2 N texts [2 N, T] -> [N, 1 + P, 2, D]: first the whole texts, then their parts.
 
     Parts are their chunks, or, read whole, spans of `SPAN` tokens ("late chunking", https://arxiv.org/abs/2409.04701).
-    Texts with fewer parts are padded with `IGNORED`, as the trainer pads batches with fewer parts. A whole text is the
-    mean over its tokens (`first`: its first token), or over its chunks.
+    Texts with fewer parts are padded with `IGNORED`, as the trainer pads batches with fewer parts. A whole text is its
+    pooled tokens (`how`), or the mean over its chunks.
     """
     if owners is None:
         sides = []
@@ -67,9 +66,9 @@ def with_parts(model: nn.Module, owners: Tensor | None, *, first: bool = False, 
             length, width = int(half["attention_mask"].sum(dim=1).max()), half["attention_mask"].shape[1]
             # Columns that are padding in all rows are cut if they are at least half: questions next to documents.
             kept = length if 2 * length <= width else width
-            sides.append(spans(model, first, **{name: field[:, :kept] for name, field in half.items()}))
+            sides.append(spans(model, how, **{name: field[:, :kept] for name, field in half.items()}))
     else:
-        chunks = read_chunks(partial(embedded, model, first), fields)
+        chunks = read_chunks(partial(embedded, model, how), fields)
         texts = [chunks[owners == owner] for owner in range(int(owners[-1]) + 1)]
         both = pad_sequence([torch.cat([one.mean(dim=0)[None], one]) for one in texts], True, IGNORED)
         sides = list(both.chunk(2))
@@ -78,12 +77,12 @@ def with_parts(model: nn.Module, owners: Tensor | None, *, first: bool = False, 
     return torch.stack(filled, dim=2)
 
 
-def spans(model: nn.Module, first: bool, attention_mask: Tensor, **fields: Tensor) -> Tensor:
+def spans(model: nn.Module, how: str, attention_mask: Tensor, **fields: Tensor) -> Tensor:
     """Embed texts [n, T] and their spans -> [n, 1 + P, D]; the text first."""
     states = model(attention_mask=attention_mask, **fields).last_hidden_state
     parts = zip(states.split(SPAN, dim=1), attention_mask.split(SPAN, dim=1), strict=True)
     found = [pooled(part, mask).masked_fill(~mask.any(dim=1)[:, None], IGNORED) for part, mask in parts]
-    return torch.stack([pooled(states, attention_mask, first=first), *found], dim=1)
+    return torch.stack([pooled(states, attention_mask, how), *found], dim=1)
 
 
 class EmbeddedPairs(Texts):
@@ -161,7 +160,7 @@ class Similarity(EmbeddedPairs, NumberLabels):
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the cosines of the model's embeddings; the labels' scale does not matter for a correlation."""
-        return Reader(model, partial(cosines, first=embed_first(model)))
+        return Reader(model, partial(cosines, how=pooling_of(model.name_or_path)[0]))
 
 
 class Duplicates(ClassLabels, Similarity):  # type: ignore[misc]
@@ -213,7 +212,7 @@ class Retrieval(EmbeddedPairs):
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the embeddings of both texts of every row, and of their parts [N, 1 + P, 2, D]."""
-        return Reader(model, partial(with_parts, first=embed_first(model)))
+        return Reader(model, partial(with_parts, how=pooling_of(model.name_or_path)[0]))
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the rank [N] of each row's second text by whole texts, and by the best part: [N, 1 + P, 2, D]."""
