@@ -17,12 +17,12 @@ from linearize.conversion.inputs import Call
 from linearize.conversion.layers import ConversionConfig, choose, complete
 from linearize.conversion.positions import PositionReport, extend_positions
 from linearize.conversion.timm import is_timm, wrap
-from linearize.core.errors import UnsupportedModelError
+from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
 from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
 from linearize.modeling.model import attach, change_class, is_linearized
-from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
+from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan, contradiction
 
 
 def plan(
@@ -35,7 +35,7 @@ def plan(
 
     Args:
         model: any transformers model whose attention goes through the attention interface.
-        kernel: name of the kernel, or of a preset, for all layers that `layers` does not name.
+        kernel: name of the kernel for all layers that `layers` does not name.
         kernel_args: arguments of that kernel.
         **options: `layers`, `keep_softmax`, `window` and the other fields of `ConversionConfig`.
 
@@ -58,12 +58,7 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
     """
     if config.kernel is not None:
         kernel_info(config.kernel)
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
-    if is_linearized(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is already converted; start from the original checkpoint (or distil it further)"
-        )
+    _check_original(model)
     runs, calls = trial_runs(model, config.example_inputs)
     layers = keep_parts(model, find_attentions(model, calls, config.local_as_full), runs)
     unreached = find_unreached(model, calls)
@@ -177,7 +172,7 @@ def convert(
     Args:
         model: any transformers model whose attention goes through the attention interface; or a model from
             `timm.create_model`, which is returned wrapped as a transformers model.
-        kernel: name of the kernel, or of a preset, for all layers that `layers` does not name.
+        kernel: name of the kernel for all layers that `layers` does not name.
         kernel_args: arguments of that kernel.
         **options: `layers`, `keep_softmax`, `window`, `max_length` and the other fields of `ConversionConfig`.
 
@@ -244,8 +239,11 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     """Carry out a plan that was made for this model, in place, and return the model.
 
     Raises:
-        UnsupportedModelError: if the model, with softmax in place of the kernels, computes something else.
+        ConfigError: if the plan was made for another model; this one is not changed then.
+        UnsupportedModelError: if the model is already converted, has no weights, or, with softmax in place of the
+            kernels, computes something else.
     """
+    _check_plan(model, plan)
     _own_config(model)
     longest = None
     if plan.local_as_full:
@@ -253,6 +251,8 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
         windows = (call.window for call in trial_runs(model, example_inputs)[1])
         longest = min((window for window in windows if window is not None), default=None)
     recorded = record(model, example_inputs, longest)
+    if any(output is not None and output.is_meta for run in recorded for output in run.outputs):
+        raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
     could_be_built = not why_not_built(model)
     config = model.config
     linearized = config_class(base_config_class(plan.base_model_type))
@@ -271,6 +271,33 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
         )
     check(model, recorded)
     return model
+
+
+def _check_plan(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse to apply what is not a plan for this model, before the model is changed."""
+    if not isinstance(plan, Plan):
+        raise ConfigError(
+            f"got a plan of type {type(plan).__name__}, expected a linearize.Plan (linearize.plan makes it)"
+        )
+    _check_original(model)
+    hosts = dict(model.base_model.named_modules())
+    for layer in plan.layers:
+        known = layer.module in hosts
+        why = contradiction(hosts[layer.module], layer) if known else f"it has no module {layer.module!r}"
+        if why or plan.base_model_type != model.config.model_type:
+            made = f"{plan.architecture}, not for this {type(model).__name__}{f' ({why})' if why else ''}"
+            raise ConfigError(f"the plan was made for another model, {made}; make one for it with linearize.plan")
+        if layer.converted:
+            build_mixer(*layer.mixer)
+
+
+def _check_original(model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
+    if is_linearized(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is already converted; start from the original checkpoint (or distil it further)"
+        )
 
 
 def _own_config(model: PreTrainedModel) -> None:

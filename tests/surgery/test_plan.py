@@ -1,5 +1,7 @@
 """What is found in a model, what becomes of it, and which of the cases it is when nothing can be done."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -312,3 +314,34 @@ def test_sinks_are_in_the_plan_and_its_file(tmp_path):
     ]
     with pytest.raises(ConfigError, match="sinks: got 4 without a window"):
         linearize.plan(model, "hedgehog", sinks=4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, "got a plan of type NoneType, expected a linearize.Plan"),
+        ("gpt2", "the plan was made for another model, GPT2Model, not for this BertModel .it has no module"),
+        ("wide", "not for this BertModel .attention_head_size is 16, but the model's is 8."),
+        ("edited", "unknown argument of kernel elu 'features'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was(plan, message):
+    """The config was changed first: afterwards the model could be neither used as BERT nor converted."""
+    model, other = original("bert"), original("bert", hidden_size=64)
+    made = {"gpt2": original("gpt2"), "wide": other, "edited": model}.get(plan)
+    found = None if made is None else linearize.plan(made, "hedgehog", {"features": 4})
+    if plan == "edited":
+        found = found.with_layers([dataclasses.replace(layer, kernel="elu") for layer in found.layers])
+    with pytest.raises(ConfigError, match=message):
+        linearize.apply(model, found)
+    assert type(model.config) is transformers.BertConfig and type(model) is transformers.BertModel
+    linearize.convert(model, "elu")
+
+
+def test_apply_refuses_a_converted_model_and_one_without_weights():
+    model = original("bert")
+    plan = linearize.plan(model)
+    with pytest.raises(UnsupportedModelError, match="is already converted"):
+        linearize.apply(linearize.apply(model, plan), plan)
+    with pytest.raises(UnsupportedModelError, match="on the meta device, without weights; load them first"):
+        linearize.convert(original("bert").to("meta"))
