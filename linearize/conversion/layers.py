@@ -15,7 +15,7 @@ from linearize.attention.shape import HeadShape
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.kernel_options import Additions
-from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.core.registry import HYBRID, Hybrid, check, kernel_info, make_config
 from linearize.modeling.plan import SOFTMAX
 
 _LARGEST = 99_999
@@ -27,7 +27,7 @@ class ConversionConfig(Additions):
     """Options of `linearize.convert` and `linearize.plan`.
 
     Attributes:
-        kernel: name of the kernel, or of a preset, for all layers that `layers` does not name; None if that names all.
+        kernel: name of the kernel for all layers that `layers` does not name; None if that names all.
         kernel_args: arguments of that kernel.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers that stay softmax; or "1/4" for the last layer of every four.
@@ -38,6 +38,9 @@ class ConversionConfig(Additions):
         example_inputs: inputs for the trial run, if they cannot be made up from the config.
         local_as_full: whether layers with a sliding window or chunks are converted too, as full attention: they then
             see all tokens, and match the original only up to the window's length.
+
+    Raises:
+        ConfigError: on construction, for a value of another type.
     """
 
     kernel: str | None = "hedgehog"
@@ -50,6 +53,23 @@ class ConversionConfig(Additions):
     seed: int = 0
     example_inputs: Mapping[str, Tensor] | None = None
     local_as_full: bool = False
+
+    def __post_init__(self) -> None:
+        check(self, "conversion")
+        keys = {
+            "kernel_args": "name",
+            "layers": "layer number",
+            "softmax_heads": "layer number",
+            "example_inputs": "name",
+        }
+        for name, key in keys.items():
+            value, kind = getattr(self, name), str if key == "name" else int
+            if value is None or (isinstance(value, str) and kind is int):
+                continue
+            if not isinstance(value, Mapping) or not all(isinstance(one, kind) for one in value):
+                raise ConfigError(f"{name}: got {value!r}, expected a mapping by {key}")
+        if not isinstance(self.keep_softmax, Iterable):
+            raise ConfigError(f"keep_softmax: got {self.keep_softmax!r}, expected a list of layer numbers")
 
 
 def parse_indices(text: str, where: str) -> list[int]:

@@ -189,3 +189,23 @@ def test_unknown_options_are_refused_by_name():
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(UnknownNameError, match=r"Known: .*cosformer.*transnormer_t2"):
         linearize.plan(original("bert"), "no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel": 3}, "conversion, kernel: got 3, expected"),
+        ({"kernel": ["elu"]}, r"conversion, kernel: got \['elu'\]"),
+        ({"kernel_args": "features=4"}, "kernel_args: got 'features=4', expected a mapping by name"),
+        ({"layers": {"0": "elu"}}, "layers: got {'0': 'elu'}, expected a mapping by layer number"),
+        ({"keep_softmax": 1}, "keep_softmax: got 1, expected a list of layer numbers"),
+        ({"softmax_heads": [0]}, r"softmax_heads: got \[0\], expected a mapping by layer number"),
+        ({"max_length": "64"}, "conversion, max_length: got '64', expected a whole number"),
+        ({"seed": "a"}, "conversion, seed: got 'a'"),
+        ({"example_inputs": [1, 2]}, r"example_inputs: got \[1, 2\], expected a mapping by name"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options, message):
+    """They ended in a TypeError deep inside the conversion, or were used."""
+    with pytest.raises(ConfigError, match=message):
+        linearize.convert(original("bert"), **options)
