@@ -165,7 +165,7 @@ class FeatureMapMixer(Mixer):
             x = x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
             positions = None if positions is None else positions.repeat_interleave(groups, dim=0)
         scale = self.input_scale(scaling)
-        spec = None if unreadable(x, x, x) else map.map_spec()
+        spec = None if unreadable(x, x, x) or self.is_offloaded() else map.map_spec()
         if spec is not None:
             phi, log_scale = MappedTokens.apply(spec, scale, x, *(getattr(spec, name) for name in MAP_WEIGHTS))
         else:
@@ -179,6 +179,11 @@ class FeatureMapMixer(Mixer):
         if learned is not None:
             log_scale = learned if log_scale is None else log_scale + learned
         return Features(phi, log_scale)
+
+    def is_offloaded(self) -> bool:
+        """Tell whether accelerate loads the weights for a module's own forward only; until then they have no memory."""
+        parts = (self.keys, self.queries, self.key_scale, self.query_scale)
+        return any(w.is_meta for part in parts if part is not None for w in part._parameters.values() if w is not None)
 
     def input_scale(self, scaling: float) -> float:
         """Return the factor that multiplies queries and keys before the map."""

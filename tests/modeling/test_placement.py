@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import accelerate
 import pytest
@@ -92,6 +93,25 @@ def test_generation_with_offloaded_weights(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     accelerate.cpu_offload(loaded, torch.device("cpu"))
     assert torch.equal(loaded.generate(**prompts(), **GREEDY), model.generate(**prompts(), **GREEDY))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("how", ["cpu", "disk"])
+def test_the_native_op_does_not_read_offloaded_weights(how, window, switch, tmp_path):
+    """It read their addresses, which are 0: the process ended with a segmentation fault."""
+    model, inputs = causal("llama", window=window), prompts(padded=False)
+    linearize.save(model, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = outputs(loaded, inputs)[0]
+    switch(False)
+    assert not torch.equal(outputs(loaded, inputs)[0], expected)
+    switch(True)
+    placed = accelerate.cpu_offload if how == "cpu" else partial(accelerate.disk_offload, offload_dir=tmp_path / "off")
+    placed(loaded, execution_device=torch.device("cpu"))
+    for gradient in (False, True):
+        with torch.set_grad_enabled(gradient):
+            torch.testing.assert_close(loaded(**inputs).logits, expected, atol=2e-6, rtol=1e-5)
+    assert loaded.generate(**inputs, **GREEDY).shape[1] > inputs["input_ids"].shape[1]
 
 
 class Quantised(torch.Tensor):

@@ -116,7 +116,9 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
 
 
 def unknown_maps(mixer: FeatureMapMixer) -> str:
-    """Return why the op cannot compute the mixer apart from its window; empty if it can. Computed once."""
+    """Return why the op cannot compute the mixer apart from its window; empty if it can."""
+    if mixer.is_offloaded():
+        return "its weights are offloaded, and it reads them directly"
     why = mixer.memory.get("native.unknown_maps")
     if why is None:
         why = ""
