@@ -181,5 +181,5 @@ def put_back(x: Tensor, order: Tensor) -> Tensor:
 
 
 def is_tracing() -> bool:
-    """Tell whether torch.compile, torch.export or torch.jit.trace is tracing."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Tell whether torch.compile, torch.export, torch.jit.trace or a transform of torch.func is tracing."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()

@@ -11,6 +11,7 @@ from support.rounding import allowed, deviation, gradients_in_double
 from linearize.attention.backends.causal import attend_causally
 from linearize.attention.call import AttentionCall
 from linearize.attention.native.gradient import _Native
+from linearize.core.errors import ConfigError
 
 
 def gradients(mixer, count, mask, dtype=torch.float32):
@@ -195,3 +196,34 @@ def test_training_lowers_the_loss_as_in_pytorch(switch):
         assert losses[-1] < losses[0]
         ends.append(torch.tensor(losses))
     close(*ends, 1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_second_derivatives_are_refused_and_left_to_the_ops_in_pytorch(switch, window):
+    """PyTorch skips its own error if the inputs are reached in another way too: the op's part was missing."""
+    mixer = learned("hedgehog", {}, causal=True, window=window)
+    inputs = [x.detach().requires_grad_() for x in tokens(20)]
+
+    def twice():
+        out = mixer(AttentionCall(*inputs, D**-0.5))[0] + sum(x.mean() ** 2 for x in inputs)
+        first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+    with pytest.raises(ConfigError, match="no second derivative; set LINEARIZE_NATIVE=0"):
+        twice()
+    switch(False)
+    assert all(x.isfinite().all() for x in twice())
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_transforms_of_torch_func_use_the_ops_in_pytorch(switch, window):
+    """They ended in PyTorch's advice to the op's author: override setup_context."""
+    mixer, (q, k, v) = learned("hedgehog", {}, causal=True, window=window), tokens(20)
+
+    def loss(*row):
+        return mixer(AttentionCall(*(x[None] for x in row), D**-0.5))[0].square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(mixer(AttentionCall(*leaves, D**-0.5))[0].square().sum(), leaves)
+    equal(found, expected)

@@ -20,6 +20,7 @@ from torch import Tensor
 from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
 from linearize.attention.backends.native import maps_of, unknown_maps
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.native.gradient import first_order
 from linearize.ops.state import FLOOR, is_tracing
 
 if TYPE_CHECKING:
@@ -436,7 +437,7 @@ class _Attend(torch.autograd.Function):
         return out, kv
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs, given that of the output."""
         mask, out, inverse, states, q, k, v, *more = ctx.saved_tensors

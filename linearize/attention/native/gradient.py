@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from linearize.attention.native import engine
 from linearize.attention.native.options import NEVER, Attended, Attending, AttendOptions, WindowAttended
+from linearize.core.errors import ConfigError
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Mapped, Window, window_attention
 from linearize.ops.state import FLOOR, real_tokens, without_padding
@@ -19,6 +21,21 @@ MOST = 60.0
 
 Fallback = Callable[..., Tensor]
 """The same attention in PyTorch: q, k, v, log-scales -> output, with gradients for the weights too."""
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a gradient that is to be differentiated again: PyTorch would silently leave out this op's part of it."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "got create_graph=True, but the compiled ops have no second derivative; set LINEARIZE_NATIVE=0 and "
+                "LINEARIZE_TRITON=0 to use the ops in PyTorch"
+            )
+        return backward(ctx, *grads)
+
+    return once
 
 
 def attend_with_gradient(
@@ -53,7 +70,7 @@ class _Native(torch.autograd.Function):
         return attended.out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs, given that of the output."""
         out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
@@ -88,7 +105,7 @@ class MappedTokens(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and the weights, given those of features and log-scales."""
         x, *weights = ctx.saved_tensors
@@ -128,7 +145,7 @@ class WindowedAttention(torch.autograd.Function):
         return result.out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, features and log-scales, given that of the output."""
         q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until = ctx.saved_tensors
