@@ -56,17 +56,10 @@ class ConversionConfig(Additions):
 
     def __post_init__(self) -> None:
         check(self, "conversion")
-        keys = {
-            "kernel_args": "name",
-            "layers": "layer number",
-            "softmax_heads": "layer number",
-            "example_inputs": "name",
-        }
-        for name, key in keys.items():
-            value, kind = getattr(self, name), str if key == "name" else int
-            if value is None or (isinstance(value, str) and kind is int):
-                continue
-            if not isinstance(value, Mapping) or not all(isinstance(one, kind) for one in value):
+        for name, kind in {"kernel_args": str, "example_inputs": str, "layers": int, "softmax_heads": int}.items():
+            value, key = getattr(self, name), "name" if kind is str else "layer number"
+            mapped = isinstance(value, Mapping) and all(isinstance(one, kind) for one in value)
+            if not (mapped or value is None or (kind is int and isinstance(value, str))):
                 raise ConfigError(f"{name}: got {value!r}, expected a mapping by {key}")
         if not isinstance(self.keep_softmax, Iterable):
             raise ConfigError(f"keep_softmax: got {self.keep_softmax!r}, expected a list of layer numbers")

@@ -280,6 +280,7 @@ def _check_plan(model: PreTrainedModel, plan: Plan) -> None:
             f"got a plan of type {type(plan).__name__}, expected a linearize.Plan (linearize.plan makes it)"
         )
     _check_original(model)
+    Plan.from_dict(plan.to_dict())  # Checks types, numbers and names.
     hosts = dict(model.base_model.named_modules())
     for layer in plan.layers:
         known = layer.module in hosts

@@ -10,7 +10,7 @@ from support.tiny import CONFIGS, converted, inputs_of, original, outputs
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.conversion.plan import expectations
-from linearize.core.errors import ConfigError, UnknownNameError, UnsupportedModelError
+from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError, UnsupportedModelError
 
 KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
 EXPECTED = {
@@ -323,16 +323,19 @@ def test_sinks_are_in_the_plan_and_its_file(tmp_path):
         ("gpt2", "the plan was made for another model, GPT2Model, not for this BertModel .it has no module"),
         ("wide", "not for this BertModel .attention_head_size is 16, but the model's is 8."),
         ("edited", "unknown argument of kernel elu 'features'"),
+        ("cut", r"numbers of the layers: got \[1\]"),
     ],
 )
 def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was(plan, message):
     """The config was changed first: afterwards the model could be neither used as BERT nor converted."""
     model, other = original("bert"), original("bert", hidden_size=64)
-    made = {"gpt2": original("gpt2"), "wide": other, "edited": model}.get(plan)
+    made = {"gpt2": original("gpt2"), "wide": other, "edited": model, "cut": model}.get(plan)
     found = None if made is None else linearize.plan(made, "hedgehog", {"features": 4})
     if plan == "edited":
         found = found.with_layers([dataclasses.replace(layer, kernel="elu") for layer in found.layers])
-    with pytest.raises(ConfigError, match=message):
+    if plan == "cut":
+        found = dataclasses.replace(found, layers=found.layers[1:])
+    with pytest.raises(LinearizeError, match=message):
         linearize.apply(model, found)
     assert type(model.config) is transformers.BertConfig and type(model) is transformers.BertModel
     linearize.convert(model, "elu")
