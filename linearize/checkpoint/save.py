@@ -5,6 +5,8 @@ The card is README.md, with the metadata that the Hub reads.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import re
@@ -20,8 +22,8 @@ from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance, Record
 from linearize.conversion.plan import expectations, set_trained_length
-from linearize.conversion.positions import current_length
-from linearize.core.errors import CheckpointError, printable
+from linearize.conversion.positions import current_length, extend_processor
+from linearize.core.errors import CheckpointError, ConfigError, printable
 from linearize.core.figures import span, with_interval
 from linearize.core.heads import HEADS, Head, Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
@@ -60,7 +62,8 @@ def save(
     Args:
         model: a converted model.
         target: folder to make.
-        processor: tokenizer, image processor or feature extractor, or a list of them; saved with the model.
+        processor: tokenizer, image processor or feature extractor, or a list of them; saved with the model. Its
+            longest input becomes that of `convert(max_length=...)`.
         overwrite: whether a folder that linearize wrote, and that holds nothing else, may be replaced.
         provenance: how the model was made, as plain data; kept in config.json (`linearize.checkpoint.provenance`).
         extra_files: further files of the folder, text or bytes by name; names may contain folders.
@@ -88,8 +91,16 @@ def save(
         write_files(folder, extra_files or {})
         for item in processors:
             if item is not None:
-                item.save_pretrained(folder)
+                _as_long(model, item).save_pretrained(folder)
     return Path(target)
+
+
+def _as_long(model: PreTrainedModel, processor: Any) -> Any:
+    """Return a processor that makes inputs as long as those that `convert(max_length=...)` let the model take."""
+    report = vars(model).get("extended_positions")
+    with contextlib.suppress(ConfigError):
+        return processor if report is None else extend_processor(copy.deepcopy(processor), report, model)
+    return processor
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:

@@ -190,7 +190,10 @@ def convert(
     config = ConversionConfig(kernel, kernel_args, **options)
     if is_timm(model):
         model = wrap(model)
-    convert_model(model, make_plan(model, config), config)
+    report = convert_model(model, make_plan(model, config), config)
+    if report is not None:
+        # `linearize.save` lets the processor make inputs as long as these.
+        vars(model)["extended_positions"] = report
     return model
 
 

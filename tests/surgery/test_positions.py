@@ -8,8 +8,11 @@ import pytest
 import timm
 import torch
 import transformers as tf
+from support.checkpoints import tokenizer as tokenizer_for
+from support.tiny import original
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import linearize
 from linearize.conversion.positions import current_length, extend_image_size, extend_positions, extend_processor
 from linearize.core.errors import ConfigError, UnknownNameError, UnsupportedModelError
 
@@ -648,3 +651,20 @@ def test_a_processor_of_the_wrong_kind_is_refused():
         extend_processor(tokenizer(), 50, build("vit"))
     with pytest.raises(ConfigError, match="expected the tokenizer"):
         extend_processor(tf.ViTImageProcessor(), 50, build("bert"))
+
+
+def test_save_lets_the_tokenizer_read_as_much_as_the_converted_model(tmp_path):
+    """`truncation=True` of the saved tokenizer cut every text at the old length, in pipelines too."""
+    model = linearize.convert(original("bert"), "elu", max_length=200)
+    mine = tokenizer_for(64)
+    linearize.save(copy.deepcopy(model), tmp_path / "long", processor=mine)
+    saved = tf.AutoTokenizer.from_pretrained(tmp_path / "long")
+    assert (saved.model_max_length, mine.model_max_length) == (200, 64)
+    assert len(saved("cat " * 500, truncation=True)["input_ids"]) == 200
+    linearize.save(linearize.convert(original("bert"), "elu"), tmp_path / "same", processor=mine)
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "same").model_max_length == 64
+    images = linearize.convert(original("vit"), "elu", max_length=65)
+    side = images.config.image_size
+    processors = [tf.ViTImageProcessor(size={"height": 8, "width": 8}), mine]
+    linearize.save(images, tmp_path / "images", processor=processors)
+    assert tf.AutoImageProcessor.from_pretrained(tmp_path / "images").size["height"] == side
