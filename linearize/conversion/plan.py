@@ -279,9 +279,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
 def _check_plan(model: PreTrainedModel, plan: Plan) -> None:
     """Refuse to apply what is not a plan for this model, before the model is changed."""
     if not isinstance(plan, Plan):
-        raise ConfigError(
-            f"got a plan of type {type(plan).__name__}, expected a linearize.Plan (linearize.plan makes it)"
-        )
+        raise ConfigError(f"got a plan of type {type(plan).__name__}, expected one from linearize.plan")
     _check_original(model)
     Plan.from_dict(plan.to_dict())  # Checks types, numbers and names.
     hosts = dict(model.base_model.named_modules())

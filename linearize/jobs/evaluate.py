@@ -268,11 +268,8 @@ class Sides:
 def _left_out(name: str, data: TaskData) -> str | None:
     """Return a note if an embedding has more than what is measured; None if not."""
     how, more = pooling_of(name) if isinstance(data.type, EmbeddedPairs) else ("", [])
-    return (
-        f"Measured were token states ({how}); left out, unlike in SentenceTransformer: {', '.join(more)}."
-        if more
-        else None
-    )
+    left_out = f"left out, unlike in SentenceTransformer: {', '.join(more)}"
+    return f"Measured were token states ({how}); {left_out}." if more else None
 
 
 def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:

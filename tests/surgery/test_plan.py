@@ -319,7 +319,7 @@ def test_sinks_are_in_the_plan_and_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (None, "got a plan of type NoneType, expected a linearize.Plan"),
+        (None, "got a plan of type NoneType, expected one from linearize.plan"),
         ("gpt2", "the plan was made for another model, GPT2Model, not for this BertModel .it has no module"),
         ("wide", "not for this BertModel .attention_head_size is 16, but the model's is 8."),
         ("edited", "unknown argument of kernel elu 'features'"),

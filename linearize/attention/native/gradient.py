@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ Fallback = Callable[..., Tensor]
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse a gradient that is to be differentiated again: PyTorch would silently leave out this op's part of it."""
 
-    @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise ConfigError(

@@ -37,10 +37,7 @@ class AlignConfig(RunConfig):
     hidden_weight: float = _amount(1.0, "weight of the hidden states' error")
     pooled_weight: float = _amount(1.0, "weight of the pooled output's distance (1 - cosine)")
     pooling: str = option(
-        "mean",
-        "pooled output: the mean over tokens, or the first or last token's state",
-        choices=POOLINGS,
-        metavar="HOW",
+        "mean", "pooled output: the mean over tokens, or the first or last token", choices=POOLINGS, metavar="HOW"
     )
     logits_weight: float = _amount(1.0, "weight of the logits' divergence, where the model has a head")
     temperature: float = option(1.0, "temperature of the logits' divergence", low=SMALLEST, high=LARGEST)
