@@ -23,7 +23,7 @@ Fallback = Callable[..., Tensor]
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a gradient that is to be differentiated again: PyTorch would silently leave out this op's part of it."""
+    """Refuse second derivatives: PyTorch would leave out the op's part of them without an error."""
 
     def once(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
