@@ -75,6 +75,10 @@ def save(
     Raises:
         CheckpointError: if the model is not converted, or the folder cannot be used or written; nothing is left then.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(model, PreTrainedModel):
+        more = "; merge the adapter first (merge_and_unload)" if hasattr(model, "merge_and_unload") else ""
+        raise CheckpointError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel){more}")
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
     processors = processor if isinstance(processor, (list, tuple)) else [processor]

@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import linearize
 from linearize.attention.interface import linear_attentions
+from linearize.core.errors import CheckpointError
 
 
 class Rows(torch.utils.data.Dataset):
@@ -142,3 +143,21 @@ def test_sentence_transformers(tmp_path):
     encoder.save(str(tmp_path / "again"))
     again = SentenceTransformer(str(tmp_path / "again"), device="cpu")
     torch.testing.assert_close(torch.as_tensor(again.encode(["a cat", "a dog a dog"])), vectors, rtol=0, atol=1e-5)
+
+
+def test_save_takes_the_model_out_of_torch_compile_and_refuses_other_wrappers(tmp_path):
+    """Of a PEFT model only the adapter was saved, with a card that promises a whole model: the kernels were lost."""
+    peft = pytest.importorskip("peft")
+    model = converted("bert", "AutoModelForSequenceClassification")
+    linearize.save(torch.compile(model), tmp_path / "compiled")
+    assert "AutoModelForSequenceClassification.from" in (tmp_path / "compiled" / "README.md").read_text()
+    wrapped = torch.nn.DataParallel(model)
+    with pytest.raises(CheckpointError, match="got DataParallel, expected a transformers model"):
+        linearize.save(wrapped, tmp_path / "wrapped")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], init_lora_weights=False))
+    with pytest.raises(CheckpointError, match=r"got PeftModel, .*; merge the adapter first .merge_and_unload."):
+        linearize.save(adapted, tmp_path / "adapted")
+    assert [path.name for path in tmp_path.iterdir()] == ["compiled"]
+    linearize.save(adapted.merge_and_unload(), tmp_path / "merged")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(outputs(loaded, inputs_of(model))[0], outputs(model, inputs_of(model))[0])
