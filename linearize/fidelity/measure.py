@@ -122,9 +122,11 @@ def measure(
         returns them as plain data; `linearize.fidelity.plots.fidelity_heatmaps` draws them.
 
     Raises:
-        ConfigError: if the original is itself converted, or a different kind of model.
+        ConfigError: if the original is itself converted, or a different kind of model, or `converted` is not converted.
         DataError: if `batches` is empty.
     """
+    if not linear_attentions(converted):
+        raise ConfigError(f"got {type(converted).__name__}, expected a converted model; call linearize.convert first")
     if original is not None:
         check_original(original, converted)
     batches = list(batches)

@@ -142,3 +142,6 @@ def test_an_original_that_cannot_be_it_is_refused():
         measure(model, model, [inputs_of(model)])
     with pytest.raises(ConfigError, match="got a model of type 'gpt2', expected 'bert'"):
         measure(original("gpt2"), model, [inputs_of(model)])
+    for first in (original("bert"), None):
+        with pytest.raises(ConfigError, match="got BertModel, expected a converted model"):
+            measure(first, original("bert"), [inputs_of(model)])
