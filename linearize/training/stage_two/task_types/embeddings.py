@@ -31,7 +31,7 @@ SECOND = "second_"
 """Prefix of the second text's fields."""
 
 
-def pooling_of(name: str) -> tuple[str, list[str]]:
+def pooling_of(name: str | None) -> tuple[str, list[str]]:
     """Return how a checkpoint pools its last hidden states, and what its embedding has beyond that (`pooling`)."""
     return pooling(sentence_files(name) if name else {})
 
