@@ -182,8 +182,12 @@ class FeatureMapMixer(Mixer):
 
     def is_offloaded(self) -> bool:
         """Tell whether accelerate loads the weights for a module's own forward only; until then they have no memory."""
-        parts = (self.keys, self.queries, self.key_scale, self.query_scale)
-        return any(w.is_meta for part in parts if part is not None for w in part._parameters.values() if w is not None)
+        # Decoding asks at every step, so this is the fastest way to ask.
+        for part in self._modules.values():
+            for weight in () if part is None else part._parameters.values():
+                if weight is not None and weight.is_meta:
+                    return True
+        return False
 
     def input_scale(self, scaling: float) -> float:
         """Return the factor that multiplies queries and keys before the map."""
