@@ -72,7 +72,7 @@ def load_for_task(
     if data.num_labels is not None:
         head_labels = None if new_head else _trained_labels(name, task, data.num_labels)
         named = task
-        if head_labels is not None and task.labels is not None and not is_named(task.labels):
+        if head_labels and is_named(head_labels) and task.labels is not None and not is_named(task.labels):
             named = dataclasses.replace(task, labels=head_labels)
         options = label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
     if changes:
@@ -98,7 +98,7 @@ def is_named(labels: Sequence[str]) -> bool:
 
 
 def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None:
-    """Return the names of the outputs of a checkpoint's trained head, in order; None if it has none.
+    """Return the names of the outputs of a checkpoint's trained head, in order, also numbers; None if it has none.
 
     Raises:
         ConfigError: if it has a head for the task with another number of labels.
@@ -116,15 +116,14 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
         )
     if task.type.numeric or not isinstance(names, dict):
         return None
-    labels = tuple(str(names[key]) for key in sorted(names, key=int))
-    return labels if is_named(labels) else None
+    return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
 def other_classes(name: str, data: TaskData) -> str | None:
     """Return a note if the outputs of a trained head have other names than the data's classes; None if not."""
     labels = data.task.labels or ()
-    own = _trained_labels(name, data.task, len(labels)) if labels and is_named(labels) else None
-    if own is None or {label.casefold() for label in own} == {label.casefold() for label in labels}:
+    own = (_trained_labels(name, data.task, len(labels)) if labels and is_named(labels) else None) or ()
+    if not is_named(own) or {label.casefold() for label in own} == {label.casefold() for label in labels}:
         return None
     pairs = ", ".join(f"{head} for {label}" for head, label in zip(own[:20], labels, strict=False))
     return f"The head of {Path(name).name!r} has other class names than the data; they are matched by place: {pairs}."

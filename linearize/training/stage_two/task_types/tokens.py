@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
+from linearize.data.columns import in_order
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
 from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Logits, Predictions, Row, row_facts, tokenise
@@ -87,7 +88,7 @@ class TokenClassification(TokenLabels):
         columns = (*splits.train[label], *splits.validation[label])
         tags_found = {tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])}
         if tags_found and all(isinstance(tag, str) for tag in tags_found):
-            return tuple(sorted(tags_found))
+            return in_order(tags_found)
         wrong = [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
         if wrong or not tags_found:
             raise DataError(
