@@ -128,6 +128,25 @@ def test_masked_language_model(bert, tmp_path):
     assert not torch.equal(one["labels"], swapped["labels"].flip(0)), "another batch has other masks"
 
 
+def test_a_row_alone_in_its_batch_has_other_masks_in_every_pass(bert, tmp_path, monkeypatch):
+    """Rows of 4,096 tokens are alone in theirs by default: three passes hid the same tokens three times."""
+    chance, seen = np.random.default_rng(0), []
+    write(tmp_path / "text.jsonl", [{"text": " ".join(chance.choice(WORDS, 7))} for _ in range(30)])
+    data = data_for("masked-lm", bert, tmp_path / "text.jsonl")
+    collate = type(data.type).collate
+
+    def watched(kind, rows):
+        batch = collate(kind, rows)
+        if not rows[0]["fixed"]:
+            seen.append((tuple(rows[0]["input_ids"]), tuple(batch["labels"].flatten().tolist())))
+        return batch
+
+    monkeypatch.setattr(type(data.type), "collate", watched)
+    finetune(load_for_task(bert, data), data, TuneConfig(batch_size=1, epochs=3), folder=tmp_path / "work")
+    rows = {ids for ids, _ in seen}
+    assert len(seen) == 3 * len(rows) > 6 and len(set(seen)) > 2 * len(rows)
+
+
 def test_causal_perplexity_counts_every_token_once(gpt2, tmp_path):
     chance = np.random.default_rng(0)
     text = "\n".join(" ".join(chance.choice(WORDS, 7)) for _ in range(60))

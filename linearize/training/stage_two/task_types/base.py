@@ -38,10 +38,13 @@ class TaskType(Kind):
         task: the task.
         processor: the model's tokenizer or image processor.
         options: options of the rows.
+
+    Attributes:
+        epoch: the pass over the training rows, from 0, which random changes of a row (masks, crops) depend on.
     """
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
-        self.task, self.processor, self.options = task, processor, options or DataOptions()
+        self.task, self.processor, self.options, self.epoch = task, processor, options or DataOptions(), 0
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
