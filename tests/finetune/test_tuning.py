@@ -193,12 +193,27 @@ def test_images(vit, tmp_path):
     chosen = task("image-classification")
     job = TuneJob(vit, chosen, str(tmp_path / "photos"), str(tmp_path / "out"), data=few, tune=once)
     finetune_checkpoint(job)
+    named = replace(job, task=task("image-classification", columns=("img",)))
+    assert "column" not in after_tuning(model, named, data).command, "convert finds the images itself"
     command = after_tuning(linearize.convert(model, "elu"), job, data).command
     assert command.startswith("linearize evaluate") and "--max-length" not in command
     found = evaluate_checkpoint(EvaluateJob(str(tmp_path / "out"), chosen, job.dataset, data=few))
     assert "6 of 24 rows" in found.data
     data = data_for("image-classification", vit, tmp_path / "photos", few)
     assert {int(data.collate([row])["labels"]) for row in data.train} == {0, 1}, "few images are of all classes"
+
+
+def test_a_model_without_a_loss_is_refused_in_one_line(tmp_path):
+    """DeiT's distilled classifiers ignore labels: tuning one ended in a traceback."""
+    from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher, ViTImageProcessor
+
+    photos(tmp_path)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = DeiTConfig(**sizes, image_size=32, patch_size=8)
+    DeiTForImageClassificationWithTeacher(config).save_pretrained(tmp_path / "deit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "deit")
+    with pytest.raises(ConfigError, match="DeiTForImageClassificationWithTeacher computes no loss on labels"):
+        tune("image-classification", str(tmp_path / "deit"), tmp_path / "photos", tmp_path)
 
 
 def test_tags(bert, tmp_path):
