@@ -271,6 +271,9 @@ def test_a_classifier_of_timm_is_tuned_on_other_classes(tmp_path):
         assert again.config.id2label == {0: "cat", 1: "dog", 2: "horse"}
         with torch.no_grad():
             assert again.eval()(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 3)
+    two = no_rows("image-classification", labels=("bird", "fish"))
+    save_model(load_for_task(str(tmp_path / "tuned"), two, new_head=True), tmp_path / "two", None, stage={})
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "two").config.id2label == {0: "bird", 1: "fish"}
 
 
 def test_other_resolution_than_trained(tmp_path):

@@ -86,6 +86,9 @@ def load_for_task(
     transformers.set_seed(seed)
     with explained(name, f"as {task.head.auto_class}"):
         model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
+    if getattr(model.config, "label_names", None) is not None and task.labels is not None:
+        # Those of the file, which timm's config would write again.
+        model.config.label_names = list((model.config.id2label or {}).values())
     if head_labels is not None and (order := label_order(head_labels, task.labels or ())):
         reorder_outputs(model, order)
     fit_tokenizer(model, data.type.processor)
