@@ -246,6 +246,19 @@ def test_questions(bert, tmp_path):
     assert len(data.validation) >= 2
 
 
+def test_blanks_around_an_answer_do_not_hide_it(bert, tmp_path):
+    """A row whose answer was " song" or "song " was trained as a row without an answer."""
+    context, rows = "the song was a play", []
+    for text in ("song", " song", "song ", " song "):
+        answer = {"text": [text], "answer_start": [context.index(text)]}
+        rows.append({"id": "1", "question": "is the", "context": context, "answers": answer})
+    write(tmp_path / "set" / "train.jsonl", rows)
+    write(tmp_path / "set" / "validation.jsonl", rows)
+    data = data_for("question-answering", bert, tmp_path / "set")
+    # [CLS] is the [SEP] the song
+    assert [(row["start_positions"], row["end_positions"]) for row in data.train] == [(5, 5)] * 4
+
+
 @pytest.mark.parametrize(
     ("name", "group"),
     [

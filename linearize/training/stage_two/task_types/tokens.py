@@ -230,8 +230,9 @@ def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -
     offsets = [tuple(pair) if keep else None for pair, keep in zip(coded["offset_mapping"][piece], inside, strict=True)]
     start = end = 0
     if answer["text"]:
-        first = answer["answer_start"][0]
-        last = first + len(answer["text"][0])
+        # Blanks around an answer belong to no token.
+        text, first = answer["text"][0], answer["answer_start"][0]
+        first, last = first + len(text) - len(text.lstrip()), first + len(text.rstrip())
         begins = [i for i, pair in enumerate(offsets) if pair and pair[0] <= first < pair[1]]
         ends = [i for i, pair in enumerate(offsets) if pair and pair[0] < last <= pair[1]]
         if begins and ends:
