@@ -148,7 +148,7 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
 def _as_rows(name: str, logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Return a classifier's logits [B, V] as [B, 1, V], which cannot be taken for logits over V tokens.
 
-    If a row may have several labels, each label is a choice of its own, between it and nothing: [B V, 1, 2].
+    If a row may have several labels, each label is a separate choice, between it and nothing: [B V, 1, 2].
     """
     if name != "logits" or logits.ndim != 2 or logits.shape[1] != getattr(config, "num_labels", None):
         return logits
