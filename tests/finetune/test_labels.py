@@ -127,6 +127,16 @@ def test_a_class_of_the_held_out_rows_alone_is_a_class(tokenizer):
     assert [row["labels"] for row in data.validation].count(2) == 1
 
 
+@pytest.mark.parametrize("kind", [str, int])
+def test_the_first_rows_of_a_sorted_table_have_one_class(tokenizer, kind):
+    """With names as labels, `--limit` trained on one class alone."""
+    table = Dataset.from_list([{"text": "good film", "label": kind(i // 20)} for i in range(40)])
+    given = {"train": table, "validation": table}
+    with pytest.raises(DataError, match=r"got only the class '?0'? in column 'label'"):
+        prepare(task("text-classification"), tokenizer, DataOptions(limit=15), data=given)
+    assert len(prepare(task("text-classification"), tokenizer, DataOptions(limit=21), data=given).train) == 21
+
+
 def test_images_are_not_decoded_to_find_their_classes():
     """All were decoded at once: 400 photographs took 560 MB."""
     rows = [{"image": {"bytes": b"no image", "path": None}, "label": i % 3} for i in range(12)]

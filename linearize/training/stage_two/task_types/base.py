@@ -230,6 +230,10 @@ class ClassLabels(TaskType):
             return
         name, column, names = self.task.name, self.task.label, view.records.names
         labels: list[object] = list(names or ())
+        limited = self.options.trains and self.options.limit is not None
+        if names is not None and limited and self.task.modality == "text":
+            # The first rows of a sorted table.
+            labels = list(set(view.records.labels(view.rows.tolist())))
         if names is None:
             # The classes are those of the whole table: a rare one may occur only in the rows to measure on.
             every = view.records.labels(range(len(view.records.sizes)))
