@@ -88,16 +88,18 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     if task is None and "architecture" in raw and raw.get("num_classes"):
         # timm's config.json does not name a transformers class.
         loader = transformers.AutoModelForImageClassification
-    arguments, options = raw.get("model_args"), {}
     with explained(name, f"as {architecture}" if architecture else ""):
-        if "architecture" in raw and isinstance(arguments, dict) and "num_classes" in arguments:
-            # A folder that timm wrote has arguments that transformers sets itself.
-            config = transformers.AutoConfig.from_pretrained(name, revision=revision)
-            config.model_args = {key: value for key, value in arguments.items() if key != "num_classes"}
-            options["config"] = config
-        model = load_weights(loader, name, revision=revision, **options)
+        model = load_weights(loader, name, revision=revision, **timm_options(raw))
     check_numbers(model, repr(name))
     return _loaded(model, name, device, revision)
+
+
+def timm_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `from_pretrained` for a folder that timm wrote: its arguments without transformers' own."""
+    arguments = config.get("model_args")
+    if "architecture" not in config or not isinstance(arguments, dict) or "num_classes" not in arguments:
+        return {}
+    return {"model_args": {key: value for key, value in arguments.items() if key != "num_classes"}}
 
 
 def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None = None) -> Loaded:

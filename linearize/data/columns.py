@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from linearize.core.errors import DataError
@@ -134,7 +135,13 @@ def class_names(table: Dataset) -> tuple[str, ...] | None:
         return tuple(table.features["label"].names)
     if kind != "text":
         return None
-    return tuple(sorted({label for label in table.unique("label") if label}))
+    return in_order(label for label in table.unique("label") if label)
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names of classes in their order: the alphabet's, or, if all are whole numbers, that of the numbers."""
+    ordered = sorted(set(names))
+    return tuple(sorted(ordered, key=int) if all(name.isdecimal() for name in ordered) else ordered)
 
 
 def _feature_kind(feature: object) -> str:

@@ -11,6 +11,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from linearize.core.errors import DataError
+from linearize.data.columns import in_order
 from linearize.data.hub import cause
 from linearize.data.records import Example, RawImage, Records, TableRecords, bytes_digest, named_labels
 
@@ -53,7 +54,7 @@ class ImageFiles(Records):
             loose = next((file for file in files if not file.inner.parent.name), None)
             if loose is not None:
                 raise DataError(f"{origin}: got {str(loose.inner)!r} outside a class folder, expected class/image.")
-            self.names = tuple(sorted({file.inner.parent.name for file in files}))
+            self.names = in_order(file.inner.parent.name for file in files)
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         files = [self.files[row] for row in rows]

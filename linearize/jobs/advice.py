@@ -130,7 +130,8 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
         options = {}
         # Stage one cannot read lists of messages.
         if not task.type.lists:
-            options = {"dataset": job.dataset and located(task, job.dataset), "text_column": task.columns or None}
+            columns = task.columns if task.modality == "text" else ()
+            options = {"dataset": job.dataset and located(task, job.dataset), "text_column": columns or None}
         why, command = "to make it linear", line("convert", target, options)
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
 

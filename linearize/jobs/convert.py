@@ -73,6 +73,10 @@ class ConvertResult:
         }
 
 
+SCORES = ("metrics", "score", "interval", "chance", "above_chance", "original")
+"""What a record of stage two says about the weights that it saved."""
+
+
 def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertResult:
     """Convert a checkpoint and save the result atomically.
 
@@ -144,7 +148,11 @@ def _open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
     earlier = read_log(job.model)
     loaded = load_converted(job.model, device=stages.first_device(job))
     section = loaded.model.config.linearize
-    return Context(job, loaded, Plan.from_dict(section), on_event, dict(section.get("provenance") or {}), earlier)
+    provenance = dict(section.get("provenance") or {})
+    if tuned := Provenance(provenance).part("finetuning").values:
+        # The scores are those of the weights before this stage.
+        provenance["finetuning"] = {name: value for name, value in tuned.items() if name not in SCORES}
+    return Context(job, loaded, Plan.from_dict(section), on_event, provenance, earlier)
 
 
 def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False) -> Context:

@@ -69,7 +69,8 @@ def test_the_teacher_is_the_original():
             last = plain.vit.layernorm(last) if not torch.equal(last, shown.last) else last
         torch.testing.assert_close(shown.last[keep], last[keep], atol=2e-5, rtol=1e-4)
         for kind, logits in shown.logits.items():
-            torch.testing.assert_close(logits[keep] if logits.ndim == 3 else logits, _of(expected, kind, keep))
+            of_tokens = logits.ndim == 3 and logits.shape[1] > 1
+            torch.testing.assert_close(logits[keep] if of_tokens else logits.squeeze(1), _of(expected, kind, keep))
 
 
 def _of(output, kind, keep):
@@ -364,6 +365,30 @@ def test_regression_logits_count_as_numbers():
         learned = objective.pair.learn(batch, head=True).logits["logits"]
     expected = (taught - learned).square().mean() / (taught - taught.mean()).square().mean()
     assert found.logits == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+def test_classes_are_not_tokens_and_several_labels_are_not_one_choice(problem):
+    """With as many classes as tokens, those at padding were ignored; a shift of all labels counted as no difference."""
+    plain = original("bert", "AutoModelForSequenceClassification", num_labels=7, problem_type=problem)
+    model = linearize.convert(copy.deepcopy(plain))
+    batch = {
+        "input_ids": torch.arange(1, 15).reshape(2, 7),
+        "attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3]),
+    }
+    with torch.no_grad():
+        model.classifier.bias += 2.0
+        model.classifier.bias[6] += 1.0
+        pair = make_pair(model, plain, shared=False)
+        mine, theirs = (side.eval()(**batch).logits.double() for side in (model, plain))
+    if problem == "single_label_classification":
+        expected = (theirs.softmax(-1) * (theirs.log_softmax(-1) - mine.log_softmax(-1))).sum(-1).mean()
+    else:
+        p, q = theirs.sigmoid(), mine.sigmoid()
+        expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+    objective = Objective(pair, AlignConfig())
+    objective.measure_scales([batch])
+    assert measure(objective, [batch]).logits == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_blocks_of_nested_models():

@@ -58,6 +58,21 @@ def card(place):
     return (place / "done" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    "line", [f"align done {DATA} --teacher tuned --length 16 --steps 2", f"distill half {DATA} --distill-steps 2"]
+)
+def test_a_later_stage_does_not_keep_the_scores_of_other_weights(place, tmp_path, monkeypatch, line):
+    """The card of a model that was aligned after its tuning had the accuracy from before."""
+    monkeypatch.chdir(place)
+    if not (place / "half").exists():
+        assert main(f"finetune linear {TASK} --steps 2 --output half".split()) == 0
+    assert main([*line.split(), "--output", str(tmp_path / "later")]) == 0
+    card = (tmp_path / "later" / "README.md").read_text()
+    assert "model-index" not in card and "accuracy" not in card and "2 steps" in card
+    made = inspect_checkpoint(str(tmp_path / "later")).provenance
+    assert made.weights_were_trained and made.part("finetuning").whole("max_length") == 16
+
+
 def front(text):
     return yaml.safe_load(text.split("\n---\n")[0].removeprefix("---"))
 

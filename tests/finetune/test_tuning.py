@@ -128,6 +128,25 @@ def test_masked_language_model(bert, tmp_path):
     assert not torch.equal(one["labels"], swapped["labels"].flip(0)), "another batch has other masks"
 
 
+def test_a_row_alone_in_its_batch_has_other_masks_in_every_pass(bert, tmp_path, monkeypatch):
+    """Rows of 4,096 tokens are alone in theirs by default: three passes hid the same tokens three times."""
+    chance, seen = np.random.default_rng(0), []
+    write(tmp_path / "text.jsonl", [{"text": " ".join(chance.choice(WORDS, 7))} for _ in range(30)])
+    data = data_for("masked-lm", bert, tmp_path / "text.jsonl")
+    collate = type(data.type).collate
+
+    def watched(kind, rows):
+        batch = collate(kind, rows)
+        if not rows[0]["fixed"]:
+            seen.append((tuple(rows[0]["input_ids"]), tuple(batch["labels"].flatten().tolist())))
+        return batch
+
+    monkeypatch.setattr(type(data.type), "collate", watched)
+    finetune(load_for_task(bert, data), data, TuneConfig(batch_size=1, epochs=3), folder=tmp_path / "work")
+    rows = {ids for ids, _ in seen}
+    assert len(seen) == 3 * len(rows) > 6 and len(set(seen)) > 2 * len(rows)
+
+
 def test_causal_perplexity_counts_every_token_once(gpt2, tmp_path):
     chance = np.random.default_rng(0)
     text = "\n".join(" ".join(chance.choice(WORDS, 7)) for _ in range(60))
@@ -174,12 +193,27 @@ def test_images(vit, tmp_path):
     chosen = task("image-classification")
     job = TuneJob(vit, chosen, str(tmp_path / "photos"), str(tmp_path / "out"), data=few, tune=once)
     finetune_checkpoint(job)
+    named = replace(job, task=task("image-classification", columns=("img",)))
+    assert "column" not in after_tuning(model, named, data).command, "convert finds the images itself"
     command = after_tuning(linearize.convert(model, "elu"), job, data).command
     assert command.startswith("linearize evaluate") and "--max-length" not in command
     found = evaluate_checkpoint(EvaluateJob(str(tmp_path / "out"), chosen, job.dataset, data=few))
     assert "6 of 24 rows" in found.data
     data = data_for("image-classification", vit, tmp_path / "photos", few)
     assert {int(data.collate([row])["labels"]) for row in data.train} == {0, 1}, "few images are of all classes"
+
+
+def test_a_model_without_a_loss_is_refused_in_one_line(tmp_path):
+    """DeiT's distilled classifiers ignore labels: tuning one ended in a traceback."""
+    from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher, ViTImageProcessor
+
+    photos(tmp_path)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = DeiTConfig(**sizes, image_size=32, patch_size=8)
+    DeiTForImageClassificationWithTeacher(config).save_pretrained(tmp_path / "deit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "deit")
+    with pytest.raises(ConfigError, match="DeiTForImageClassificationWithTeacher computes no loss on labels"):
+        tune("image-classification", str(tmp_path / "deit"), tmp_path / "photos", tmp_path)
 
 
 def test_tags(bert, tmp_path):
@@ -210,6 +244,19 @@ def test_questions(bert, tmp_path):
     _, data, result = tune("question-answering", bert, tmp_path / "squad.jsonl", tmp_path, config)
     assert set(result.metrics) == {"exact_match", "span_f1"} and result.metrics["span_f1"] > 0.5
     assert len(data.validation) >= 2
+
+
+def test_blanks_around_an_answer_do_not_hide_it(bert, tmp_path):
+    """A row whose answer was " song" or "song " was trained as a row without an answer."""
+    context, rows = "the song was a play", []
+    for text in ("song", " song", "song ", " song "):
+        answer = {"text": [text], "answer_start": [context.index(text)]}
+        rows.append({"id": "1", "question": "is the", "context": context, "answers": answer})
+    write(tmp_path / "set" / "train.jsonl", rows)
+    write(tmp_path / "set" / "validation.jsonl", rows)
+    data = data_for("question-answering", bert, tmp_path / "set")
+    # [CLS] is the [SEP] the song
+    assert [(row["start_positions"], row["end_positions"]) for row in data.train] == [(5, 5)] * 4
 
 
 @pytest.mark.parametrize(

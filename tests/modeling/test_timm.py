@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from support.tasks import no_rows
 from support.tiny import outputs, stir
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, TimmWrapperConfig
 
@@ -15,6 +16,8 @@ from linearize.checkpoint.loading import load_model
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.fidelity.teacher import run_body
+from linearize.training.stage_two.load import load_for_task
+from linearize.training.stage_two.save import save_model
 
 timm = pytest.importorskip("timm")
 
@@ -250,6 +253,27 @@ def test_a_folder_that_timm_wrote_with_its_arguments(tmp_path):
     with torch.no_grad():
         assert torch.equal(again(pixels).logits, made(pixels).logits)
     assert len(linear_attentions(again)) == 2
+
+
+def test_a_classifier_of_timm_is_tuned_on_other_classes(tmp_path):
+    """Its config is written with other names: a new head kept its 5 outputs, and a tuned model counted as one of 2."""
+    from timm.models import save_for_hf
+
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **SMALL)
+    save_for_hf(model, tmp_path / "timm", model_args=SMALL, safe_serialization=True)
+    three = no_rows("image-classification", labels=("cat", "dog", "horse"))
+    with pytest.raises(ConfigError, match="a trained head with 5 labels, but task image-classification has 3"):
+        load_for_task(str(tmp_path / "timm"), three)
+    tuned = load_for_task(str(tmp_path / "timm"), three, new_head=True)
+    for folder, made in (("tuned", tuned), ("linear", linearize.convert(tuned))):
+        save_model(made, tmp_path / folder, None, stage={})
+        again = load_for_task(str(tmp_path / folder), three)
+        assert again.config.id2label == {0: "cat", 1: "dog", 2: "horse"}
+        with torch.no_grad():
+            assert again.eval()(torch.zeros(1, 3, 32, 32)).logits.shape == (1, 3)
+    two = no_rows("image-classification", labels=("bird", "fish"))
+    save_model(load_for_task(str(tmp_path / "tuned"), two, new_head=True), tmp_path / "two", None, stage={})
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "two").config.id2label == {0: "bird", 1: "fish"}
 
 
 def test_other_resolution_than_trained(tmp_path):

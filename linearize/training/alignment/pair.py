@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.checkpoint.loading import move
@@ -36,7 +36,7 @@ class Outputs:
     Attributes:
         states: hidden states [B, T, C] (of a grid [B, H, W, C]) after each block by the block's name, and `OUTPUT` last
             if the model has it.
-        logits: logits by their names in the head's output; [B, V], [B, T, V], or [B, T] over the tokens.
+        logits: logits by their names in the head's output; [B, 1, V], [B, T, V], or [B, T] over the tokens.
         mask: [B, T], true at tokens; None if there is no padding.
     """
 
@@ -138,11 +138,23 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
         result = run_module(model if head else body, model.config, batch)
     if head:
         outputs.logits = {
-            name: value
+            name: _as_rows(name, value, model.config)
             for name, value in getattr(result, "items", dict)()
             if name.endswith("logits") and torch.is_tensor(value) and value.is_floating_point()
         }
     return outputs
+
+
+def _as_rows(name: str, logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Return a classifier's logits [B, V] as [B, 1, V], which cannot be taken for logits over V tokens.
+
+    If a row may have several labels, each label is a separate choice, between it and nothing: [B V, 1, 2].
+    """
+    if name != "logits" or logits.ndim != 2 or logits.shape[1] != getattr(config, "num_labels", None):
+        return logits
+    if getattr(config, "problem_type", None) == "multi_label_classification":
+        logits = torch.stack([logits, torch.zeros_like(logits)], dim=-1).flatten(0, 1)
+    return logits[:, None]
 
 
 def first_tensor(output: object) -> Tensor:

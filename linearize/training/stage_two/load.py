@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config
+from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config, timm_options
 from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
@@ -68,13 +68,13 @@ def load_for_task(
     import transformers
 
     task, head_labels = data.task, None
-    options: dict[str, object] = {}
+    options: dict[str, object] = timm_options(read_config(name))
     if data.num_labels is not None:
         head_labels = None if new_head else _trained_labels(name, task, data.num_labels)
         named = task
-        if head_labels is not None and task.labels is not None and not is_named(task.labels):
+        if head_labels and is_named(head_labels) and task.labels is not None and not is_named(task.labels):
             named = dataclasses.replace(task, labels=head_labels)
-        options = label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
+        options |= label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
     if changes:
         with explained(name, "its config"):
             place, where = located(name)
@@ -86,6 +86,9 @@ def load_for_task(
     transformers.set_seed(seed)
     with explained(name, f"as {task.head.auto_class}"):
         model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
+    if getattr(model.config, "label_names", None) is not None and task.labels is not None:
+        # Those of the file, which timm's config would write again.
+        model.config.label_names = list((model.config.id2label or {}).values())
     if head_labels is not None and (order := label_order(head_labels, task.labels or ())):
         reorder_outputs(model, order)
     fit_tokenizer(model, data.type.processor)
@@ -98,33 +101,34 @@ def is_named(labels: Sequence[str]) -> bool:
 
 
 def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None:
-    """Return the names of the outputs of a checkpoint's trained head, in order; None if it has none.
+    """Return the names of the outputs of a checkpoint's trained head, in order, also numbers; None if it has none.
 
     Raises:
         ConfigError: if it has a head for the task with another number of labels.
         CheckpointError: if the checkpoint has no config that can be read.
     """
     values = read_config(name)
-    if not task.head.is_of((values.get("architectures") or [""])[0]):
+    # timm's configs have other names, and no class of transformers if timm wrote them.
+    of_timm = task.modality == "image" and values.get("architecture") and not values.get("architectures")
+    if not task.head.is_of((values.get("architectures") or [""])[0]) and not (of_timm and values.get("num_classes")):
         return None
-    names = values.get("id2label")
-    has = len(names) if names else values.get("num_labels", 2)
+    names = values.get("id2label") or dict(enumerate(values.get("label_names") or ()))
+    has = len(names) or values.get("num_labels") or values.get("num_classes") or 2
     if has != count:
         raise ConfigError(
             f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
             "task that it was trained for, name all its labels (--labels A,B), or tune a new head (finetune --new-head)"
         )
-    if task.type.numeric or not isinstance(names, dict):
+    if task.type.numeric or not names or not isinstance(names, dict):
         return None
-    labels = tuple(str(names[key]) for key in sorted(names, key=int))
-    return labels if is_named(labels) else None
+    return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
 def other_classes(name: str, data: TaskData) -> str | None:
     """Return a note if the outputs of a trained head have other names than the data's classes; None if not."""
     labels = data.task.labels or ()
-    own = _trained_labels(name, data.task, len(labels)) if labels and is_named(labels) else None
-    if own is None or {label.casefold() for label in own} == {label.casefold() for label in labels}:
+    own = (_trained_labels(name, data.task, len(labels)) if labels and is_named(labels) else None) or ()
+    if not is_named(own) or {label.casefold() for label in own} == {label.casefold() for label in labels}:
         return None
     pairs = ", ".join(f"{head} for {label}" for head, label in zip(own[:20], labels, strict=False))
     return f"The head of {Path(name).name!r} has other class names than the data; they are matched by place: {pairs}."
@@ -171,7 +175,8 @@ def label_options(task: Task, count: int) -> dict[str, object]:
     """Return the config values of a head with `count` outputs."""
     names = task.labels or tuple(f"LABEL_{number}" for number in range(count))
     numbers = {name: number for number, name in enumerate(names)}
-    options: dict[str, object] = {"id2label": dict(enumerate(names)), "label2id": numbers}
+    # timm's config takes the number from its file unless it is given.
+    options: dict[str, object] = {"id2label": dict(enumerate(names)), "label2id": numbers, "num_labels": count}
     if task.head.name == "text-classification":
         options["problem_type"] = "regression" if task.type.numeric else "single_label_classification"
     return options

@@ -126,6 +126,11 @@ def _train(
                 else:
                     trainer.train(resume_from_checkpoint=None if last is None else str(last))
         except Exception as error:
+            if "did not return a loss" in str(error):
+                raise ConfigError(
+                    f"stage two: {type(model).__name__} computes no loss on labels, expected a class that does; name "
+                    "another one in the config.json of the checkpoint (architectures)"
+                ) from error
             if not is_write_error(error):
                 raise
             reason = getattr(error, "strerror", None) or error

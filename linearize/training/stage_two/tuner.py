@@ -464,8 +464,9 @@ class Hooks(TrainerCallback):
             self.trainer.keep_start()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let the epoch decide its groups of rows of similar length, so that a resumed run has the same ones."""
-        self.trainer.groups.manual_seed(args.seed + int(state.epoch or 0))
+        """Let the epoch decide masks, crops and groups of similar length, so that a resumed run has the same ones."""
+        epoch = self.trainer.data.type.epoch = int(state.epoch or 0)
+        self.trainer.groups.manual_seed(args.seed + epoch)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Delay Ctrl-C during the step; several processes would have to agree on the step."""

@@ -38,10 +38,13 @@ class TaskType(Kind):
         task: the task.
         processor: the model's tokenizer or image processor.
         options: options of the rows.
+
+    Attributes:
+        epoch: the pass over the training rows, from 0, which random changes of a row (masks, crops) depend on.
     """
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
-        self.task, self.processor, self.options = task, processor, options or DataOptions()
+        self.task, self.processor, self.options, self.epoch = task, processor, options or DataOptions(), 0
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -227,6 +230,10 @@ class ClassLabels(TaskType):
             return
         name, column, names = self.task.name, self.task.label, view.records.names
         labels: list[object] = list(names or ())
+        limited = self.options.trains and self.options.limit is not None
+        if names is not None and limited and self.task.modality == "text":
+            # The first rows of a sorted table.
+            labels = list(set(view.records.labels(view.rows.tolist())))
         if names is None:
             # The classes are those of the whole table: a rare one may occur only in the rows to measure on.
             every = view.records.labels(range(len(view.records.sizes)))

@@ -64,7 +64,7 @@ class ImageClassification(ClassLabels):
         examples = [row["example"] for row in rows]
         pixels = self.encoder(examples, slice(None))["pixel_values"]
         if rows[0]["augment"]:
-            pixels = shifted(pixels, stable_seed(self.options.seed, [row["place"] for row in rows]))
+            pixels = shifted(pixels, stable_seed(self.options.seed, [row["place"] for row in rows], self.epoch))
         return {"pixel_values": pixels, "labels": torch.tensor(self.numbered(examples))}
 
 

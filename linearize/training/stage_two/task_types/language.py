@@ -189,7 +189,7 @@ class MaskedLanguage(LanguageType):
         front, back = ([] if token is None else [token] for token in (tokenizer.cls_token_id, tokenizer.sep_token_id))
         filled: list[Row] = []
         for row in rows:
-            seed = stable_seed(options.seed, row["input_ids"], *(() if row["fixed"] else (salt,)))
+            seed = stable_seed(options.seed, row["input_ids"], *(() if row["fixed"] else (salt, self.epoch)))
             chance = np.random.default_rng(seed)
             ids, labels = row["input_ids"].copy(), np.full(len(row["input_ids"]), IGNORED)
             chosen = chance.random(len(ids)) < options.mask_share

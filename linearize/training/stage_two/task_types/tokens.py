@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
+from linearize.data.columns import in_order
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
 from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Logits, Predictions, Row, row_facts, tokenise
@@ -86,7 +87,7 @@ class TokenClassification(TokenLabels):
         columns = (*splits.train[label], *splits.validation[label])
         tags_found = {tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])}
         if tags_found and all(isinstance(tag, str) for tag in tags_found):
-            return tuple(sorted(tags_found))
+            return in_order(tags_found)
         wrong = [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
         if wrong or not tags_found:
             raise DataError(
@@ -228,8 +229,9 @@ def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -
     offsets = [tuple(pair) if keep else None for pair, keep in zip(coded["offset_mapping"][piece], inside, strict=True)]
     start = end = 0
     if answer["text"]:
-        first = answer["answer_start"][0]
-        last = first + len(answer["text"][0])
+        # Blanks around an answer belong to no token.
+        text, first = answer["text"][0], answer["answer_start"][0]
+        first, last = first + len(text) - len(text.lstrip()), first + len(text.rstrip())
         begins = [i for i, pair in enumerate(offsets) if pair and pair[0] <= first < pair[1]]
         ends = [i for i, pair in enumerate(offsets) if pair and pair[0] < last <= pair[1]]
         if begins and ends:
