@@ -246,7 +246,7 @@ def check_kernel(job: ConvertJob) -> None:
             f"window: got {job.window} under FSDP, expected one device or DDP; convert with --plan FILE.yaml"
         )
     if job.chooses_windows and job.plan_out is not None:
-        check_plan_target(job.plan_out, overwrite=job.overwrite or job.stage.resume)
+        check_plan_target(job.plan_out, overwrite=job.overwrite or stages.resumes(job))
 
 
 def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | None]:

@@ -13,7 +13,16 @@ from linearize.core.errors import ConfigError
 from linearize.core.parsing import check_file
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
-from linearize.jobs.stages import Context, check_states, clear_states, drop_states, first_device, open_data, states_of
+from linearize.jobs.stages import (
+    Context,
+    check_states,
+    clear_states,
+    drop_states,
+    first_device,
+    open_data,
+    resumes,
+    states_of,
+)
 from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
 from linearize.kernel_search.result import SearchResult, write_plot
@@ -68,7 +77,7 @@ def check_search(job: SearchJob | ConvertJob) -> None:
     parse_candidates(job.search.candidates, softmax=job.search.softmax_layers > 0)
     if job.plan_out is not None:
         # A resumed run may find the plan that it wrote before it was interrupted.
-        check_plan_target(job.plan_out, overwrite=job.overwrite or job.stage.resume)
+        check_plan_target(job.plan_out, overwrite=job.overwrite or resumes(job))
 
 
 def choose_plan(context: Context, max_length: int | None) -> SearchResult:

@@ -130,6 +130,11 @@ def states_of(job: AnyJob) -> list[StateFolder]:
     return [StateFolder(folder, job.stage.keep) for folder in job.state_folders()] if job.keeps_states else []
 
 
+def resumes(job: AnyJob) -> bool:
+    """Tell whether the job continues an interrupted run: with --resume, if that left states or choices."""
+    return job.stage.resume and any(states.folder.exists() for states in states_of(job))
+
+
 def check_states(job: AnyJob) -> None:
     """Refuse to start a run where an interrupted one left its states.
 

@@ -190,6 +190,9 @@ def test_a_resumed_search_may_write_its_plan_again(place, capsys, monkeypatch):
     assert code == 130 and "the best plan so far is in own.yaml" in err and "the same line and --resume" in err
     code, _, err = run(capsys, *line, "--resume")
     assert code == 0, err
+    # Nothing is left to resume: the plan, which the user may have edited, stays.
+    code, _, err = run(capsys, *line, "--resume")
+    assert code == 2 and "exists; choose another file, or pass --overwrite" in err
     (place / "own.yaml").unlink()
 
 
