@@ -29,6 +29,7 @@ from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import outside_packages, why_not
+from linearize.modeling.weights import check_merged
 
 OTHER_FILES = 4_000_000
 """Bytes of a checkpoint's other files: tokenizer, code, card."""
@@ -74,6 +75,7 @@ def save(
     """
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
+    check_merged(model)
     processors = processor if isinstance(processor, (list, tuple)) else [processor]
     if provenance is not None:
         model.config.linearize = {**model.config.linearize, "provenance": provenance}

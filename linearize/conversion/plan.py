@@ -23,6 +23,7 @@ from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
 from linearize.modeling.model import attach, change_class, is_linearized
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan
+from linearize.modeling.weights import check_merged
 
 
 def plan(
@@ -60,6 +61,7 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
         kernel_info(config.kernel)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
+    check_merged(model)
     if is_linearized(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} is already converted; start from the original checkpoint (or distil it further)"

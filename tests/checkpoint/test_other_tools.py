@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from support.tiny import converted, inputs_of, outputs
+from support.tiny import converted, inputs_of, original, outputs
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import linearize
 from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.loading import load_model
+from linearize.core.errors import CheckpointError, ConfigError
 
 
 class Rows(torch.utils.data.Dataset):
@@ -142,3 +144,25 @@ def test_sentence_transformers(tmp_path):
     encoder.save(str(tmp_path / "again"))
     again = SentenceTransformer(str(tmp_path / "again"), device="cpu")
     torch.testing.assert_close(torch.as_tensor(again.encode(["a cat", "a dog a dog"])), vectors, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_is_not_merged_is_refused(tmp_path):
+    """Without a word the saved folder held no weights of the model, or some under names that no load knows."""
+    peft = pytest.importorskip("peft")
+    model = original("llama")
+    model.save_pretrained(tmp_path / "both")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    for folder in ("adapter", "both"):
+        adapted.save_pretrained(tmp_path / folder)
+    with pytest.raises(ConfigError, match=r"adapter of peft that is not merged \(.*q_proj\)"):
+        load_model(str(tmp_path / "both"))
+    with pytest.raises(CheckpointError, match="holds only an adapter of peft; merge it"):
+        load_model(str(tmp_path / "adapter"))
+    with pytest.raises(ConfigError, match="not merged"):
+        linearize.convert(model)
+    model = peft.get_peft_model(converted("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for part in (model, model.get_base_model()):
+        with pytest.raises(ConfigError, match="not merged"):
+            linearize.save(part, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    linearize.save(model.merge_and_unload(), tmp_path / "out")
