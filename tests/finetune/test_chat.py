@@ -14,6 +14,7 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.rows import IGNORED
+from linearize.training.stage_two.task_types import chat
 from linearize.training.stage_two.task_types.chat import encode
 from linearize.training.stage_two.tasks import task
 
@@ -132,3 +133,14 @@ def test_the_figure_is_that_of_the_assistants_tokens(tmp_path):
         out = model(**batch)
     found = data.type.compute_metrics(data.type.reduce(out.logits, batch["labels"]).numpy(), None)
     assert found["perplexity"] == pytest.approx(float(out.loss.exp()), rel=1e-5)
+
+
+def test_conversations_to_train_on_are_not_encoded_to_measure(tmp_path, monkeypatch):
+    (tmp_path / "chats").mkdir()
+    for split, count in (("train", 30), ("validation", 5)):
+        write(tmp_path / "chats" / f"{split}.jsonl", conversations(count))
+    coded, own = [], chat.encode
+    monkeypatch.setattr(chat, "encode", lambda tokenizer, messages: coded.append(1) or own(tokenizer, messages))
+    options = DataOptions(max_length=32, trains=False)
+    data = prepare(task("chat"), chatty(), options, data=str(tmp_path / "chats"))
+    assert len(coded) == len(data.validation) == 5

@@ -46,7 +46,7 @@ class Chat(CausalType):
         self.fast_tokenizer("chat", "which maps tokens to places in the text")
         splits = open_splits(self.task, given, self.options, raw=True)
         need_columns(splits, self.task.columns, "chat")
-        train, _, left_out = self._rows(splits.train)
+        train, _, left_out = self._rows(splits.train) if self.options.trains else ([], [], 0)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too
         note = f"; {silent:,} left out, in which no answer of the assistant fits" if silent else ""
