@@ -232,11 +232,15 @@ def open_data(context: Context, length: int | None, skip: str) -> None:
 
 def note_exact_rows(on_event: Callback, plan: Plan, tokens: int, advice: str) -> None:
     """Send a note with advice if attention is exact in all converted layers for rows of `tokens` tokens."""
+    if (text := exact_rows(plan, tokens)) is not None:
+        on_event(Noted(f"{text}, so kernels learn nothing; {advice}"))
+
+
+def exact_rows(plan: Plan, tokens: int) -> str | None:
+    """Say that attention is exact in all converted layers for rows of `tokens` tokens; None if it is not."""
     if plan.converted and all(tokens <= _exact_tokens(layer) for layer in plan.converted):
-        text = (
-            f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact, so kernels learn nothing"
-        )
-        on_event(Noted(f"{text}; {advice}"))
+        return f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact"
+    return None
 
 
 def _exact_tokens(layer: LayerPlan) -> int:
