@@ -222,10 +222,11 @@ def open_data(context: Context, length: int | None, skip: str) -> None:
     seen = context.longest_seen
     if seen is None:
         return
-    if context.source.row_length > seen:
+    full = context.source.row_length
+    if context.source.options["packing"] and full > seen:
         text = f"Held-out rows have up to {seen:,} tokens, training rows {most:,}; hold out more texts (--holdout)"
         context.on_event(Noted(f"{text}, as the best state is chosen on them"))
-        seen = most
+    seen = max(seen, full)
     longer = f"give a larger --{context.job.row_length.replace('_', '-')}" if seen >= most else "train on longer texts"
     note_exact_rows(context.on_event, context.plan, seen, longer)
 
@@ -288,7 +289,7 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     provenance |= add_command(provenance)
     if context.longest_seen is not None and context.source is not None:
         before = provenance.get("longest_row")
-        # Packed rows are full, but the held-out rows may be few and short.
+        # The held-out rows may be few and short.
         full = context.source.row_length
         provenance["longest_row"] = max(context.longest_seen, full, before if isinstance(before, int) else 0)
     move(loaded.model, "cpu")
