@@ -103,7 +103,10 @@ def timm_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None = None) -> Loaded:
+    from linearize.modeling.weights import check_merged
+
     modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
+    check_merged(model)
     model.eval().to(check_device(device))
     # A model with a head is not a sentence embedder.
     embedder = sentence_files(name, revision) if model.base_model is model else {}
@@ -191,10 +194,12 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     if is_folder and not file.parent.exists():
         raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
     if is_folder and not file.is_file():
-        raise CheckpointError(
-            f"{name!r} is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of them or "
-            "a Hub name"
+        what = (
+            "is not a checkpoint: expected a folder with a config.json, or a GGUF file; give one of them or a Hub name"
         )
+        if (file.parent / "adapter_config.json").is_file():
+            what = "holds only an adapter of peft; merge it into its model first (merge_and_unload, save_pretrained)"
+        raise CheckpointError(f"{name!r} {what}")
     with explained(name, "its config.json"):
         values = read_json(file) if is_folder else read_config_values(name, revision)
         if not isinstance(values, dict):

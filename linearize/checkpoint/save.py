@@ -16,6 +16,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from torch import nn
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.output import atomic_folder
@@ -31,6 +32,7 @@ from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import outside_packages, why_not
+from linearize.modeling.weights import check_merged
 
 OTHER_FILES = 4_000_000
 """Bytes of a checkpoint's other files: tokenizer, code, card."""
@@ -74,11 +76,13 @@ def save(
 
     Raises:
         CheckpointError: if the model is not converted, or the folder cannot be used or written; nothing is left then.
+        ConfigError: if it has an adapter of peft that is not merged.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(model, nn.Module):
+        check_merged(model)
     if not isinstance(model, PreTrainedModel):
-        more = "; merge the adapter first (merge_and_unload)" if hasattr(model, "merge_and_unload") else ""
-        raise CheckpointError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel){more}")
+        raise CheckpointError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
     processors = processor if isinstance(processor, (list, tuple)) else [processor]
@@ -201,7 +205,7 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
     trained = provenance.longest_row_length
     if trained is not None and length is not None and trained < length:
         sentences.append(
-            f"It takes {length:,} tokens; it was trained and measured on rows of up to {trained:,}. Longer rows "
+            f"It takes {length:,} tokens; it was trained on rows of up to {trained:,}. Longer rows "
             "have not been measured."
         )
     merit = provenance.numbers("kernel_merit")

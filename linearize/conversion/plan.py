@@ -23,6 +23,7 @@ from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
 from linearize.modeling.model import attach, change_class, is_linearized
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan, contradiction
+from linearize.modeling.weights import check_merged
 
 
 def plan(
@@ -296,6 +297,7 @@ def _check_plan(model: PreTrainedModel, plan: Plan) -> None:
 def _check_original(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
+    check_merged(model)
     if is_linearized(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} is already converted; start from the original checkpoint (or distil it further)"

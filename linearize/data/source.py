@@ -230,10 +230,16 @@ class Source:
             else:
                 yield self._encoder(self._train.fetch(items[mine]), slice(None))
 
-    @property
+    @functools.cached_property
     def row_length(self) -> int:
-        """Tokens in every training row with packing; 0 without."""
-        return self._config.max_length if self._config.packing else 0
+        """Tokens of the longest training row: of every row with packing, else of the longest texts; 0 for images."""
+        if self._config.packing:
+            return self._config.max_length
+        sizes = np.concatenate(
+            [part.sizes[rows] for part, rows in zip(self._train.parts, self._train.rows, strict=True)]
+        )
+        batch = self._encoder(self._train.fetch(np.argsort(-sizes)[:LONGEST].tolist()), slice(None))
+        return int(batch["attention_mask"].sum(dim=1).max()) if "attention_mask" in batch else 0
 
     def holdout_examples(self, most: int) -> list[Example]:
         """Return the first held-out examples, unchanged; fewer if fewer are held out."""
@@ -246,6 +252,8 @@ class Source:
         return [self._encoder(self._held.fetch(group), slice(None)) for group in groups]
 
 
+LONGEST = 8
+"""How many of the texts with the most characters are tokenised to find the longest row."""
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 """Fields of a batch that a model reads; the rest are labels."""
 

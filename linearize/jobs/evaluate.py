@@ -19,7 +19,10 @@ from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
 from linearize.evaluation.report.paired import SideDifference, score_difference
 from linearize.fidelity.ablate import ablated
 from linearize.jobs.events import Advanced, Callback, Started, ignore
+from linearize.jobs.stages import exact_rows
 from linearize.jobs.task_config import EvaluateJob
+from linearize.modeling.model import is_linearized
+from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import check_alone, under_fsdp
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.intervals import BALANCED, Measured
@@ -62,7 +65,8 @@ class SideResult:
         score: the task's main metric.
         interval: 95 % bootstrap interval of the score.
         metrics: all metrics.
-        note: a warning that it read longer rows than in training, or that its classes have other names; None if not.
+        note: a warning that it read longer rows than in training, that its classes have other names, or that all its
+            rows fit into the window; None if not.
         by_position: for causal language models, the loss by the number of tokens before the predicted one.
         learned: whether it is above chance: by its score, or by macro-F1 if classes are uneven.
         balanced: macro-F1 and its interval, if the task has it and classes are uneven.
@@ -186,7 +190,10 @@ class Sides:
             model = move(load_for_task(checkpoint, data), self.device).eval()
         facts = {"context": options.max_length, **data.facts}
         length = facts.get("max_length", facts["context"])
-        found = (beyond_training(model, task, length), other_classes(checkpoint, data), _left_out(checkpoint, data))
+        tokens = min(length, facts.get("longest_row", length))
+        exact = _within_window(model, tokens) if task.modality == "text" else None
+        left_out = _left_out(checkpoint, data)
+        found = (beyond_training(model, task, length), other_classes(checkpoint, data), exact, left_out)
         note = " ".join(text for text in found if text is not None) or None
         with ablated(model, without) if without is not None else nullcontext():
             measured = measure_with_interval(
@@ -270,6 +277,12 @@ def _left_out(name: str, data: TaskData) -> str | None:
     how, more = pooling_of(name) if isinstance(data.type, EmbeddedPairs) else ("", [])
     left_out = f"left out, unlike in SentenceTransformer: {', '.join(more)}"
     return f"Measured were token states ({how}); {left_out}." if more else None
+
+
+def _within_window(model: PreTrainedModel, tokens: int) -> str | None:
+    """Return a note if attention is exact in rows of `tokens` tokens: no score then shows what the kernel does."""
+    exact = exact_rows(Plan.from_dict(model.config.linearize), tokens) if is_linearized(model) else None
+    return None if exact is None else f"{exact}, so they show nothing of the kernel."
 
 
 def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:

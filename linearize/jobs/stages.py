@@ -227,21 +227,26 @@ def open_data(context: Context, length: int | None, skip: str) -> None:
     seen = context.longest_seen
     if seen is None:
         return
-    if context.source.row_length > seen:
+    full = context.source.row_length
+    if context.source.options["packing"] and full > seen:
         text = f"Held-out rows have up to {seen:,} tokens, training rows {most:,}; hold out more texts (--holdout)"
         context.on_event(Noted(f"{text}, as the best state is chosen on them"))
-        seen = most
+    seen = max(seen, full)
     longer = f"give a larger --{context.job.row_length.replace('_', '-')}" if seen >= most else "train on longer texts"
     note_exact_rows(context.on_event, context.plan, seen, longer)
 
 
 def note_exact_rows(on_event: Callback, plan: Plan, tokens: int, advice: str) -> None:
     """Send a note with advice if attention is exact in all converted layers for rows of `tokens` tokens."""
+    if (text := exact_rows(plan, tokens)) is not None:
+        on_event(Noted(f"{text}, so kernels learn nothing; {advice}"))
+
+
+def exact_rows(plan: Plan, tokens: int) -> str | None:
+    """Say that attention is exact in all converted layers for rows of `tokens` tokens; None if it is not."""
     if plan.converted and all(tokens <= _exact_tokens(layer) for layer in plan.converted):
-        text = (
-            f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact, so kernels learn nothing"
-        )
-        on_event(Noted(f"{text}; {advice}"))
+        return f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact"
+    return None
 
 
 def _exact_tokens(layer: LayerPlan) -> int:
@@ -289,7 +294,7 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     provenance |= add_command(provenance)
     if context.longest_seen is not None and context.source is not None:
         before = provenance.get("longest_row")
-        # Packed rows are full, but the held-out rows may be few and short.
+        # The held-out rows may be few and short.
         full = context.source.row_length
         provenance["longest_row"] = max(context.longest_seen, full, before if isinstance(before, int) else 0)
     move(loaded.model, "cpu")

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 from transformers.utils import cached_file
 
-from linearize.core.errors import CheckpointError, first_line, some
+from linearize.core.errors import CheckpointError, ConfigError, first_line, some
 from linearize.modeling.plan import ABSENT, damaged
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -119,6 +119,20 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
                 "incomplete, or the installed transformers reads their names differently: download it again or convert "
                 "the model again"
             )
+
+
+def check_merged(model: torch.nn.Module) -> None:
+    """Check that a model has no adapter of peft: it would be saved without its weights, or under names no load knows.
+
+    Raises:
+        ConfigError: if it has one.
+    """
+    held = next((name for name, _ in model.named_modules() if name.endswith(".base_layer")), None)
+    if held is not None:
+        raise ConfigError(
+            f"{type(model).__name__}: got an adapter of peft that is not merged ({held.removesuffix('.base_layer')}), "
+            "expected plain weights; merge it first, with merge_and_unload() of peft's own model"
+        )
 
 
 def _renamed(state: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> dict[str, str]:

@@ -116,7 +116,7 @@ def test_the_commands_that_made_it_are_there(place, card):
 
 def test_limits(place, card):
     said = card.partition("## Limits\n")[2].partition("## ")[0]
-    assert "It takes 128 tokens; it was trained and measured on rows of up to 28." in said
+    assert "It takes 128 tokens; it was trained on rows of up to 31." in said
     assert "1 of 2 attentions are still softmax" in said and "Short inputs are not faster" in said
     model = converted("bert", "AutoModel", "rfa")
     plan = Plan.from_dict(model.config.linearize)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from support.tiny import converted, inputs_of, outputs
+from support.tiny import converted, inputs_of, original, outputs
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.core.errors import CheckpointError
+from linearize.checkpoint.loading import load_model
+from linearize.core.errors import CheckpointError, ConfigError
 
 
 class Rows(torch.utils.data.Dataset):
@@ -155,9 +156,31 @@ def test_save_takes_the_model_out_of_torch_compile_and_refuses_other_wrappers(tm
     with pytest.raises(CheckpointError, match="got DataParallel, expected a transformers model"):
         linearize.save(wrapped, tmp_path / "wrapped")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], init_lora_weights=False))
-    with pytest.raises(CheckpointError, match=r"got PeftModel, .*; merge the adapter first .merge_and_unload."):
+    with pytest.raises(ConfigError, match="not merged"):
         linearize.save(adapted, tmp_path / "adapted")
     assert [path.name for path in tmp_path.iterdir()] == ["compiled"]
     linearize.save(adapted.merge_and_unload(), tmp_path / "merged")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(outputs(loaded, inputs_of(model))[0], outputs(model, inputs_of(model))[0])
+
+
+def test_an_adapter_that_is_not_merged_is_refused(tmp_path):
+    """Without a word the saved folder held no weights of the model, or some under names that no load knows."""
+    peft = pytest.importorskip("peft")
+    model = original("llama")
+    model.save_pretrained(tmp_path / "both")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    for folder in ("adapter", "both"):
+        adapted.save_pretrained(tmp_path / folder)
+    with pytest.raises(ConfigError, match=r"adapter of peft that is not merged \(.*q_proj\)"):
+        load_model(str(tmp_path / "both"))
+    with pytest.raises(CheckpointError, match="holds only an adapter of peft; merge it"):
+        load_model(str(tmp_path / "adapter"))
+    with pytest.raises(ConfigError, match="not merged"):
+        linearize.convert(model)
+    model = peft.get_peft_model(converted("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for part in (model, model.get_base_model()):
+        with pytest.raises(ConfigError, match="not merged"):
+            linearize.save(part, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    linearize.save(model.merge_and_unload(), tmp_path / "out")

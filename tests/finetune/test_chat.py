@@ -14,6 +14,7 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.rows import IGNORED
+from linearize.training.stage_two.task_types import chat
 from linearize.training.stage_two.task_types.chat import encode
 from linearize.training.stage_two.tasks import task
 
@@ -64,6 +65,16 @@ def test_the_assistants_tokens_are_those_behind_its_prompt():
     assert [place for place, own in enumerate(spoken) if own] == [7, 8, 9, 16, 17]
 
 
+def test_a_first_turn_of_the_assistant_begins_behind_its_prompt_too():
+    """What the template writes before it, such as a system prompt of its own, was learned as the assistant's."""
+    words = chatty("{{ 'the mat ' }}" + TEMPLATE)
+    ids, spoken = encode(words, [*turns("cat", "sat")[1:], *turns("a", "mat")])
+    the, mat, sat = words.convert_tokens_to_ids(["the", "mat", "sat"])
+    unknown, begin, end = words.unk_token_id, words.bos_token_id, words.eos_token_id
+    assert ids[:7] == [the, mat, begin, unknown, sat, end, begin]
+    assert spoken[:7] == [False] * 4 + [True] * 2 + [False] and sum(spoken) == 4
+
+
 def test_rows_are_cut_and_filled_up_behind_whatever_the_tokenizer_does():
     rows = [{"messages": turns("the", "cat sat")}, {"messages": turns("the cat sat on a mat", "and")}] * 2
     tables = {"train": Dataset.from_list(rows), "validation": Dataset.from_list(rows)}
@@ -93,9 +104,13 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     for number, rows in enumerate(([["the", "cat"]] * 12, [[{"role": "user"}]] * 12, [[]] * 12)):
         with pytest.raises(DataError):
             prepare(task("chat"), chatty(), DataOptions(max_length=16), data=write(tmp_path / f"{number}.jsonl", rows))
-    with pytest.raises(DataError, match="the chat template refuses a conversation"):
-        odd = write(tmp_path / "odd.jsonl", [[{"role": "judge", "content": "the"}]] * 12)
-        prepare(task("chat"), chatty(), DataOptions(max_length=16), data=odd)
+    for message in (
+        {"role": "judge", "content": "the"},
+        {"role": "user", "content": [{"type": "text", "text": "the"}]},
+    ):
+        odd = write(tmp_path / "odd.jsonl", [[message, *turns("the", "cat")[1:]]] * 12)
+        with pytest.raises(DataError, match="the chat template refuses a conversation"):
+            prepare(task("chat"), chatty(), DataOptions(max_length=16), data=odd)
     with pytest.raises(DataError, match="in which the assistant says nothing within 16 tokens"):
         silent = write(tmp_path / "silent.jsonl", [turns("the")] * 12)
         prepare(task("chat"), chatty(), DataOptions(max_length=16), data=silent)
@@ -132,3 +147,14 @@ def test_the_figure_is_that_of_the_assistants_tokens(tmp_path):
         out = model(**batch)
     found = data.type.compute_metrics(data.type.reduce(out.logits, batch["labels"]).numpy(), None)
     assert found["perplexity"] == pytest.approx(float(out.loss.exp()), rel=1e-5)
+
+
+def test_conversations_to_train_on_are_not_encoded_to_measure(tmp_path, monkeypatch):
+    (tmp_path / "chats").mkdir()
+    for split, count in (("train", 30), ("validation", 5)):
+        write(tmp_path / "chats" / f"{split}.jsonl", conversations(count))
+    coded, own = [], chat.encode
+    monkeypatch.setattr(chat, "encode", lambda tokenizer, messages: coded.append(1) or own(tokenizer, messages))
+    options = DataOptions(max_length=32, trains=False)
+    data = prepare(task("chat"), chatty(), options, data=str(tmp_path / "chats"))
+    assert len(coded) == len(data.validation) == 5

@@ -317,6 +317,18 @@ def test_rotary_models_are_measured_beyond_their_length_with_a_note(tmp_path, gp
         found(gpt2, 40)
 
 
+def test_rows_that_show_nothing_of_the_kernel_are_noted(tmp_path):
+    """They keep all of the original's score, with or without the kernel."""
+    folder, text = causal_folder(tmp_path / "llama", 64), tmp_path / "text.txt"
+    text.write_text("\n".join(" ".join(words(12, place)) for place in range(20)))
+    model = linearize.convert(AutoModelForCausalLM.from_pretrained(folder), "hedgehog", window=16, sinks=2)
+    linearize.save(model, tmp_path / "linear", processor=load_processor(str(folder), "text"))
+    options = {"task": "causal-lm", "dataset": str(text), "device": "cpu", "model": str(tmp_path / "linear")}
+    found = [evaluate_checkpoint(EvaluateJob.of(max_length=length, **options)).notes for length in (18, 19)]
+    note = "Rows of up to 18 tokens fit into the window, where attention is exact, so they show nothing of the kernel."
+    assert found == [(note,), ()]
+
+
 @pytest.mark.parametrize("kernel", [pytest.param(None, marks=pytest.mark.slow), "hedgehog"])
 def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, gpt2, kernel, capsys):
     """They were refused, and a converted one could not be converted again for longer rows."""

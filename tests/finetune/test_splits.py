@@ -37,6 +37,23 @@ def test_the_named_split_is_measured(folder, name, count):
     assert f"{count} rows of split {name or 'validation'}" in found.description
 
 
+def test_a_folder_without_rows_to_train_on_is_measured(tmp_path):
+    """It was refused for its lack of a split that measuring does not need."""
+    write(tmp_path / "test.jsonl", ROWS[:8])
+    measuring = DataOptions(trains=False)
+    tables = {"validation": Dataset.from_list(ROWS[:8])}
+    for given, split in ((str(tmp_path), "test"), (tables, "validation")):
+        found = open_splits(task("cola"), given, measuring, raw=not isinstance(given, str))
+        assert len(found.validation) == 8
+        assert found.description.endswith(f": measured on 8 rows of split {split}")
+        with pytest.raises(DataError, match="got split 'train', expected one of: "):
+            splits(given)
+    with pytest.raises(DataError, match="got split 'dev', expected one of: test"):
+        open_splits(task("cola", validation="dev"), str(tmp_path), measuring)
+    (tmp_path / "test.jsonl").rename(tmp_path / "unnamed.jsonl")
+    assert "1 held-out rows" in open_splits(task("cola"), str(tmp_path), measuring).description
+
+
 def test_a_split_that_is_not_there_is_an_error_that_lists_the_others(folder):
     with pytest.raises(DataError, match=r"got split 'dev', expected one of: test, train, validation"):
         splits(str(folder), validation="dev")

@@ -105,8 +105,9 @@ def test_rows_that_fit_into_the_window_are_noted(place):
     assert taught(place, **more) == (32, [f"{note}; give a larger --distill-length"])
     assert taught(place, **{**more, "distill_length": 33}) == (33, [])
     (place / "texts.txt").write_text("\n".join([" ".join(WORDS[:5])] * 3 + [" ".join(WORDS[5:8])] * 24) + "\n")
-    note = "Rows of up to 5 tokens fit into the window, where attention is exact, so kernels learn nothing"
-    assert taught(place, window=64, distill_length=64) == (5, [f"{note}; train on longer texts"])
+    # The held-out row has 5 tokens, some rows to train on have 7.
+    note = "Rows of up to 7 tokens fit into the window, where attention is exact, so kernels learn nothing"
+    assert taught(place, window=64, distill_length=64) == (7, [f"{note}; train on longer texts"])
 
 
 def test_packed_rows_are_full(tmp_path):
@@ -164,3 +165,16 @@ def test_tuning_on_rows_inside_the_window_is_noted(tmp_path):
         finetune_checkpoint(TuneJob.of(model=str(tmp_path / "linear"), **data, **options), notes.append)
         text = "Rows of up to 16 tokens fit into the window, where attention is exact, so kernels learn nothing"
         assert [note.text for note in notes if isinstance(note, Noted)] == [f"{text}; give a larger --max-length"]
+
+
+def test_a_hybrid_fades_after_the_longest_row_that_it_was_trained_on(tmp_path):
+    """It faded after the longest held-out row, so a few short ones there silenced the kernel."""
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM")
+    short = [" ".join(WORDS[place : place + 3]) for place in range(5)]
+    (tmp_path / "texts.txt").write_text("\n".join([*short * 20, " ".join(WORDS * 4)[:200]]) + "\n")
+    options = {"dataset": str(tmp_path / "texts.txt"), "window": 2, "distill_length": 24, "batch_size": 2, "holdout": 2}
+    target = tmp_path / "linear"
+    job = ConvertJob.of(model=str(tmp_path / "llama"), output=str(target), distill_steps=1, align_steps=0, **options)
+    convert_checkpoint(job)
+    layers = json.loads((target / "config.json").read_text())["linearize"]["layers"]
+    assert {layer["trained_length"] for layer in layers} == {24}

@@ -109,7 +109,9 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
     """
     called = given if isinstance(given, str) else "tables"
     open_split: Any = raw_table if raw else partial(_view, task)
-    train = open_split(given, task.train)
+    # Measuring needs no rows to train on.
+    alone = not options.trains and _lacks_training(task, given)
+    train: Any = None if alone else open_split(given, task.train)
     name = _validation_split(task, given)
     if name is None:
         order = np.random.default_rng(options.seed).permutation(len(train))
@@ -127,6 +129,7 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
         train, validation = train.select(kept), train.select(held)
     else:
         validation = open_split(given, name)
+        train = validation if alone else train
         where = f"{len(validation):,} rows of split {name}"
     most = options.validation_limit
     if most is not None and most < len(validation):
@@ -136,7 +139,15 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
         train = train.select(_some(task, len(train), options.limit))
     skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())
     left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
-    return Splits(train, validation, f"{called}: {len(train):,} rows to train on, measured on {where}{left_out}")
+    trained = "" if alone else f"{len(train):,} rows to train on, "
+    return Splits(train, validation, f"{called}: {trained}measured on {where}{left_out}")
+
+
+def _lacks_training(task: Task, given: Given) -> bool:
+    """Tell whether tables or a folder have a split to measure on, and none to train on."""
+    path = user_path(given) if isinstance(given, str) else None
+    names = set(given) if path is None else set(splits_of(path)) if path.is_dir() else set()
+    return bool(names) and task.train not in names and (task.exact_validation or bool(names & {*task.validation}))
 
 
 def _some(task: Task, rows: int, count: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError
+from linearize.modeling.weights import check_merged
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_one.processes import under_fsdp
@@ -222,8 +223,9 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
 
     Raises:
         ConfigError: if the task can only be measured, gradient checkpointing is wanted and not supported, or images
-            should be grouped by length.
+            should be grouped by length, or the model has an adapter of peft.
     """
+    check_merged(model)
     if not data.type.trains or data.type.options.chunks:
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "

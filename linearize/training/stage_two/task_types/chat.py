@@ -46,7 +46,7 @@ class Chat(CausalType):
         self.fast_tokenizer("chat", "which maps tokens to places in the text")
         splits = open_splits(self.task, given, self.options, raw=True)
         need_columns(splits, self.task.columns, "chat")
-        train, _, left_out = self._rows(splits.train)
+        train, _, left_out = self._rows(splits.train) if self.options.trains else ([], [], 0)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too
         note = f"; {silent:,} left out, in which no answer of the assistant fits" if silent else ""
@@ -104,8 +104,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
     spans = []
     for place, message in enumerate(messages):
         if message["role"] == ASSISTANT:
-            before = _written(tokenizer, messages[:place], add_generation_prompt=True) if place else ""
             until = _written(tokenizer, messages[: place + 1])
+            before = _written(tokenizer, messages[: place or 1], add_generation_prompt=True)
+            if not place:
+                # Templates cannot write nothing, but what they add for an answer stands before the first turn too.
+                opening = before.removeprefix(until)
+                before = until[: until.find(opening) + len(opening)] if opening in until else ""
             if not (until.startswith(before) and text.startswith(until)):
                 raise ConfigError(
                     "chat: got a chat template that writes a turn differently once others follow it, expected one that "
@@ -120,7 +124,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
 def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise DataError(
-            f"chat: the chat template refuses a conversation ({error}), expected roles that it supports; repair the row"
+            f"chat: the chat template refuses a conversation ({error}), expected roles and contents that it supports; "
+            "repair the row"
         ) from None
