@@ -205,8 +205,8 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
     trained = provenance.longest_row_length
     if trained is not None and length is not None and trained < length:
         sentences.append(
-            f"It takes {length:,} tokens; it was trained on rows of up to {trained:,}. Longer rows "
-            "have not been measured."
+            f"It takes {length:,} tokens; it was trained on rows of up to {trained:,}. Longer rows have not been "
+            "measured."
         )
     merit = provenance.numbers("kernel_merit")
     if "error" in merit and "window_only" in merit:
