@@ -63,8 +63,7 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
         quiet.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            names: Any = {"input_names": list(graph.inputs), "output_names": list(graph.outputs)}
-            exported: Any = torch.onnx.export(program, dynamo=True, **names, optimize=False, verbose=False)
+            exported: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
             _remove_repeated(exported.model)
             exported.optimize()
     except Exception as error:
@@ -76,10 +75,13 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
     finally:
         quiet.setLevel(level)
     model: onnx_ir.Model = exported.model
+    # Only now: before, an input that is returned unchanged is one value with the output.
+    for value, name in zip((*model.graph.inputs, *model.graph.outputs), (*graph.inputs, *graph.outputs), strict=True):
+        value.name = name
     for value in model.graph.inputs:
         assert value.shape is not None
-        open_ = graph.sizes[str(value.name)]
-        value.shape = onnx_ir.Shape([open_.get(axis, size) for axis, size in enumerate(value.shape)])
+        names = graph.sizes[str(value.name)]
+        value.shape = onnx_ir.Shape([names.get(axis, size) for axis, size in enumerate(value.shape)])
     return model
 
 
