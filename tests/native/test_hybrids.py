@@ -1,5 +1,6 @@
 """Random layers: windows, sinks, exact keys, log-scales; natively and in PyTorch as exact as fp32 allows."""
 
+import itertools
 import random
 
 import pytest
@@ -33,12 +34,17 @@ def draw(seed):
         if mask is not None:
             # A step of rows with different lengths is PyTorch's.
             mask[1] = mask[0]
-    mixer = learned(name, args, causal=causal, **sizes, **hybrid)
     if mask is not None and window is None:
         # Rounding cannot be measured at a query that sees nothing: there the written-out weights come from -1e30.
         mask[:, 0] = True
-    while not distinct(mixer, inputs := tokens(count, seed=seed, **sizes), mask):
-        seed += 10_000
+    for attempt in itertools.count():
+        if attempt == 20:
+            # Where a network's units are off, its log-scales are equal but for rounding.
+            hybrid["scale"] = "linear"
+        mixer = learned(name, args, causal=causal, **sizes, **hybrid)
+        inputs = tokens(count, seed=seed + 10_000 * attempt, **sizes)
+        if distinct(mixer, inputs, mask):
+            break
     return mixer, inputs, mask
 
 
@@ -68,11 +74,13 @@ def decode(mixer, inputs, mask, start):
 
 def distinct(mixer, inputs, mask):
     """Whether the keys' log-scales are so far apart that no rounding changes which are the largest."""
+    if not mixer.hybrid.exact_keys:
+        return True
     found = mixer.mapped(*inputs[:2], scaling=inputs[0].shape[-1] ** -0.5, key_padding_mask=mask)[1].log_scale
     if found is None or found.shape[-1] == 1:
         return True
     gaps = found.detach().sort(dim=-1).values.diff()
-    return bool((gaps[gaps > 0] > 1e-5 * found.abs().max()).all())
+    return bool((gaps[gaps > 0] > 2e-6 * found.abs().max()).all())
 
 
 RUN = [pytest.param(seed, marks=() if seed < 20 else pytest.mark.slow) for seed in range(2_000)]
