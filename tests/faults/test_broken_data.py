@@ -94,7 +94,7 @@ WORKS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tuned(models):
     return make_text(models / "tuned", head="AutoModelForSequenceClassification")
 
