@@ -356,8 +356,9 @@ def pooling(files: Mapping[str, bytes]) -> tuple[str, list[str]]:
             elif name == OWN[0]:
                 more += [f"prompt {key!r}" for key, text in Record(values).part("prompts").values.items() if text]
             elif name.endswith("/config.json"):
-                on = [key[13:] for key, value in Record(values).values.items() if key[:13] == _MODE and value is True]
-                mode = Record(values).values.get(_MODE[:-1], on)
+                values = Record(values).values
+                on = [key.removeprefix(_MODE) for key in values if key.startswith(_MODE) and values[key] is True]
+                mode = values.get("pooling_mode", on)
                 modes += mode if isinstance(mode, list) else [mode]
     mode = ", ".join(re.sub("_tokens?$", "", str(mode)) for mode in modes) or "mean"
     return _POOLINGS.get(mode, "mean"), more if mode in _POOLINGS else [*more, f"pooling {mode!r}"]

@@ -76,9 +76,10 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
         raise DataError(f"{origin}: got the same column for two purposes, expected different ones: {names}.")
     renamed = {name: role for role, name in asked.items() if name != role}
     table = table.select_columns(list(asked.values())).rename_columns(renamed)
-    for role in [role for role, name in asked.items() if kinds[name] == "words"]:
-        text = Features(table.features | {role: Value("string")})
-        table = table.map(_joined, input_columns=role, fn_kwargs={"role": role}, features=text)
+    for role, name in asked.items():
+        if kinds[name] == "words":
+            text = Features(table.features | {role: Value("string")})
+            table = table.map(_joined, input_columns=role, fn_kwargs={"role": role}, features=text)
     return table.cast_column("image", Image(decode=False)) if modality == "image" else table
 
 

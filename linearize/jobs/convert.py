@@ -37,6 +37,7 @@ from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_one.loop import DistillResult, within
 from linearize.training.stage_one.processes import is_main, under_fsdp
 from linearize.training.stage_two.load import check_processor
+from linearize.training.stage_two.save import without_scores
 
 STAND_IN = "elu"
 """Placeholder kernel of every layer until a search or a plan file chooses one."""
@@ -71,10 +72,6 @@ class ConvertResult:
             "seconds": self.seconds,
             "findings": None if self.findings is None else asdict(self.findings),
         }
-
-
-SCORES = ("metrics", "score", "interval", "chance", "above_chance", "original")
-"""What a record of stage two says about the weights that it saved."""
 
 
 def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertResult:
@@ -151,7 +148,7 @@ def _open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
     provenance = dict(section.get("provenance") or {})
     if tuned := Provenance(provenance).part("finetuning").values:
         # The scores are those of the weights before this stage.
-        provenance["finetuning"] = {name: value for name, value in tuned.items() if name not in SCORES}
+        provenance["finetuning"] = without_scores(tuned)
     return Context(job, loaded, Plan.from_dict(section), on_event, provenance, earlier)
 
 

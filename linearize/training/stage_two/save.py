@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.checkpoint.loading import move, quiet
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from linearize.core.heads import Processor
+
+MEASURED = ("metrics", "score", "interval", "chance")
+"""Fields of a result that its record has under the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,11 @@ def save_model(
     return Path(target)
 
 
+def without_scores(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `tuning_record` without what it says about its weights, for other weights made from them."""
+    return {name: value for name, value in record.items() if name not in (*MEASURED, "above_chance", "original")}
+
+
 def tuning_record(
     data: TaskData, config: TuneConfig, result: TuneResult, teacher: str | Path | None = None
 ) -> dict[str, object]:
@@ -108,7 +116,7 @@ def tuning_record(
         "seed": data.type.options.seed,
         "facts": data.facts,
         "max_length": data.type.options.max_length,
-        **{name: getattr(result, name) for name in ("metrics", "score", "interval", "chance")},
+        **{name: getattr(result, name) for name in MEASURED},
         "above_chance": above_chance(data.task, result.score, chance=result.chance, interval=result.interval),
         **{name: getattr(result, name) for name in ("steps", "best_step", "selection", "stopped")},
         "teacher": None if teacher is None else Path(teacher).name,

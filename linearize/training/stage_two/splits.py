@@ -129,12 +129,12 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
         train, validation = train.select(kept), train.select(held)
     else:
         validation = open_split(given, name)
-        train = validation if alone else train
         where = f"{len(validation):,} rows of split {name}"
     most = options.validation_limit
     if most is not None and most < len(validation):
         validation = validation.select(_some(task, len(validation), most))
         where = f"{most:,} of {where}"
+    train = validation if alone else train
     if options.limit is not None and options.limit < len(train):
         train = train.select(_some(task, len(train), options.limit))
     skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())
