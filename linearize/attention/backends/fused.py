@@ -107,7 +107,7 @@ class Fused:
             return "it does not support learned log-scales of causal keys"
         if mixer.shape.causal and precision_of(call.v) == EXACT:
             return "exact fp32 products of causal calls are faster in PyTorch"
-        return _unreadable(call) or unknown_maps(mixer) or _unsupported(mixer, call) or absence()
+        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
@@ -123,7 +123,7 @@ class Fused:
         return out, {"kv": kv, "log_scale": kv.new_zeros(kv.shape[:2]) if shift is None else shift}
 
 
-def _unreadable(call: AttentionCall) -> str:
+def unreadable_on_gpu(call: AttentionCall) -> str:
     """Return why the kernels cannot read the tensors of a call; empty if they can."""
     tensors = (call.q, call.k, call.v)
     if any(type(x) is not Tensor or x.dtype not in TYPES for x in tensors):
@@ -133,7 +133,7 @@ def _unreadable(call: AttentionCall) -> str:
     return "it only supports heads of at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
 
 
-def _unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+def unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
     """Return why the kernels cannot compute the maps of such a call; empty if they can."""
     # A separate map of the queries has the same kind and size.
     map, v = maps_of(mixer)[0], call.v
@@ -157,12 +157,12 @@ def precision_of(v: Tensor) -> str:
     return "tf32" if v.dtype == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
 
 
-@functools.lru_cache(maxsize=1)
-def kernels() -> Any:
-    """Return the module of the kernels; None if it or Triton is missing."""
-    # Import by name: Triton must not be imported with linearize, and the code in a checkpoint lacks that module.
+@functools.lru_cache
+def kernels(name: str = "fused_kernels") -> Any:
+    """Return a module of kernels; None if it or Triton is missing."""
+    # Import by name: Triton must not be imported with linearize, and the code in a checkpoint lacks these modules.
     try:
-        return importlib.import_module("linearize.attention.backends.fused_kernels")
+        return importlib.import_module(f"linearize.attention.backends.{name}")
     except ImportError:
         return None
 
@@ -255,8 +255,7 @@ class Launcher:
         most = max(1, PROGRAMS // (self.batch * self.key_heads))
         self.segment = max(LEAST, -(-self.tokens // (most * UNIT)) * UNIT)
         self.segments = -(-self.tokens // self.segment)
-        padded = [max(16, 1 << (x - 1).bit_length()) for x in self.numbers]
-        self.padded = dict(zip(("N_", "D_", "V_"), padded, strict=True))
+        self.padded = padded_sizes(self.numbers)
         self.precision = precision_of(v)
         self.tuning = TIGHT if max(self.numbers) > USUAL or self.precision == EXACT else TUNING
 
@@ -280,10 +279,6 @@ class Launcher:
         """Return the number of blocks of a segment."""
         return self.segment // self.tuning[tuning].block
 
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the tensors' device the current one, on which Triton launches kernels."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
     def states(self, count: int, slots: int) -> Tensor:
         """Return memory for states [count, slots, F, V + 1]."""
         rows, _, width = self.numbers
@@ -302,7 +297,7 @@ class Launcher:
         states = self.states(self.batch * heads, slots)
         arguments = (
             *(side.x, side.y, side.a, side.b, self.mask, *side.weights, states),
-            *_strides(side.x, side.y),
+            *strides(side.x, side.y),
             *(self.settings.scale, self.tokens, self.blocks("sums"), slots, heads, side.map_group, *self.numbers),
         )
         self.launch("sums", "sums", heads, arguments, KEYS=side.keys, SCALED=side.a is not None, SLOTS=order)
@@ -320,7 +315,7 @@ class Launcher:
         tuning = "scan" if causal else "read"
         arguments = (
             *(queries.x, keys.x, keys.y, keys.a, self.mask, *queries.weights, *keys.weights, states, out, inverse),
-            *_strides(queries.x, keys.x, keys.y, out),
+            *strides(queries.x, keys.x, keys.y, out),
             *(settings.scale, settings.eps, self.tokens, self.blocks(tuning), states.shape[1]),
             *(self.heads, self.groups, queries.map_group, *self.numbers),
         )
@@ -332,7 +327,7 @@ class Launcher:
         found, tuned = torch.empty_like(inverse), self.tuning["slopes"]
         grid = self.batch * self.heads, -(-self.tokens // tuned.block)
         kernels().slopes[grid](
-            *(out, grad, inverse, found, *_strides(out, grad)),
+            *(out, grad, inverse, found, *strides(out, grad)),
             *(self.heads, self.tokens, self.settings.eps, self.numbers[2]),
             BLOCK=tuned.block,
             V_=self.padded["V_"],
@@ -367,7 +362,7 @@ class Launcher:
         arguments = (
             *(side.x, side.y, side.a, side.b, other.x, other.y, other.a, other.b, self.mask),
             *(*side.weights, *other.weights, states, dx, dw, dy, da),
-            *_strides(side.x, side.y, other.x, other.y, dx, dx if dy is None else dy),
+            *strides(side.x, side.y, other.x, other.y, dx, dx if dy is None else dy),
             *(self.settings.scale, self.tokens, self.blocks(tuning), states.shape[1], heads, group, other_group),
             *(group * side.map_group, other_group * other.map_group, self.batch * heads // len(states), *self.numbers),
         )
@@ -385,12 +380,23 @@ class Launcher:
         return torch.empty(self.batch, self.tokens, heads, size, device=self.device, dtype=dtype).transpose(1, 2)
 
 
-def _strides(*tensors: Tensor) -> list[int]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a device the current one, on which Triton launches kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def padded_sizes(numbers: Sequence[int]) -> dict[str, int]:
+    """Return the sizes of tiles for rows of the map, head size and value size: powers of two, 16 or more."""
+    padded = [max(16, 1 << (x - 1).bit_length()) for x in numbers]
+    return dict(zip(("N_", "D_", "V_"), padded, strict=True))
+
+
+def strides(*tensors: Tensor) -> list[int]:
     """Return the strides of tensors [B, heads, T, size] without their last axes, which are contiguous."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """Return x with a contiguous last axis."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -402,9 +408,9 @@ def _sides(
     ready = [None if w is None else w.detach().float().contiguous() for w in weights]
     count, groups = len(WEIGHTS), q.shape[1] // k.shape[1]
     a = None if factor is None else factor.detach().contiguous()
-    keys = Side(_readable(k), _readable(v), a, a, ready[:count], 1, keys=True)
+    keys = Side(readable(k), readable(v), a, a, ready[:count], 1, keys=True)
     own = ready[count:]
-    return Side(_readable(q), _readable(rows), None, None, own or keys.weights, 1 if own else groups, keys=False), keys
+    return Side(readable(q), readable(rows), None, None, own or keys.weights, 1 if own else groups, keys=False), keys
 
 
 class _Attend(torch.autograd.Function):
@@ -423,7 +429,7 @@ class _Attend(torch.autograd.Function):
         launcher = Launcher(settings, mask, q, v, more[1].shape[1])
         # `needs_input_grad` is also true while gradients are off, for leaves that could have one.
         save = settings.gradient and any(ctx.needs_input_grad)
-        with launcher.on_device():
+        with on_device(q.device):
             if settings.causal and launcher.segments == 1 and not settings.needs_state:
                 # There are no keys before the only segment.
                 states = launcher.states(k.shape[0] * k.shape[1], 1).zero_()
@@ -445,7 +451,7 @@ class _Attend(torch.autograd.Function):
         launcher = Launcher(settings, mask, q, v, weights[0].shape[1])
         queries, keys = _sides(q, grad, k, v, *more)
         learned = any(ctx.needs_input_grad[6:])
-        with launcher.on_device():
+        with on_device(q.device):
             queries = queries._replace(a=inverse, b=launcher.slopes(out, queries.y, inverse))
             of_q = launcher.gradients(queries, keys, states, learned=learned)
             sums = launcher.sums(queries, -1 if settings.causal else 0)

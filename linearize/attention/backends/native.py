@@ -82,15 +82,20 @@ def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerS
     return attend_with_gradient(maps_of(mixer), q, k, v, fallback, options), None
 
 
+def padding_last(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
+    """Return the call with the padding after the tokens of each row, and the order [B, T]; None if there is none."""
+    if call.key_padding_mask is None:
+        return call, None
+    order = real_first(call.key_padding_mask)
+    mask = call.key_padding_mask.bool().gather(1, order)
+    q, k, v = (take(x, order) for x in (call.q, call.k, call.v))
+    positions = None if call.positions is None else call.positions.gather(1, order)
+    return replace(call, q=q, k=k, v=v, key_padding_mask=mask, positions=positions), order
+
+
 def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-    order, mask = None, call.key_padding_mask
-    if mask is not None:
-        order = real_first(mask)
-        mask = mask.bool().gather(1, order)
-        q, k, v = (take(x, order) for x in (call.q, call.k, call.v))
-        positions = None if call.positions is None else call.positions.gather(1, order)
-        call = replace(call, q=q, k=k, v=v, key_padding_mask=mask, positions=positions)
-    q, k, v = call.q, call.k, call.v
+    call, order = padding_last(call)
+    q, k, v, mask = call.q, call.k, call.v, call.key_padding_mask
     form = mixer.form(call.scaling)
     assert form is not None
     scales = mixer.log_scales(call)

@@ -1,0 +1,222 @@
+"""The backend in Triton for softmax windows on a GPU, without gradients: one pass over near, far and exact keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linearize.attention.backends.fused import (
+    DEVICES,
+    EXACT,
+    HALVES,
+    WEIGHTS,
+    absence,
+    kernels,
+    on_device,
+    padded_sizes,
+    precision_of,
+    readable,
+    strides,
+    unreadable_on_gpu,
+    unsupported,
+)
+from linearize.attention.backends.native import maps_of, padding_last, unknown_maps
+from linearize.attention.call import AttentionCall, MixerState
+from linearize.ops import State, Window
+from linearize.ops.state import FLOOR, is_tracing, put_back, real_tokens
+from linearize.ops.window_causal import state_after
+from linearize.ops.window_parts import places_of, ranks, strongest
+
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
+
+
+class Tuning(NamedTuple):
+    """Queries of a block and keys of a tile, and threads over 32: of `window_attend`, then of `chunk_sums`."""
+
+    block: int
+    tile: int
+    warps: int
+    sums_tile: int
+    sums_warps: int
+
+
+TUNING = {"bf16": Tuning(64, 64, 4, 64, 4), "tf32": Tuning(64, 32, 8, 32, 4), EXACT: Tuning(32, 32, 8, 32, 8)}
+"""By precision of products."""
+
+CHUNK, LONG = 128, 16384
+"""Tokens of a segment; twice as many in longer rows, where the states would need too much memory."""
+
+
+class FusedWindow:
+    """Whole calls with a softmax window, map included."""
+
+    name, uses_op = "triton window", False
+
+    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+        """Return why it declines a call; empty if it can compute it."""
+        if mixer.window is None:
+            return "the layer has no softmax window"
+        if is_tracing():
+            return "a graph is being traced"
+        if call.q.device.type not in DEVICES:
+            return "it runs only on CUDA"
+        if call.q.shape[2] < 2 or call.q.shape[0] == 0:
+            return "it needs several tokens to be fast"
+        if call.state is not None:
+            return "it cannot start from a state"
+        if torch.is_grad_enabled():
+            return "it has no gradient"
+        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
+
+    def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
+        call, order = padding_last(call)
+        form = mixer.form(call.scaling)
+        assert form is not None
+        launcher = Launcher(mixer, call, form)
+        with on_device(call.q.device):
+            out, kv, level = launcher.attend()
+        out = out if order is None else put_back(out, order)
+        if not call.needs_state or not form.causal:
+            return out, None
+        real, kept = real_tokens(call.k, call.key_padding_mask), None
+        if launcher.lost is not None:
+            count = real.sum(dim=1)[:, None, None]
+            place = torch.arange(real.shape[1], device=real.device)
+            kept = (place >= form.sinks) & (place < count - form.size) & (launcher.lost >= count)
+        features = lambda k: mixer.map_tokens(k, call.scaling)  # noqa: E731
+        return out, state_after(call.k, call.v, real, form, State(kv, level), features, kept).present()
+
+
+class Launcher:
+    """Runs the kernels of one call, whose padding comes last.
+
+    Attributes:
+        lost: the step at which each key is lost to the state [B, K, T]; None without exact keys.
+    """
+
+    def __init__(self, mixer: FeatureMapMixer, call: AttentionCall, form: Window) -> None:
+        self.form, self.q, self.k, self.v = form, *(readable(x) for x in (call.q, call.k, call.v))
+        maps, mask = maps_of(mixer), call.key_padding_mask
+        self.mask = None if mask is None else mask.contiguous()
+        ready = [[None if w is None else w.detach().float().contiguous() for w in map_of(map)] for map in maps]
+        self.key_weights, self.query_weights, self.tied = ready[0], ready[-1], len(ready) == 1
+        query_scale, key_scale = mixer.log_scales(call)
+        self.a, self.c = (None if x is None else x.contiguous() for x in (query_scale, key_scale))
+        self.scale = mixer.input_scale(call.scaling)
+        self.heads, self.tokens = self.q.shape[1:3]
+        self.key_heads = self.k.shape[1]
+        self.rows = self.k.shape[0] * self.key_heads
+        numbers = maps[0].first.shape[1], self.q.shape[3], self.v.shape[3]
+        self.numbers, self.precision = numbers, precision_of(self.v)
+        self.features = HALVES[maps[0].kind] * numbers[0]
+        self.options = {
+            **padded_sizes(numbers),
+            "KIND": maps[0].kind,
+            "HALVES": HALVES[maps[0].kind],
+            "PRECISION": self.precision,
+            "CHUNK": CHUNK if self.tokens <= LONG else 2 * CHUNK,
+        }
+        self.tuning = TUNING[self.precision]
+        self.width = form.size if form.causal else form.size // 2
+        self.segments = -(-self.tokens // self.options["CHUNK"])
+        self.lost: Tensor | None = None
+        self.order: Tensor | None = None
+        self.places: Tensor | None = None
+        if form.exact_keys:
+            self.choose()
+
+    def choose(self) -> None:
+        """Choose the exact keys: set `lost`, `order` and `places`, as `window_kernels.contest` describes them."""
+        form, shape = self.form, self.k.shape[:3]
+        priority = torch.zeros(shape, device=self.k.device) if self.c is None else self.c
+        place = torch.arange(self.tokens, device=self.k.device, dtype=torch.int32)
+        sinks = place[: form.sinks].expand(*shape[:2], 1 if not form.causal else self.segments, -1)
+        keep = form.exact_keys
+        if form.causal:
+            self.lost = torch.full(shape, self.tokens, dtype=torch.int32, device=place.device)
+            self.order = torch.full(shape, -1, dtype=torch.int32, device=place.device)
+            chosen = place.new_empty(*shape[:2], self.segments, keep)
+            least = torch.finfo(torch.float32).min
+            kernels("window_kernels").contest[(self.rows,)](
+                *(ranks(priority).clamp(min=least, max=-least).contiguous(), self.lost, self.order, chosen),
+                *(self.tokens, self.segments, form.size, form.sinks, keep),
+                CHUNK=self.options["CHUNK"],
+                TILE=min(64, self.options["CHUNK"]),
+                PLACES=max(2, 1 << (keep - 1).bit_length()),
+                num_warps=1,
+            )
+        else:
+            there = place >= form.sinks
+            there = there.expand(shape) if self.mask is None else there & self.mask[:, None].expand(shape)
+            kept = strongest(priority, there, keep)
+            slots = min(keep, self.tokens)
+            index = places_of(kept, slots)
+            chosen = index.masked_fill(~kept.gather(2, index), -1).int()[:, :, None]
+            near = kept | (place < form.sinks)
+            self.lost = torch.where(near, self.tokens, 0).int()
+            self.order = torch.where(near, -1, place).int()
+        self.places = torch.cat([sinks, chosen], dim=-1).contiguous()
+
+    def attend(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output [B, H, T, V], and the state of the tokens that left the window (meaningful if causal)."""
+        form, tuned, numbers = self.form, self.tuning, self.numbers
+        module, width = kernels("window_kernels"), numbers[2] + 1
+        device = self.q.device
+        sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
+        levels = None if self.c is None else torch.empty(self.rows, self.segments, device=device)
+        module.chunk_sums[(self.rows, self.segments)](
+            *(self.k, self.v, self.c, self.mask, self.order, *self.key_weights, sums, levels),
+            *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
+            *(self.width if form.causal else 0, form.sinks, *numbers),
+            **self.options,
+            TILE=tuned.sums_tile,
+            num_warps=tuned.sums_warps,
+        )
+        states, levels = self.outside(sums, levels)
+        out = self.q.new_empty(self.q.shape[0], self.tokens, self.heads, width - 1, dtype=self.v.dtype).transpose(1, 2)
+        groups = self.heads // self.key_heads
+        sets, keep = (1, form.sinks) if self.places is None else self.places.shape[2:]
+        module.window_attend[(self.q.shape[0] * self.heads, -(-self.tokens // tuned.block))](
+            *(self.q, self.k, self.v, self.a, self.c, self.lost, self.places, self.mask),
+            *(*self.query_weights, *self.key_weights, states, levels, out),
+            *(*strides(self.q, self.k, self.v, out), form.scaling, self.scale, form.eps, self.tokens),
+            *(self.width, form.sinks, sets, keep, states.shape[1], self.heads, groups, groups if self.tied else 1),
+            *numbers,
+            CAUSAL=form.causal,
+            **self.options,
+            BLOCK=tuned.block,
+            TILE=tuned.tile,
+            num_warps=tuned.warps,
+        )
+        last = (states[:, -1].unflatten(0, self.k.shape[:2]), None if levels is None else levels[:, -1])
+        kv, level = last[0].clone(), states.new_zeros(self.k.shape[:2])
+        if last[1] is not None:
+            level = last[1].reshape(self.k.shape[:2]).clone()
+        return out, kv, level
+
+    def outside(self, sums: Tensor, levels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Add up the chunks outside the region of each segment; causally, one more state has all chunks."""
+        chunk, size = torch.arange(self.segments, device=sums.device), self.options["CHUNK"]
+        if self.form.causal:
+            outside = chunk < torch.arange(self.segments + 1, device=sums.device)[:, None]
+        else:
+            start = chunk[:, None] * size
+            outside = chunk < (start - self.width).div(size, rounding_mode="floor")
+            outside |= chunk >= -((-start - size - self.width).div(size, rounding_mode="floor"))
+        if levels is None:
+            factors = outside.float()
+        else:
+            masked = torch.where(outside, levels[:, None], FLOOR)
+            levels = masked.amax(dim=-1)
+            factors = torch.exp(masked - levels[..., None]) * outside
+        return (factors @ sums.flatten(2)).unflatten(-1, sums.shape[2:]), levels
+
+
+def map_of(map: Any) -> list[Tensor | None]:
+    """Return the tensors of a map that the kernels read."""
+    return [getattr(map, name) for name in WEIGHTS]
