@@ -77,6 +77,8 @@ def plan(output: Path, *, model: str | None) -> list[Step]:
         "causal-fp32": ["--causal"],
         "backward-bf16": ["--backward", "--dtype", "bfloat16"],
         "causal-backward-bf16": ["--causal", "--backward", "--dtype", "bfloat16"],
+        "window-bf16": ["--window", "128", "--sinks", "4", "--dtype", "bfloat16"],
+        "window-causal-bf16": ["--window", "128", "--sinks", "4", "--causal", "--dtype", "bfloat16"],
     }
     for name, options in suites.items():
         steps.append(_bench(name, [*COMMAND_LINE, "bench", *options]))
@@ -137,7 +139,7 @@ def run_all(steps: Sequence[Step], output: Path, minutes: float = MINUTES) -> li
 
 def run_step(step: Step, output: Path, limit: float) -> int:
     """Run one step and return its exit code (124: timeout); JSON on stdout goes to NAME.json, all else to NAME.log."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "LINEARIZE_TRITON": "all"}
     try:
         done = subprocess.run(
             [sys.executable, *step.words],

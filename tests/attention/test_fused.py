@@ -15,34 +15,63 @@ from support.kernel_cases import make_inputs, make_mixer
 from support.scripts import script
 
 from linearize.attention.backends import fused
+from linearize.attention.backends.fused_step import FusedStep
+from linearize.attention.backends.fused_window import CHUNK, TUNING, FusedWindow
 from linearize.attention.call import AttentionCall
 from linearize.core.registry import kernel_info
 
 TESTS = Path(__file__).parent.parent
 
 
+def child(name, *words, **environment):
+    """The output of a module of `support.children`, which has the Triton kernels to itself."""
+    environment = os.environ | {"LINEARIZE_NATIVE": "0", "LINEARIZE_TRITON": "all"} | environment
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, sys.path)])
+    line = [sys.executable, "-m", f"support.children.{name}", *words]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("cases", ["few", pytest.param("more", marks=pytest.mark.slow)])
 def test_outputs_states_and_gradients_equal_the_eager_backend(cases):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "LINEARIZE_NATIVE": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, sys.path)])
-    line = [sys.executable, "-m", "support.children.fused", cases]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) >= 7
+    found = json.loads(child("fused", cases, TRITON_INTERPRET="1"))
+    assert len(found) >= 16
     for name, errors in found.items():
         # One rounding of the output to bf16, and of the gradients.
         limit = 2e-2 if "bfloat16" in name else 1e-5
         assert {what: error for what, error in errors.items() if not error < limit} == {}, name
 
 
-def why_not(name="hedgehog", arguments=None, *, gradient=False, dtype=torch.bfloat16, dim=16, more=None, **options):
-    """Why the backend declines a call; it takes the CPU for a GPU."""
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_windows_and_steps_compile_for_an_h100():
+    found = json.loads(child("compiled"))
+    assert found.keys() == {"chunk_sums", "contest", "window_attend", "step", "advance"}
+    # Shared memory per block of an H100.
+    assert max(found.values()) <= 227 * 1024
+
+
+FUSED = fused.Fused()
+
+
+def why_not(
+    name="hedgehog",
+    arguments=None,
+    *,
+    gradient=False,
+    dtype=torch.bfloat16,
+    dim=16,
+    more=None,
+    backend=FUSED,
+    **options,
+):
+    """Why a backend declines a call; it takes the CPU for a GPU."""
     mixer = make_mixer(kernel_info(name), arguments, **{"causal": True, **options}, dim=dim)
     q, k, v = (x.to(dtype) for x in make_inputs(20, dim=dim))
     with torch.set_grad_enabled(gradient):
-        return fused.Fused().why_not(mixer, AttentionCall(q, k, v, 0.25, **(more or {})))
+        return backend.why_not(mixer, AttentionCall(q, k, v, 0.25, **(more or {})))
 
 
 def test_it_declines_what_it_cannot_compute(monkeypatch):
@@ -72,10 +101,27 @@ def test_it_declines_what_it_cannot_compute(monkeypatch):
     assert why_not() == "LINEARIZE_TRITON is 0"
 
 
+def test_kernels_that_have_not_run_on_a_gpu_are_used_on_request(monkeypatch):
+    monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(fused, "kernels", lambda: object())
+    windows = FusedWindow(), FusedStep()
+    monkeypatch.delenv(fused.SWITCH, raising=False)
+    assert "no GPU has run it" in why_not(window=4, backend=windows[0])
+    monkeypatch.setenv(fused.SWITCH, "all")
+    assert why_not(window=4, backend=windows[0]) == why_not(scale="linear", backend=windows[0]) == ""
+    assert why_not(backend=windows[0]) == "the layer has no softmax window"
+    assert "gradient" in why_not(window=4, gradient=True, backend=windows[0])
+    assert "exact keys" in why_not(window=4, exact_keys=2, dtype=torch.float32, backend=windows[0])
+    assert why_not(window=4, exact_keys=2, causal=False, dtype=torch.float32, backend=windows[0]) == ""
+    assert "not a decoding step" in why_not(window=4, backend=windows[1])
+
+
 def test_blocks_divide_the_segments_whatever_their_length():
     """Otherwise the last tokens of a segment would be left out."""
     for tuning in (*fused.TUNING.values(), *fused.TIGHT.values(), *script("tune_triton").CANDIDATES):
         assert fused.UNIT % tuning.block == 0 and fused.LEAST % fused.UNIT == 0
+    for tuning in TUNING.values():
+        assert CHUNK % tuning.block == CHUNK % tuning.sums_tile == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

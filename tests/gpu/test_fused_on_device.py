@@ -10,7 +10,9 @@ from support.kernel_cases import make_inputs, make_mixer
 
 from linearize.attention.backends import fused
 from linearize.attention.backends.choose import choose
-from linearize.attention.backends.eager import Eager
+from linearize.attention.backends.eager import Eager, OneStep, Windowed
+from linearize.attention.backends.fused_step import FusedStep
+from linearize.attention.backends.fused_window import FusedWindow
 from linearize.attention.call import AttentionCall
 from linearize.core.registry import kernel_info
 
@@ -92,6 +94,75 @@ def test_learned_scales_equal_the_eager_backend(gpu):
         mixer.key_scale.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
     inputs = [x.to(gpu, torch.bfloat16).requires_grad_() for x in make_inputs(500, dim=64, width=64)]
     check(mixer.to(gpu), inputs, None, "bf16")
+
+
+HYBRIDS = {
+    "window": {"window": 128, "scale": "linear"},
+    "sinks": {"window": 100, "sinks": 4, "scale": "linear"},
+    "exact keys": {"window": 64, "sinks": 2, "exact_keys": 16, "scale": "linear"},
+}
+
+
+def hybrid(name, gpu, *, causal, kernel="hedgehog"):
+    mixer = make_mixer(kernel_info(kernel), {}, causal=causal, heads=4, key_heads=2, dim=64, width=64, **HYBRIDS[name])
+    with torch.no_grad():
+        for scale in (mixer.key_scale, mixer.query_scale):
+            scale.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
+    return mixer.to(gpu)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["bidirectional", "causal"])
+@pytest.mark.parametrize("tokens", [130, 1000, 20000])
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("precision", LIMITS)
+def test_windows_equal_the_ops_in_pytorch(precision, name, tokens, way, gpu, monkeypatch):
+    monkeypatch.setenv(fused.SWITCH, "all")
+    mixer = hybrid(name, gpu, causal=way == "causal")
+    drawn = make_inputs(tokens, heads=4, key_heads=2, dim=64, width=64)
+    inputs = [x.to(gpu, DTYPES[precision]) for x in drawn]
+    mask = torch.ones(2, tokens, dtype=torch.bool, device=gpu)
+    mask[0, -99:] = mask[1, :5] = False
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    call = AttentionCall(*inputs, SCALING, mask, needs_state=way == "causal")
+    if (precision, name, way) == ("exact", "exact keys", "causal"):
+        pytest.skip("declined")
+    assert (why := FusedWindow().why_not(mixer, call)) == "", why
+    found, state = FusedWindow().run(mixer, call)
+    again, _ = FusedWindow().run(mixer, call)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    whole = AttentionCall(*(x.float() for x in inputs), SCALING, mask, needs_state=way == "causal")
+    wanted, after = Windowed().run(mixer, whole)
+    real = mask[:, None, :, None]
+    assert torch.equal(found * real, again * real), "two runs differ"
+    assert error(found * real, wanted * real) < LIMITS[precision][0]
+    if state is not None:
+        sums = [x["kv"] * x["log_scale"].exp()[..., None, None] for x in (state, after)]
+        assert error(*sums) < LIMITS[precision][0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
+@pytest.mark.parametrize("name", [*HYBRIDS, "no window"])
+def test_decoding_steps_equal_the_ops_in_pytorch(name, kernel, gpu, monkeypatch):
+    monkeypatch.setenv(fused.SWITCH, "all")
+    if name == "no window":
+        mixer = make_mixer(kernel_info(kernel), {}, causal=True, heads=4, key_heads=2, dim=64, width=64).to(gpu)
+        first, other = Eager(), OneStep()
+    else:
+        mixer, first, other = hybrid(name, gpu, causal=True, kernel=kernel), Windowed(), Windowed()
+    q, k, v = (x.to(gpu) for x in make_inputs(300, heads=4, key_heads=2, dim=64, width=64))
+
+    def call(start, end, state):
+        return AttentionCall(*(x[:, :, start:end] for x in (q, k, v)), SCALING, None, None, state, needs_state=True)
+
+    _, theirs = first.run(mixer, call(0, 120, None))
+    ours = {key: x.clone().contiguous() for key, x in theirs.items()}
+    for place in range(120, 300):
+        now = call(place, place + 1, ours)
+        assert (why := FusedStep().why_not(mixer, now)) == "", why
+        (found, ours), (wanted, theirs) = FusedStep().run(mixer, now), other.run(mixer, call(place, place + 1, theirs))
+        assert error(found, wanted) < 2e-5, place
 
 
 def test_it_is_chosen(gpu, monkeypatch):

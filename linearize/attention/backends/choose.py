@@ -14,6 +14,8 @@ from torch import Tensor
 from linearize.attention.backends.causal import NATIVE_OP, PYTORCH_OP, why_not_native
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused import Fused
+from linearize.attention.backends.fused_step import FusedStep
+from linearize.attention.backends.fused_window import FusedWindow
 from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
 from linearize.attention.call import AttentionCall, MixerState
@@ -46,7 +48,10 @@ class Backend(Protocol):
         """
 
 
-BACKENDS: tuple[Backend, ...] = (Native(), Fused(), OneStep(), Windowed(), Streamed(), Eager())
+BACKENDS: tuple[Backend, ...] = (
+    *(Native(), Fused(), FusedWindow(), FusedStep()),
+    *(OneStep(), Windowed(), Streamed(), Eager()),
+)
 """All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
 

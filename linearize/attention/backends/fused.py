@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
 
 SWITCH = "LINEARIZE_TRITON"
-"""Environment variable: with 0 the Triton kernels are not used."""
+"""Environment variable: with 0 the Triton kernels are not used, with "all" also those that have not run on a GPU."""
 
 DEVICES = ("cuda",)
 """Types of devices that it runs on. Tests add the CPU, with Triton's interpreter (TRITON_INTERPRET=1)."""
@@ -167,10 +167,13 @@ def kernels(name: str = "fused_kernels") -> Any:
         return None
 
 
-def absence() -> str:
-    """Return why the kernels cannot be used at all; empty if they can."""
-    if os.environ.get(SWITCH) == "0":
+def absence(*, tried: bool = True) -> str:
+    """Return why the kernels cannot be used at all; empty if they can. `tried`: whether they have run on a GPU."""
+    switch = os.environ.get(SWITCH)
+    if switch == "0":
         return f"{SWITCH} is 0"
+    if not tried and switch != "all":
+        return f"no GPU has run it yet; {SWITCH}=all uses it all the same"
     return "" if kernels() is not None else "Triton is not installed"
 
 

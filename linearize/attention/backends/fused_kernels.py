@@ -69,11 +69,11 @@ def _weights(first, second, bias, magnitude, head, N, D, KIND: tl.constexpr, N_:
     if bias is None:
         b = tl.zeros([N_], tl.float32)
     else:
-        b = tl.load(bias + head * N + tl.arange(0, N_), mask=rows, other=0.0)
+        b = tl.load(bias + head * N + tl.arange(0, N_), mask=rows, other=0.0).to(tl.float32)
     if magnitude is None:
         m = tl.zeros([D_], tl.float32)
     else:
-        m = tl.load(magnitude + head * D + tl.arange(0, D_), mask=columns, other=0.0)
+        m = tl.load(magnitude + head * D + tl.arange(0, D_), mask=columns, other=0.0).to(tl.float32)
     return w, other, b, m
 
 

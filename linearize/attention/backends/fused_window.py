@@ -1,15 +1,18 @@
-"""The backend in Triton for softmax windows on a GPU, without gradients: one pass over near, far and exact keys."""
+"""The backend in Triton for calls with a softmax window on a GPU, without gradients: near, far and exact keys at once.
+
+Causal calls without a window whose keys have learned log-scales are computed here too, as a window of no tokens.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from linearize.attention.backends import fused
+from linearize.attention.backends.eager import NO_FLOOR
 from linearize.attention.backends.fused import (
-    DEVICES,
     EXACT,
     HALVES,
     WEIGHTS,
@@ -42,9 +45,10 @@ class Tuning(NamedTuple):
     warps: int
     sums_tile: int
     sums_warps: int
+    stages: int = 1
 
 
-TUNING = {"bf16": Tuning(64, 64, 4, 64, 4), "tf32": Tuning(64, 32, 8, 32, 4), EXACT: Tuning(32, 32, 8, 32, 8)}
+TUNING = {"bf16": Tuning(128, 32, 8, 64, 4), "tf32": Tuning(64, 32, 8, 32, 4), EXACT: Tuning(32, 32, 8, 32, 8)}
 """By precision of products."""
 
 CHUNK, LONG = 128, 16384
@@ -58,11 +62,11 @@ class FusedWindow:
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
-        if mixer.window is None:
+        if mixer.window is None and (mixer.key_scale is None or not mixer.shape.causal):
             return "the layer has no softmax window"
         if is_tracing():
             return "a graph is being traced"
-        if call.q.device.type not in DEVICES:
+        if call.q.device.type not in fused.DEVICES:
             return "it runs only on CUDA"
         if call.q.shape[2] < 2 or call.q.shape[0] == 0:
             return "it needs several tokens to be fast"
@@ -70,25 +74,33 @@ class FusedWindow:
             return "it cannot start from a state"
         if torch.is_grad_enabled():
             return "it has no gradient"
-        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
+        if mixer.floor > 0.0:
+            return NO_FLOOR
+        if mixer.hybrid.exact_keys and mixer.shape.causal and precision_of(call.v) == EXACT:
+            return "Triton cannot compile exact fp32 products with exact keys of causal calls"
+        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence(tried=False)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
         call, order = padding_last(call)
-        form = mixer.form(call.scaling)
-        assert form is not None
+        form = mixer.form(call.scaling) or Window(0, call.scaling, mixer.shape.causal, mixer.eps)
         launcher = Launcher(mixer, call, form)
         with on_device(call.q.device):
             out, kv, level = launcher.attend()
         out = out if order is None else put_back(out, order)
         if not call.needs_state or not form.causal:
             return out, None
+        if mixer.window is None:
+            return out, {"kv": kv, "log_scale": level}
         real, kept = real_tokens(call.k, call.key_padding_mask), None
         if launcher.lost is not None:
             count = real.sum(dim=1)[:, None, None]
             place = torch.arange(real.shape[1], device=real.device)
             kept = (place >= form.sinks) & (place < count - form.size) & (launcher.lost >= count)
-        features = lambda k: mixer.map_tokens(k, call.scaling)  # noqa: E731
+
+        def features(k: Tensor) -> tuple[Tensor, Tensor | None]:
+            return mixer.map_tokens(k, call.scaling)
+
         return out, state_after(call.k, call.v, real, form, State(kv, level), features, kept).present()
 
 
@@ -114,7 +126,7 @@ class Launcher:
         numbers = maps[0].first.shape[1], self.q.shape[3], self.v.shape[3]
         self.numbers, self.precision = numbers, precision_of(self.v)
         self.features = HALVES[maps[0].kind] * numbers[0]
-        self.options = {
+        self.options: dict[str, Any] = {
             **padded_sizes(numbers),
             "KIND": maps[0].kind,
             "HALVES": HALVES[maps[0].kind],
@@ -192,12 +204,11 @@ class Launcher:
             BLOCK=tuned.block,
             TILE=tuned.tile,
             num_warps=tuned.warps,
+            num_stages=tuned.stages,
         )
-        last = (states[:, -1].unflatten(0, self.k.shape[:2]), None if levels is None else levels[:, -1])
-        kv, level = last[0].clone(), states.new_zeros(self.k.shape[:2])
-        if last[1] is not None:
-            level = last[1].reshape(self.k.shape[:2]).clone()
-        return out, kv, level
+        shape = self.k.shape[:2]
+        level = states.new_zeros(shape) if levels is None else levels[:, -1].reshape(shape).clone()
+        return out, states[:, -1].unflatten(0, shape).clone(), level
 
     def outside(self, sums: Tensor, levels: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Add up the chunks outside the region of each segment; causally, one more state has all chunks."""

@@ -83,7 +83,7 @@ def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerS
 
 
 def padding_last(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
-    """Return the call with the padding after the tokens of each row, and the order [B, T]; None if there is none."""
+    """Return the call with the padding after the tokens of each row, and the order [B, T]; None without padding."""
     if call.key_padding_mask is None:
         return call, None
     order = real_first(call.key_padding_mask)

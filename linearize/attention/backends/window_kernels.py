@@ -55,8 +55,8 @@ def chunk_sums(
     """Sum up the keys of a chunk of steps, for all key heads: grid (B * K, chunks).
 
     Step t adds the key `order[t]` [B, K, T], or none if it is negative; without an order the key `offset` tokens
-    before, unless it is a sink. The sums are stored in `states` [B * K, chunks, F, V + 1], divided by the exponential of
-    the largest log-scale c [B, K, T] of the chunk, which is stored in `levels` [B * K, chunks].
+    before, unless it is a sink. The sums are stored in `states` [B * K, chunks, F, V + 1], relative to the largest
+    log-scale c [B, K, T] of the chunk, which is stored in `levels` [B * K, chunks].
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     batch, head = row // heads, row % heads
@@ -180,6 +180,19 @@ def _far(
 
 
 @triton.jit
+def _joined(top, total, mixed, level, far_total, far, eps):
+    """Return near and far sums divided by those of their weights, with one shift: the magnitude of the larger part."""
+    near_there, far_there = total > TINY, far_total > TINY
+    size = tl.where(near_there, top + tl.log(tl.maximum(total, TINY)), FLOOR)
+    far_size = tl.where(far_there, level + tl.log(tl.maximum(far_total, TINY)), FLOOR)
+    shift = tl.maximum(size, far_size)
+    factor = tl.where(near_there, tl.exp(tl.where(near_there, top - shift, FLOOR)), 0.0)
+    far_factor = tl.where(far_there, tl.exp(tl.where(far_there, level - shift, FLOOR)), 0.0)
+    divisor = 1.0 / _held(total * factor + far_total * far_factor, eps)
+    return (mixed * factor[:, None] + far * far_factor[:, None]) * divisor[:, None]
+
+
+@triton.jit
 def _distances(i, j, width, CAUSAL: tl.constexpr):
     """Tell which keys j are inside the window of the queries i, and which exist for them: [BLOCK, TILE] each."""
     distance = i[:, None] - j[None, :]
@@ -187,6 +200,81 @@ def _distances(i, j, width, CAUSAL: tl.constexpr):
         return (distance >= 0) & (distance < width), distance >= 0
     else:
         return tl.abs(distance) <= width, distance == distance
+
+
+@triton.jit
+def _region(
+    q, p, n, i, k, v, c, lost, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+    tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, width, sinks, D, V,
+    CAUSAL: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from `least` to `end`: softmax weights inside the window and for exact keys, else the kernel's."""
+    for begin in range(least, end, TILE):
+        j = begin + tl.arange(0, TILE)
+        there, _ = _tokens(mask, batch, begin, count, TILE)
+        there = there & (j < end)
+        inside, exists = _distances(i, j, width, CAUSAL)
+        exists = exists & there[None, :]
+        if lost is None:
+            inside = inside | (j < sinks)[None, :]
+        else:
+            until = tl.load(lost + tokens + j, mask=there, other=0)
+            inside = inside | (i[:, None] < until[None, :])
+        near, away = exists & inside, exists & (inside == 0)
+        keys = _picked(k, ks_t, j, there, D, TILE, D_)
+        rows = _picked(v, vs_t, j, there, V, TILE, V_)
+        if tl.max(tl.max(near.to(tl.int32), axis=1), axis=0) > 0:
+            top, total, mixed = _near(q, keys, rows, near, scaling, top, total, mixed, PRECISION)
+        if tl.max(tl.max(away.to(tl.int32), axis=1), axis=0) > 0:
+            log_scale = tl.zeros([TILE], tl.float32)
+            if c is not None:
+                log_scale = tl.load(c + tokens + j, mask=there, other=FLOOR)
+            level, far_total, far = _far(
+                p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
+                c is not None, KIND, HALVES, PRECISION,
+            )  # fmt: skip
+    return top, total, mixed, level, far_total, far
+
+
+@triton.jit
+def _columns(
+    q, p, n, i, k, v, c, lost, places, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+    tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, keep, D, V,
+    CAUSAL: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
+):  # fmt: skip
+    """Add the exact keys and sinks outside the region."""
+    for begin in range(0, keep, TILE):
+        j = begin + tl.arange(0, TILE)
+        there = j < keep
+        if places is not None:
+            j = tl.load(places + j, mask=there, other=-1)
+        # Those in the region have been read.
+        there = there & (j >= 0) & (j < count) & ((j < least) | (j >= end))
+        if CAUSAL:
+            there = there & (j < least)
+        j = tl.maximum(j, 0)
+        if mask is not None:
+            there = there & (tl.load(mask + batch * count + j, mask=there, other=0) != 0)
+        keys = _picked(k, ks_t, j, there, D, TILE, D_)
+        rows = _picked(v, vs_t, j, there, V, TILE, V_)
+        if CAUSAL and lost is not None:
+            # An exact key may be lost in the course of the segment.
+            until = tl.load(lost + tokens + j, mask=there, other=0)
+            away = there[None, :] & (i[:, None] >= until[None, :])
+            near = there[None, :] & (i[:, None] < until[None, :])
+            log_scale = tl.zeros([TILE], tl.float32)
+            if c is not None:
+                log_scale = tl.load(c + tokens + j, mask=there, other=FLOOR)
+            level, far_total, far = _far(
+                p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
+                c is not None, KIND, HALVES, PRECISION,
+            )  # fmt: skip
+        else:
+            near = there[None, :] & (i[:, None] >= 0)
+        top, total, mixed = _near(q, keys, rows, near, scaling, top, total, mixed, PRECISION)
+    return top, total, mixed, level, far_total, far
 
 
 @triton.jit(do_not_specialize=["count", "width", "sinks", "sets", "keep", "slots"])
@@ -230,6 +318,9 @@ def window_attend(
     level = tl.zeros([BLOCK], tl.float32)
     if c is not None:
         level += tl.load(levels + place)
+    own = tl.zeros([BLOCK], tl.float32)
+    if a is not None:
+        own = tl.load(a + row.to(tl.int64) * count + i, mask=seen, other=0.0)
     w, w2, w_bias, m = _weights(first, second, bias, magnitude, key_head, N, D, KIND, N_, D_)
     top, total = tl.full([BLOCK], FLOOR, tl.float32), tl.zeros([BLOCK], tl.float32)
     mixed = tl.zeros([BLOCK, V_], tl.float32)
@@ -238,69 +329,17 @@ def window_attend(
     else:
         least = tl.maximum(segment * CHUNK - width, 0) // CHUNK * CHUNK
         end = tl.minimum(((segment + 1) * CHUNK + width + CHUNK - 1) // CHUNK * CHUNK, count)
-    for begin in range(least, end, TILE):
-        j = begin + tl.arange(0, TILE)
-        there, _ = _tokens(mask, batch, begin, count, TILE)
-        there = there & (j < end)
-        inside, exists = _distances(i, j, width, CAUSAL)
-        exists = exists & there[None, :]
-        if lost is None:
-            inside = inside | (j < sinks)[None, :]
-        else:
-            until = tl.load(lost + tokens + j, mask=there, other=0)
-            inside = inside | (i[:, None] < until[None, :])
-        near, away = exists & inside, exists & (inside == 0)
-        keys = _picked(k, ks_t, j, there, D, TILE, D_)
-        rows = _picked(v, vs_t, j, there, V, TILE, V_)
-        if tl.max(tl.max(near.to(tl.int32), axis=1), axis=0) > 0:
-            top, total, mixed = _near(tile, keys, rows, near, scaling, top, total, mixed, PRECISION)
-        if tl.max(tl.max(away.to(tl.int32), axis=1), axis=0) > 0:
-            log_scale = tl.zeros([TILE], tl.float32)
-            if c is not None:
-                log_scale = tl.load(c + tokens + j, mask=there, other=FLOOR)
-            level, far_total, far = _far(
-                p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
-                c is not None, KIND, HALVES, PRECISION,
-            )  # fmt: skip
-    for begin in range(0, keep, TILE):
-        j = begin + tl.arange(0, TILE)
-        there = j < keep
-        if places is not None:
-            at = (key_row.to(tl.int64) * sets + tl.minimum(segment, sets - 1)) * keep
-            j = tl.load(places + at + j, mask=there, other=-1)
-        # Those in the region have been read.
-        there = there & (j >= 0) & (j < count) & ((j < least) | (j >= end))
-        if CAUSAL:
-            there = there & (j < least)
-        j = tl.maximum(j, 0)
-        if mask is not None:
-            there = there & (tl.load(mask + batch * count + j, mask=there, other=0) != 0)
-        near = (i[:, None] >= 0) & there[None, :]
-        away = near & (i[:, None] < 0)
-        if lost is not None:
-            until = tl.load(lost + tokens + j, mask=there, other=0)
-            away = near & (i[:, None] >= until[None, :])
-            near = near & (i[:, None] < until[None, :])
-        keys = _picked(k, ks_t, j, there, D, TILE, D_)
-        rows = _picked(v, vs_t, j, there, V, TILE, V_)
-        top, total, mixed = _near(tile, keys, rows, near, scaling, top, total, mixed, PRECISION)
-        if lost is not None:
-            log_scale = tl.zeros([TILE], tl.float32)
-            if c is not None:
-                log_scale = tl.load(c + tokens + j, mask=there, other=FLOOR)
-            level, far_total, far = _far(
-                p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
-                c is not None, KIND, HALVES, PRECISION,
-            )  # fmt: skip
-    if a is not None:
-        level += tl.load(a + row.to(tl.int64) * count + i, mask=seen, other=0.0)
-    # Both parts with one shift, the true magnitude of the larger one.
-    top = tl.where(total > TINY, top, FLOOR)
-    size = tl.where(total > TINY, top + tl.log(tl.maximum(total, TINY)), FLOOR)
-    far_size = tl.where(far_total > TINY, level + tl.log(tl.maximum(far_total, TINY)), FLOOR)
-    shift = tl.maximum(size, far_size)
-    factor = tl.where(total > TINY, tl.exp(top - shift), 0.0)
-    far_factor = tl.where(far_total > TINY, tl.exp(level - shift), 0.0)
-    divisor = 1.0 / _held(total * factor + far_total * far_factor, eps)
-    result = (mixed * factor[:, None] + far * far_factor[:, None]) * divisor[:, None]
+    top, total, mixed, level, far_total, far = _region(
+        tile, p, n, i, k, v, c, lost, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+        tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, width, sinks, D, V,
+        CAUSAL, KIND, HALVES, PRECISION, TILE, D_, V_,
+    )  # fmt: skip
+    if places is not None:
+        places += (key_row.to(tl.int64) * sets + tl.minimum(segment, sets - 1)) * keep
+    top, total, mixed, level, far_total, far = _columns(
+        tile, p, n, i, k, v, c, lost, places, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+        tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, keep, D, V,
+        CAUSAL, KIND, HALVES, PRECISION, TILE, D_, V_,
+    )  # fmt: skip
+    result = _joined(top, total, mixed, level + own, far_total, far, eps)
     _put(out + start.to(tl.int64) * os_t, os_t, result, seen, tl.arange(0, V_) < V, BLOCK, V_)

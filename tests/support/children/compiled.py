@@ -1,0 +1,100 @@
+"""A process of its own that compiles the Triton kernels of windows and decoding for an H100, without one.
+
+    python -m support.children.compiled
+
+calls the backends on the CPU; instead of running a kernel, its call is compiled for the same arguments. Prints for
+every call the kernels' shared memory in bytes, as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from linearize.attention.backends import fused, fused_step, fused_window
+from linearize.attention.backends.eager import Eager, Windowed
+from linearize.attention.call import AttentionCall
+from linearize.core.registry import kernel_info
+from support.kernel_cases import make_mixer
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+shared: dict[str, int] = {}
+
+
+class Compiled:
+    """A kernel that is compiled instead of run."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.compile
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        chosen = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+        values = dict(zip(self.function.arg_names, args, strict=False)) | options
+        signature, constants = {}, {}
+        for parameter in self.function.params:
+            value = values[parameter.name]
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name] = POINTERS[value.dtype]
+            elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        built = triton.compile(ASTSource(self.function, signature, constants), target=HOPPER, options=chosen)
+        name = self.function.__name__
+        shared[name] = max(shared.get(name, 0), built.metadata.shared)
+
+
+def compiled(name: str) -> SimpleNamespace:
+    """The module of kernels `name`, compiling."""
+    real = vars(importlib.import_module(f"linearize.attention.backends.{name}"))
+    return SimpleNamespace(**{key: Compiled(x) for key, x in real.items() if isinstance(x, triton.JITFunction)})
+
+
+@torch.no_grad()
+def call(kernel: str, dtype: torch.dtype, *, causal: bool, step: bool = False, **hybrid: Any) -> None:
+    mixer = make_mixer(kernel_info(kernel), {}, causal=causal, heads=9, key_heads=3, dim=64, width=64, **hybrid)
+    q, k, v = (torch.randn(1, 300, heads, 64).to(dtype).transpose(1, 2) for heads in (9, 3, 3))
+    whole = AttentionCall(q, k, v, 0.125, torch.ones(1, 300, dtype=torch.bool))
+    if not step:
+        fused_window.FusedWindow().run(mixer, whole)
+        return
+    whole.needs_state = True
+    state = (Eager() if mixer.window is None else Windowed()).run(mixer, whole)[1]
+    fused_step.FusedStep().run(
+        mixer, AttentionCall(*(x[:, :, :1] for x in (q, k, v)), 0.125, None, torch.zeros(1, 1), state)
+    )
+
+
+def main() -> None:
+    fused.DEVICES = ("cuda", "cpu")
+    fused_window.kernels = fused_step.kernels = compiled
+    whole = {"window": 128, "scale": "linear", "exact_keys": 32, "sinks": 4}
+    for dtype in (torch.bfloat16, torch.float32):
+        call("hedgehog", dtype, causal=False, **whole)
+        call("t2r", dtype, causal=True, window=64, sinks=4, scale="network")
+        call("flexformer_n", dtype, causal=True, window=64)
+    call("hedgehog", torch.bfloat16, causal=True, **whole)
+    call("hedgehog", torch.bfloat16, causal=True, step=True, trained_length=512, **whole)
+    call("flexformer_n", torch.bfloat16, causal=True, step=True)
+    print(json.dumps(shared))
+
+
+if __name__ == "__main__":
+    main()
