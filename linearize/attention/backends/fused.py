@@ -91,8 +91,8 @@ class Fused:
         """Return why it declines a call; empty if it can compute it."""
         if is_tracing():
             return "a graph is being traced"
-        if call.q.device.type not in DEVICES:
-            return "it runs only on CUDA"
+        if why := elsewhere(call):
+            return why
         if call.q.shape[2] < 2 or call.q.shape[0] == 0:
             return "it needs several tokens to be fast"
         if call.state is not None:
@@ -121,6 +121,11 @@ class Fused:
         if not call.needs_state:
             return out, None
         return out, {"kv": kv, "log_scale": kv.new_zeros(kv.shape[:2]) if shift is None else shift}
+
+
+def elsewhere(call: AttentionCall) -> str:
+    """Return why the kernels cannot run on the device of a call; empty if they can."""
+    return "" if call.q.device.type in DEVICES else "it runs only on CUDA"
 
 
 def unreadable_on_gpu(call: AttentionCall) -> str:

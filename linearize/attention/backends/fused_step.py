@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from linearize.attention.backends import fused
 from linearize.attention.backends.eager import NO_FLOOR
 from linearize.attention.backends.fused import (
     HALVES,
     WEIGHTS,
     absence,
+    elsewhere,
     kernels,
     on_device,
     padded_sizes,
@@ -40,8 +40,8 @@ class FusedStep:
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
-        if call.q.device.type not in fused.DEVICES:
-            return "it runs only on CUDA"
+        if why := elsewhere(call):
+            return why
         if not call.one_step or call.q.shape[0] == 0:
             return "the call is not a decoding step"
         if mixer.floor > 0.0:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.attention.backends import fused
 from linearize.attention.backends.eager import NO_FLOOR
 from linearize.attention.backends.fused import (
     EXACT,
     HALVES,
     WEIGHTS,
     absence,
+    elsewhere,
     kernels,
     on_device,
     padded_sizes,
@@ -66,8 +66,8 @@ class FusedWindow:
             return "the layer has no softmax window"
         if is_tracing():
             return "a graph is being traced"
-        if call.q.device.type not in fused.DEVICES:
-            return "it runs only on CUDA"
+        if why := elsewhere(call):
+            return why
         if call.q.shape[2] < 2 or call.q.shape[0] == 0:
             return "it needs several tokens to be fast"
         if call.state is not None:
