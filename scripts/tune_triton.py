@@ -106,14 +106,15 @@ def main(words: list[str] | None = None) -> None:
             figures["tuning"].append({"part": part, **candidate._asdict(), "ms": times[candidate]})
             print(part, candidate, times[candidate], flush=True)
         TUNING[part] = min(times, key=lambda tuning: times[tuning])
-    sums = {}
-    for number in PROGRAMS:
-        fused.PROGRAMS = number
-        found = [milliseconds(call) for (_, _, side), call in calls.items() if side == "linear"]
-        figures.setdefault("programs", []).append({"programs": number, "ms": found})
-        sums[number] = sum(found)
-        print("programs", number, found, flush=True)
-    fused.PROGRAMS = min(sums, key=lambda number: sums[number])
+    for causal in (False, True):
+        sums = {}
+        for number in PROGRAMS:
+            fused.PROGRAMS[causal] = number
+            found = [milliseconds(call) for (_, way, side), call in calls.items() if side == "linear" and way == causal]
+            figures.setdefault("programs", []).append({"programs": number, "causal": causal, "ms": found})
+            sums[number] = sum(found)
+            print("programs", number, "causal" if causal else "bidirectional", found, flush=True)
+        fused.PROGRAMS[causal] = min(sums, key=lambda number: sums[number])
     figures["best"] = {part: TUNING[part]._asdict() for part in PARTS} | {"programs": fused.PROGRAMS}
     figures["ms"] = {
         f"{which}, {'causal' if causal else 'bidirectional'}, {side}": milliseconds(call)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from support.children import stage_one
@@ -34,6 +35,14 @@ def test_two_processes_equal_one_with_the_doubled_batch(model, two):
         assert found.keys() == one.keys()
         for name in one:
             torch.testing.assert_close(one[name], found[name], rtol=0, atol=1e-6)
+
+
+def test_a_model_stays_on_its_device_if_an_earlier_one_was_elsewhere(monkeypatch):
+    """Accelerate keeps the first device of a process; a second model was moved there, or refused."""
+    model = sharp("bert")
+    make_accelerator(model)
+    monkeypatch.setitem(AcceleratorState._shared_state, "device", torch.device("meta"))
+    assert make_accelerator(model).device.type == "cpu"
 
 
 def test_the_first_version_of_fsdp_is_refused():

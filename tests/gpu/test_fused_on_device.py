@@ -116,8 +116,7 @@ def hybrid(name, gpu, *, causal, kernel="hedgehog"):
 @pytest.mark.parametrize("tokens", [130, 1000, 20000])
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("precision", LIMITS)
-def test_windows_equal_the_ops_in_pytorch(precision, name, tokens, way, gpu, monkeypatch):
-    monkeypatch.setenv(fused.SWITCH, "all")
+def test_windows_equal_the_ops_in_pytorch(precision, name, tokens, way, gpu):
     mixer = hybrid(name, gpu, causal=way == "causal")
     drawn = make_inputs(tokens, heads=4, key_heads=2, dim=64, width=64)
     inputs = [x.to(gpu, DTYPES[precision]) for x in drawn]
@@ -137,15 +136,14 @@ def test_windows_equal_the_ops_in_pytorch(precision, name, tokens, way, gpu, mon
     assert torch.equal(found * real, again * real), "two runs differ"
     assert error(found * real, wanted * real) < LIMITS[precision][0]
     if state is not None:
-        sums = [x["kv"] * x["log_scale"].exp()[..., None, None] for x in (state, after)]
-        assert error(*sums) < LIMITS[precision][0]
+        sums = [x["kv"].double() * x["log_scale"].double().exp()[..., None, None] for x in (state, after)]
+        assert float((sums[0] - sums[1]).norm()) <= LIMITS[precision][0] * float(sums[1].norm())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernel", ["hedgehog", "flexformer_n"])
 @pytest.mark.parametrize("name", [*HYBRIDS, "no window"])
-def test_decoding_steps_equal_the_ops_in_pytorch(name, kernel, gpu, monkeypatch):
-    monkeypatch.setenv(fused.SWITCH, "all")
+def test_decoding_steps_equal_the_ops_in_pytorch(name, kernel, gpu):
     if name == "no window":
         mixer = make_mixer(kernel_info(kernel), {}, causal=True, heads=4, key_heads=2, dim=64, width=64).to(gpu)
         first, other = Eager(), OneStep()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
 
 SWITCH = "LINEARIZE_TRITON"
-"""Environment variable: with 0 the Triton kernels are not used, with "all" also those that have not run on a GPU."""
+"""Environment variable: with 0 the Triton kernels are not used."""
 
 DEVICES = ("cuda",)
 """Types of devices that it runs on. Tests add the CPU, with Triton's interpreter (TRITON_INTERPRET=1)."""
@@ -42,8 +42,11 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 128
 """Largest head and value size and number of rows of a map."""
 
-UNIT, LEAST, PROGRAMS = 64, 128, 1056
-"""Segments are multiples of UNIT tokens, LEAST or more, with about PROGRAMS programs: eight per multiprocessor."""
+UNIT, LEAST = 64, 128
+"""Segments are multiples of UNIT tokens, LEAST or more."""
+
+PROGRAMS = {False: 264, True: 528}
+"""About how many programs there are, by whether a call is causal: two or four per multiprocessor."""
 
 
 class Tuning(NamedTuple):
@@ -56,13 +59,13 @@ class Tuning(NamedTuple):
 
 TUNING = {
     "sums": Tuning(64, 4, 3),
-    "read": Tuning(64, 4),
-    "scan": Tuning(64, 4),
-    "gradients": Tuning(32, 4),
-    "causal_gradients": Tuning(16, 4),
+    "read": Tuning(64, 4, 3),
+    "scan": Tuning(64, 4, 2),
+    "gradients": Tuning(64, 4, 2),
+    "causal_gradients": Tuning(16, 4, 2),
     "slopes": Tuning(64, 4),
 }
-"""By kernel, or by the way in which it is used; the fastest for bf16 on an H200 (docs/benchmarks/gpu.md)."""
+"""By kernel, or by the way in which it is used; the fastest for bf16 on an H100 (docs/benchmarks/gpu.md)."""
 
 TIGHT = {
     "sums": Tuning(32, 8),
@@ -172,13 +175,10 @@ def kernels(name: str = "fused_kernels") -> Any:
         return None
 
 
-def absence(*, tried: bool = True) -> str:
-    """Return why the kernels cannot be used at all; empty if they can. `tried`: whether they have run on a GPU."""
-    switch = os.environ.get(SWITCH)
-    if switch == "0":
+def absence() -> str:
+    """Return why the kernels cannot be used at all; empty if they can."""
+    if os.environ.get(SWITCH) == "0":
         return f"{SWITCH} is 0"
-    if not tried and switch != "all":
-        return f"no GPU has run it yet; {SWITCH}=all uses it all the same"
     return "" if kernels() is not None else "Triton is not installed"
 
 
@@ -260,7 +260,7 @@ class Launcher:
         self.groups = self.heads // self.key_heads
         self.halves = HALVES[settings.kind]
         self.numbers = rows, size, v.shape[-1]
-        most = max(1, PROGRAMS // (self.batch * self.key_heads))
+        most = max(1, PROGRAMS[settings.causal] // (self.batch * self.key_heads))
         self.segment = max(LEAST, -(-self.tokens // (most * UNIT)) * UNIT)
         self.segments = -(-self.tokens // self.segment)
         self.padded = padded_sizes(self.numbers)

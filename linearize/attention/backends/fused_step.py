@@ -50,7 +50,7 @@ class FusedStep:
         assert state is not None
         if not all(x.is_contiguous() for x in state.values()):
             return "it cannot write into this state"
-        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence(tried=False)
+        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, 1, V] and the state, which is updated in place."""

@@ -28,8 +28,9 @@ from linearize.attention.backends.fused import (
 )
 from linearize.attention.backends.native import maps_of, padding_last, unknown_maps
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.hybrid import FADING
 from linearize.ops import State, Window
-from linearize.ops.state import FLOOR, is_tracing, put_back, real_tokens
+from linearize.ops.state import is_tracing, put_back, real_tokens
 from linearize.ops.window_causal import state_after
 from linearize.ops.window_parts import places_of, ranks, strongest
 
@@ -48,11 +49,11 @@ class Tuning(NamedTuple):
     stages: int = 1
 
 
-TUNING = {"bf16": Tuning(128, 32, 8, 64, 4), "tf32": Tuning(64, 32, 8, 32, 4), EXACT: Tuning(32, 32, 8, 32, 8)}
+TUNING = {"bf16": Tuning(64, 32, 4, 64, 4), "tf32": Tuning(64, 32, 8, 32, 4), EXACT: Tuning(32, 32, 8, 32, 8)}
 """By precision of products."""
 
-CHUNK, LONG = 128, 16384
-"""Tokens of a segment; twice as many in longer rows, where the states would need too much memory."""
+CHUNK, SEGMENTS = 128, 512
+"""Tokens of a segment, and most segments; segments of longer rows have more tokens."""
 
 
 class FusedWindow:
@@ -78,7 +79,7 @@ class FusedWindow:
             return NO_FLOOR
         if mixer.hybrid.exact_keys and mixer.shape.causal and precision_of(call.v) == EXACT:
             return "Triton cannot compile exact fp32 products with exact keys of causal calls"
-        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence(tried=False)
+        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
@@ -117,8 +118,17 @@ class Launcher:
         self.mask = None if mask is None else mask.contiguous()
         ready = [[None if w is None else w.detach().float().contiguous() for w in map_of(map)] for map in maps]
         self.key_weights, self.query_weights, self.tied = ready[0], ready[-1], len(ready) == 1
-        query_scale, key_scale = mixer.log_scales(call)
-        self.a, self.c = (None if x is None else x.contiguous() for x in (query_scale, key_scale))
+        self.a = self.c = None
+        own, others = mixer.query_scale, mixer.key_scale
+        self.scaled, length = others is not None, mixer.hybrid.trained_length
+        # Linear log-scales are computed in the kernels, as is their fading; exact keys are chosen before.
+        if others is not None and (others.hidden is not None or form.exact_keys):
+            self.c = others(call.without_padding()[1]).contiguous()
+        if own is not None and own.hidden is not None:
+            self.a = own(call.without_padding()[0]).contiguous()
+        self.c_weight = None if others is None or self.c is not None else others.weight
+        self.a_weights = (None, None) if own is None or self.a is not None else (own.weight, own.bias)
+        self.trained = length if own is not None else None
         self.scale = mixer.input_scale(call.scaling)
         self.heads, self.tokens = self.q.shape[1:3]
         self.key_heads = self.k.shape[1]
@@ -131,7 +141,8 @@ class Launcher:
             "KIND": maps[0].kind,
             "HALVES": HALVES[maps[0].kind],
             "PRECISION": self.precision,
-            "CHUNK": CHUNK if self.tokens <= LONG else 2 * CHUNK,
+            "CHUNK": max(CHUNK, 1 << (-(-self.tokens // SEGMENTS) - 1).bit_length()),
+            "SCALED": self.scaled,
         }
         self.tuning = TUNING[self.precision]
         self.width = form.size if form.causal else form.size // 2
@@ -180,9 +191,9 @@ class Launcher:
         module, width = kernels("window_kernels"), numbers[2] + 1
         device = self.q.device
         sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
-        levels = None if self.c is None else torch.empty(self.rows, self.segments, device=device)
+        levels = torch.empty(self.rows, self.segments, device=device) if self.scaled else None
         module.chunk_sums[(self.rows, self.segments)](
-            *(self.k, self.v, self.c, self.mask, self.order, *self.key_weights, sums, levels),
+            *(self.k, self.v, self.c, self.c_weight, self.mask, self.order, *self.key_weights, sums, levels),
             *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
             *(self.width if form.causal else 0, form.sinks, *numbers),
             **self.options,
@@ -194,12 +205,25 @@ class Launcher:
         groups = self.heads // self.key_heads
         sets, keep = (1, form.sinks) if self.places is None else self.places.shape[2:]
         module.window_attend[(self.q.shape[0] * self.heads, -(-self.tokens // tuned.block))](
-            *(self.q, self.k, self.v, self.a, self.c, self.lost, self.places, self.mask),
+            *(
+                self.q,
+                self.k,
+                self.v,
+                self.a,
+                *self.a_weights,
+                self.c,
+                self.c_weight,
+                self.lost,
+                self.places,
+                self.mask,
+            ),
             *(*self.query_weights, *self.key_weights, states, levels, out),
-            *(*strides(self.q, self.k, self.v, out), form.scaling, self.scale, form.eps, self.tokens),
+            *(*strides(self.q, self.k, self.v, out), form.scaling, self.scale, form.eps),
+            *(float(self.trained or 1), FADING, self.tokens),
             *(self.width, form.sinks, sets, keep, states.shape[1], self.heads, groups, groups if self.tied else 1),
             *numbers,
             CAUSAL=form.causal,
+            FADES=self.trained is not None,
             **self.options,
             BLOCK=tuned.block,
             TILE=tuned.tile,
@@ -212,20 +236,19 @@ class Launcher:
 
     def outside(self, sums: Tensor, levels: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Add up the chunks outside the region of each segment; causally, one more state has all chunks."""
-        chunk, size = torch.arange(self.segments, device=sums.device), self.options["CHUNK"]
-        if self.form.causal:
-            outside = chunk < torch.arange(self.segments + 1, device=sums.device)[:, None]
-        else:
-            start = chunk[:, None] * size
-            outside = chunk < (start - self.width).div(size, rounding_mode="floor")
-            outside |= chunk >= -((-start - size - self.width).div(size, rounding_mode="floor"))
-        if levels is None:
-            factors = outside.float()
-        else:
-            masked = torch.where(outside, levels[:, None], FLOOR)
-            levels = masked.amax(dim=-1)
-            factors = torch.exp(masked - levels[..., None]) * outside
-        return (factors @ sums.flatten(2)).unflatten(-1, sums.shape[2:]), levels
+        slots, size = self.segments + int(self.form.causal), self.features * (self.numbers[2] + 1)
+        states = sums.new_empty(self.rows, slots, *sums.shape[2:])
+        state_levels = None if levels is None else levels.new_empty(self.rows, slots)
+        apart = 0 if self.form.causal else -(-self.width // self.options["CHUNK"])
+        kernels("window_kernels").outside[(self.rows, -(-size // 256))](
+            *(sums, levels, states, state_levels, self.segments, apart, size),
+            CAUSAL=self.form.causal,
+            SCALED=self.scaled,
+            BLOCK=256,
+            SEGMENTS_=max(2, 1 << (self.segments - 1).bit_length()),
+            num_warps=2,
+        )
+        return states, state_levels
 
 
 def map_of(map: Any) -> list[Tensor | None]:

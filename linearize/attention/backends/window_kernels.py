@@ -45,18 +45,38 @@ def _picked(base, stride, at, real, size, ROWS: tl.constexpr, COLUMNS: tl.conste
     return tl.load(index, mask=real[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _vector(weight, head, D, D_: tl.constexpr):
+    """Load a head's row of a weight [H, D] -> [D_]; zeros without it."""
+    column = tl.arange(0, D_)
+    if weight is None:
+        return tl.zeros([D_], tl.float32)
+    else:
+        return tl.load(weight + head * D + column, mask=column < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _log_scales(c, at, real, tile, weight, ROWS: tl.constexpr):
+    """Return the keys' log-scales [ROWS]: those in `c`, or the products of their tokens [ROWS, D_] and `weight`."""
+    if c is None:
+        return tl.where(real, tl.sum(tile * weight[None, :], axis=1), FLOOR)
+    else:
+        return tl.load(c + at, mask=real, other=FLOOR)
+
+
 @triton.jit(do_not_specialize=["count", "slots", "offset", "sinks"])
 def chunk_sums(
-    k, v, c, mask, order, first, second, bias, magnitude, states, levels,
+    k, v, c, c_weight, mask, order, first, second, bias, magnitude, states, levels,
     ks_b, ks_h, ks_t, vs_b, vs_h, vs_t, scale, count, slots, heads, offset, sinks, N, D, V,
-    KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
 ):  # fmt: skip
     """Sum up the keys of a chunk of steps, for all key heads: grid (B * K, chunks).
 
     Step t adds the key `order[t]` [B, K, T], or none if it is negative; without an order the key `offset` tokens
     before, unless it is a sink. The sums are stored in `states` [B * K, chunks, F, V + 1], relative to the largest
-    log-scale c [B, K, T] of the chunk, which is stored in `levels` [B * K, chunks].
+    log-scale of the chunk, which is stored in `levels` [B * K, chunks]. With SCALED, the keys have log-scales: `c`
+    [B, K, T], or without it their products with `c_weight` [K, D].
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     batch, head = row // heads, row % heads
@@ -64,7 +84,7 @@ def chunk_sums(
     w, w2, w_bias, m = _weights(first, second, bias, magnitude, head, N, D, KIND, N_, D_)
     k += batch.to(tl.int64) * ks_b + head.to(tl.int64) * ks_h
     v += batch.to(tl.int64) * vs_b + head.to(tl.int64) * vs_h
-    tokens = row.to(tl.int64) * count
+    tokens, c_w = row.to(tl.int64) * count, _vector(c_weight, head, D, D_)
     upper, lower = tl.zeros([N_, V_], tl.float32), tl.zeros([N_, V_], tl.float32)
     upper_b, lower_b = tl.zeros([N_], tl.float32), tl.zeros([N_], tl.float32)
     level = tl.full([1], FLOOR, tl.float32)
@@ -79,8 +99,9 @@ def chunk_sums(
             real = real & (at >= 0)
         at = tl.maximum(at, 0)
         number = real.to(tl.float32)
-        if c is not None:
-            log_scale = tl.load(c + tokens + at, mask=real, other=FLOOR)
+        tile = _picked(k, ks_t, at, real, D, TILE, D_)
+        if SCALED:
+            log_scale = _log_scales(c, tokens + at, real, tile, c_w, TILE)
             top = tl.maximum(level, tl.max(log_scale, axis=0))
             fade = tl.exp(level - top)
             number = tl.where(real, tl.exp(log_scale - top), 0.0)
@@ -88,15 +109,71 @@ def chunk_sums(
             upper_b, lower_b = upper_b * fade, lower_b * fade
             level = top
         rows = _picked(v, vs_t, at, real, V, TILE, V_) * number[:, None]
-        tile = _picked(k, ks_t, at, real, D, TILE, D_) * scale
-        p, n = _map(tile, w, w2, w_bias, m, columns, KIND, PRECISION)
+        p, n = _map(tile * scale, w, w2, w_bias, m, columns, KIND, PRECISION)
         upper, lower, upper_b, lower_b = _add(upper, lower, upper_b, lower_b, p, n, rows, number, HALVES, PRECISION)
     states += (row.to(tl.int64) * slots + chunk) * HALVES * N * (V + 1)
     _store_half(states, upper, upper_b, N, V, N_, V_)
     if HALVES == 2:
         _store_half(states + N * (V + 1), lower, lower_b, N, V, N_, V_)
-    if c is not None:
+    if SCALED:
         tl.store(levels + row * slots + chunk + tl.arange(0, 1), level)
+
+
+@triton.jit(do_not_specialize=["segments", "apart", "size"])
+def outside(
+    sums, levels, states, state_levels, segments, apart, size,
+    CAUSAL: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS_: tl.constexpr,
+):  # fmt: skip
+    """Add up the chunks outside the region of each segment: grid (B * K, blocks of a state's `size` numbers).
+
+    From `sums` [B * K, segments, size] and `levels` [B * K, segments], write `states` and `state_levels`: causally
+    [B * K, segments + 1, ...] the sums of all chunks before each segment, and of all chunks; otherwise the sums of all
+    chunks more than `apart` chunks away.
+    """
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    chunk, there = tl.arange(0, SEGMENTS_), column < size
+    slots = segments + 1 if CAUSAL else segments
+    sums += row.to(tl.int64) * segments * size
+    states += row.to(tl.int64) * slots * size
+    total, level, tops = tl.zeros([BLOCK], tl.float32), tl.full([], FLOOR, tl.float32), tl.zeros([1], tl.float32)
+    if SCALED:
+        levels += row * segments
+        tops = tl.load(levels + chunk, mask=chunk < segments, other=FLOOR)
+    for s in range(0, slots):
+        new = s - apart - 1
+        total, level = _added(sums, levels, new, new >= 0, total, level, size, column, there, SCALED)
+        factor = 1.0
+        if SCALED:
+            far = chunk < s - apart if CAUSAL else (chunk < s - apart) | (chunk > s + apart)
+            target = tl.max(tl.where(far, tops, FLOOR), axis=0)
+            factor = tl.exp(level - target)
+            tl.store(state_levels + row * slots + s, target)
+        tl.store(states + s * size + column, total * factor, mask=there)
+    if not CAUSAL:
+        # From the other end; every thread changes only what it has stored itself.
+        total, level = tl.zeros([BLOCK], tl.float32), tl.full([], FLOOR, tl.float32)
+        for i in range(0, segments):
+            s = segments - 1 - i
+            new = s + apart + 1
+            total, level = _added(sums, levels, new, new < segments, total, level, size, column, there, SCALED)
+            factor = 1.0
+            if SCALED:
+                far = (chunk < s - apart) | (chunk > s + apart)
+                factor = tl.exp(level - tl.max(tl.where(far, tops, FLOOR), axis=0))
+            at = states + s * size + column
+            tl.store(at, tl.load(at, mask=there, other=0.0) + total * factor, mask=there)
+
+
+@triton.jit
+def _added(sums, levels, chunk, exists, total, level, size, column, there, SCALED: tl.constexpr):
+    """Add a chunk's numbers, if it exists, to a total and its level."""
+    more = tl.load(sums + chunk * size + column, mask=there & exists, other=0.0)
+    if SCALED:
+        own = tl.load(levels + chunk, mask=exists, other=FLOOR)
+        new = tl.maximum(level, own)
+        return total * tl.exp(level - new) + more * tl.exp(own - new), new
+    else:
+        return total + more, level
 
 
 @triton.jit(do_not_specialize=["count", "segments", "width", "sinks", "keep"])
@@ -204,9 +281,9 @@ def _distances(i, j, width, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _region(
-    q, p, n, i, k, v, c, lost, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+    q, p, n, i, k, v, c, c_w, lost, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
     tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, width, sinks, D, V,
-    CAUSAL: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from `least` to `end`: softmax weights inside the window and for exact keys, else the kernel's."""
@@ -228,20 +305,20 @@ def _region(
             top, total, mixed = _near(q, keys, rows, near, scaling, top, total, mixed, PRECISION)
         if tl.max(tl.max(away.to(tl.int32), axis=1), axis=0) > 0:
             log_scale = tl.zeros([TILE], tl.float32)
-            if c is not None:
-                log_scale = tl.load(c + tokens + j, mask=there, other=FLOOR)
+            if SCALED:
+                log_scale = _log_scales(c, tokens + j, there, keys, c_w, TILE)
             level, far_total, far = _far(
                 p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
-                c is not None, KIND, HALVES, PRECISION,
+                SCALED, KIND, HALVES, PRECISION,
             )  # fmt: skip
     return top, total, mixed, level, far_total, far
 
 
 @triton.jit
 def _columns(
-    q, p, n, i, k, v, c, lost, places, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+    q, p, n, i, k, v, c, c_w, lost, places, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
     tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, keep, D, V,
-    CAUSAL: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
 ):  # fmt: skip
     """Add the exact keys and sinks outside the region."""
@@ -265,11 +342,11 @@ def _columns(
             away = there[None, :] & (i[:, None] >= until[None, :])
             near = there[None, :] & (i[:, None] < until[None, :])
             log_scale = tl.zeros([TILE], tl.float32)
-            if c is not None:
-                log_scale = tl.load(c + tokens + j, mask=there, other=FLOOR)
+            if SCALED:
+                log_scale = _log_scales(c, tokens + j, there, keys, c_w, TILE)
             level, far_total, far = _far(
                 p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
-                c is not None, KIND, HALVES, PRECISION,
+                SCALED, KIND, HALVES, PRECISION,
             )  # fmt: skip
         else:
             near = there[None, :] & (i[:, None] >= 0)
@@ -279,22 +356,24 @@ def _columns(
 
 @triton.jit(do_not_specialize=["count", "width", "sinks", "sets", "keep", "slots"])
 def window_attend(
-    q, k, v, a, c, lost, places, mask, q_first, q_second, q_bias, q_magnitude, first, second, bias, magnitude,
-    states, levels, out,
+    q, k, v, a, a_weight, a_bias, c, c_weight, lost, places, mask,
+    q_first, q_second, q_bias, q_magnitude, first, second, bias, magnitude, states, levels, out,
     qs_b, qs_h, qs_t, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t, os_b, os_h, os_t,
-    scaling, scale, eps, count, width, sinks, sets, keep, slots, heads, groups, q_map_group, N, D, V,
-    CAUSAL: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    scaling, scale, eps, trained, fading, count, width, sinks, sets, keep, slots, heads, groups, q_map_group, N, D, V,
+    CAUSAL: tl.constexpr, SCALED: tl.constexpr, FADES: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
 ):  # fmt: skip
     """Attend from a block of the queries of a head: grid (B * H, blocks).
 
     Args that are not those of `fused_kernels.attend`:
         a, c: log-scales of queries [B, H, T] and keys [B, K, T], or None.
+        a_weight, a_bias, c_weight: [H, D], [H] and [K, D] of log-scales that are linear, or None.
         lost: [B, K, T], see `contest`; None without exact keys.
         places: [B, K, sets, keep] the exact keys and sinks at the start of each segment, or once; None: the sinks only.
         states, levels: [B * K, slots, F, V + 1] and [B * K, slots], what lies outside the region of each segment.
         scaling: of the softmax scores; `scale` is the map's.
+        trained, fading: with FADES, log-scales of queries beyond `trained` tokens fade with this power.
         width: tokens of the window; if not causal, those on one side.
     """
     row, start = tl.program_id(0), tl.program_id(1) * BLOCK
@@ -316,11 +395,15 @@ def window_attend(
     upper, lower, upper_b, lower_b = _load_state(states + place * HALVES * N * (V + 1), N, V, HALVES, N_, V_)
     far, far_total = _read(p, n, upper, lower, upper_b, lower_b, HALVES, PRECISION)
     level = tl.zeros([BLOCK], tl.float32)
-    if c is not None:
+    if SCALED:
         level += tl.load(levels + place)
-    own = tl.zeros([BLOCK], tl.float32)
+    own, c_w = tl.zeros([BLOCK], tl.float32), _vector(c_weight, key_head, D, D_)
     if a is not None:
         own = tl.load(a + row.to(tl.int64) * count + i, mask=seen, other=0.0)
+    if a_weight is not None:
+        own = tl.sum(tile * _vector(a_weight, head, D, D_)[None, :], axis=1) + tl.load(a_bias + head).to(tl.float32)
+    if FADES:
+        own -= fading * tl.maximum(tl.log((i + 1.0) / trained), 0.0)
     w, w2, w_bias, m = _weights(first, second, bias, magnitude, key_head, N, D, KIND, N_, D_)
     top, total = tl.full([BLOCK], FLOOR, tl.float32), tl.zeros([BLOCK], tl.float32)
     mixed = tl.zeros([BLOCK, V_], tl.float32)
@@ -330,16 +413,17 @@ def window_attend(
         least = tl.maximum(segment * CHUNK - width, 0) // CHUNK * CHUNK
         end = tl.minimum(((segment + 1) * CHUNK + width + CHUNK - 1) // CHUNK * CHUNK, count)
     top, total, mixed, level, far_total, far = _region(
-        tile, p, n, i, k, v, c, lost, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+        tile, p, n, i, k, v, c, c_w, lost, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
         tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, width, sinks, D, V,
-        CAUSAL, KIND, HALVES, PRECISION, TILE, D_, V_,
+        CAUSAL, SCALED, KIND, HALVES, PRECISION, TILE, D_, V_,
     )  # fmt: skip
     if places is not None:
         places += (key_row.to(tl.int64) * sets + tl.minimum(segment, sets - 1)) * keep
     top, total, mixed, level, far_total, far = _columns(
-        tile, p, n, i, k, v, c, lost, places, mask, w, w2, w_bias, m, columns, top, total, mixed, level, far_total, far,
+        tile, p, n, i, k, v, c, c_w, lost, places, mask, w, w2, w_bias, m, columns,
+        top, total, mixed, level, far_total, far,
         tokens, batch, least, end, ks_t, vs_t, scaling, scale, count, keep, D, V,
-        CAUSAL, KIND, HALVES, PRECISION, TILE, D_, V_,
+        CAUSAL, SCALED, KIND, HALVES, PRECISION, TILE, D_, V_,
     )  # fmt: skip
     result = _joined(top, total, mixed, level + own, far_total, far, eps)
     _put(out + start.to(tl.int64) * os_t, os_t, result, seen, tl.arange(0, V_) < V, BLOCK, V_)

@@ -114,11 +114,14 @@ def distill(
 
 def make_accelerator(model: PreTrainedModel) -> Accelerator:
     """Make an Accelerate object for a model's device."""
-    # Accelerate has one state per process: the first object decides, and a later one must not contradict it.
     # For several processes, accelerate's own configuration assigns the devices.
-    if AcceleratorState._shared_state or several():
+    if several():
         return Accelerator()
-    return Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+    device = next(model.parameters()).device.type
+    # Accelerate has one state per process, with the device of its first object. A later model may be on another one.
+    if AcceleratorState._shared_state and AcceleratorState().device.type != device:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=device == "cpu" and not AcceleratorState._shared_state)
 
 
 class _Run(Run):
