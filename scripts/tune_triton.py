@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from linearize.attention.backends import fused
 from linearize.attention.backends.fused import TUNING, Tuning
+from linearize.attention.backends.triton_calls import absence
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
@@ -92,7 +93,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     """Time all candidates and write the figures."""
     args = parse(words)
-    if why := "there is no CUDA device" if not torch.cuda.is_available() else fused.absence():
+    if why := "there is no CUDA device" if not torch.cuda.is_available() else absence():
         sys.exit(f"{why}; run this on a machine with a GPU and Triton")
     shape = (1, args.tokens, args.heads, args.head_dim)
     *inputs, towards = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))

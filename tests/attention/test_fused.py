@@ -14,7 +14,7 @@ import torch
 from support.kernel_cases import make_inputs, make_mixer
 from support.scripts import script
 
-from linearize.attention.backends import fused
+from linearize.attention.backends import fused, triton_calls
 from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.backends.fused_window import CHUNK, TUNING, FusedWindow
 from linearize.attention.call import AttentionCall
@@ -75,10 +75,10 @@ def why_not(
 
 
 def test_it_declines_what_it_cannot_compute(monkeypatch):
-    monkeypatch.delenv(fused.SWITCH, raising=False)
+    monkeypatch.delenv(triton_calls.SWITCH, raising=False)
     assert why_not() == "it runs only on CUDA"
-    monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(fused, "kernels", lambda: object())
+    monkeypatch.setattr(triton_calls, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(triton_calls, "kernels", lambda: object())
     assert why_not() == why_not(gradient=True) == why_not("t2r") == why_not("flexformer_n") == ""
     assert why_not(causal=False, scale="linear") == why_not(more={"needs_state": True}) == ""
     assert "window" in why_not(window=4)
@@ -95,17 +95,17 @@ def test_it_declines_what_it_cannot_compute(monkeypatch):
     assert "64" in why_not(**exact, dim=80)
     assert "shared memory" in why_not("flexformer_n", **exact, gradient=True)
     assert "shared memory" in why_not("flexformer_n", dim=80, gradient=True)
-    monkeypatch.setattr(fused, "kernels", lambda: None)
+    monkeypatch.setattr(triton_calls, "kernels", lambda: None)
     assert why_not() == "Triton is not installed"
-    monkeypatch.setenv(fused.SWITCH, "0")
+    monkeypatch.setenv(triton_calls.SWITCH, "0")
     assert why_not() == "LINEARIZE_TRITON is 0"
 
 
 def test_windows_and_steps_decline_what_they_cannot_compute(monkeypatch):
-    monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(fused, "kernels", lambda: object())
+    monkeypatch.setattr(triton_calls, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(triton_calls, "kernels", lambda: object())
     windows = FusedWindow(), FusedStep()
-    monkeypatch.delenv(fused.SWITCH, raising=False)
+    monkeypatch.delenv(triton_calls.SWITCH, raising=False)
     assert why_not(window=4, backend=windows[0]) == why_not(scale="linear", backend=windows[0]) == ""
     assert why_not(backend=windows[0]) == "the layer has no softmax window"
     assert "gradient" in why_not(window=4, gradient=True, backend=windows[0])

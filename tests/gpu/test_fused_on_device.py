@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.kernel_cases import make_inputs, make_mixer
 
-from linearize.attention.backends import fused
+from linearize.attention.backends import fused, triton_calls
 from linearize.attention.backends.choose import choose
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused_step import FusedStep
@@ -28,7 +28,7 @@ DTYPES = {"exact": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 @pytest.fixture
 def gpu(device) -> torch.device:
-    if device.type != "cuda" or fused.kernels() is None:
+    if device.type != "cuda" or triton_calls.kernels() is None:
         pytest.skip("needs a CUDA device and Triton; tests/attention/test_fused.py has the CPU's tests")
     return device
 
@@ -103,6 +103,18 @@ HYBRIDS = {
 }
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["bidirectional", "causal"])
+def test_a_window_alone_equals_the_ops_in_pytorch(way, gpu):
+    mixer = make_mixer(
+        kernel_info("none"), {}, causal=way == "causal", heads=4, key_heads=2, dim=64, width=64, window=64
+    )
+    inputs = [x.to(gpu) for x in make_inputs(300, heads=4, key_heads=2, dim=64, width=64)]
+    call = AttentionCall(*inputs, SCALING)
+    assert (why := FusedWindow().why_not(mixer, call)) == "", why
+    assert error(FusedWindow().run(mixer, call)[0], Windowed().run(mixer, call)[0]) < LIMITS["exact"][0]
+
+
 def hybrid(name, gpu, *, causal, kernel="hedgehog"):
     mixer = make_mixer(kernel_info(kernel), {}, causal=causal, heads=4, key_heads=2, dim=64, width=64, **HYBRIDS[name])
     with torch.no_grad():
@@ -168,5 +180,5 @@ def test_it_is_chosen(gpu, monkeypatch):
     call = AttentionCall(*(x.to(gpu) for x in make_inputs(50)), SCALING)
     call.v = call.v.bfloat16()
     assert choose(copy.deepcopy(mixer), call).name == "triton"
-    monkeypatch.setenv(fused.SWITCH, "0")
+    monkeypatch.setenv(triton_calls.SWITCH, "0")
     assert choose(mixer, call).name != "triton"

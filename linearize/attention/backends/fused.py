@@ -7,10 +7,6 @@ start from the sum of the segments before theirs.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,29 +14,26 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
-from linearize.attention.backends.native import maps_of, unknown_maps
+from linearize.attention.backends.native import maps_of
+from linearize.attention.backends.triton_calls import (
+    EXACT,
+    HALVES,
+    USUAL,
+    WEIGHTS,
+    elsewhere,
+    launch,
+    padded_sizes,
+    precision_of,
+    readable,
+    strides,
+    unusable,
+)
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.native.gradient import first_order
 from linearize.ops.state import FLOOR, is_tracing
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
-
-SWITCH = "LINEARIZE_TRITON"
-"""Environment variable: with 0 the Triton kernels are not used."""
-
-DEVICES = ("cuda",)
-"""Types of devices that it runs on. Tests add the CPU, with Triton's interpreter (TRITON_INTERPRET=1)."""
-
-HALVES = {"relu": 1, "softmax_both": 2, "positive_waves": 2}
-"""The maps that it knows, by kind, and their features per row of the weights."""
-
-WEIGHTS = ("first", "second", "bias", "magnitude")
-"""The tensors of a `MapSpec` that these maps have."""
-
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST = 128
-"""Largest head and value size and number of rows of a map."""
 
 UNIT, LEAST = 64, 128
 """Segments are multiples of UNIT tokens, LEAST or more."""
@@ -77,12 +70,8 @@ TIGHT = {
 }
 """The same for exact products and for sizes above `USUAL`: an H100's shared memory has 227 KB per block."""
 
-USUAL, FEW = 64, 32
-"""Above the first size only products of bf16 numbers fit; up to the second, four warps are enough."""
-
-EXACT = "tf32x3"
-"""Precision of products for fp32, unless PyTorch's own may be TF32: three TF32 products, nearly as exact as fp32.
-"ieee" takes far too many registers."""
+FEW = 32
+"""Up to this size, four warps are enough."""
 
 
 class Fused:
@@ -110,7 +99,7 @@ class Fused:
             return "it does not support learned log-scales of causal keys"
         if mixer.shape.causal and precision_of(call.v) == EXACT:
             return "exact fp32 products of causal calls are faster in PyTorch"
-        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
+        return unusable(mixer, call)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
@@ -124,62 +113,6 @@ class Fused:
         if not call.needs_state:
             return out, None
         return out, {"kv": kv, "log_scale": kv.new_zeros(kv.shape[:2]) if shift is None else shift}
-
-
-def elsewhere(call: AttentionCall) -> str:
-    """Return why the kernels cannot run on the device of a call; empty if they can."""
-    return "" if call.q.device.type in DEVICES else "it runs only on CUDA"
-
-
-def unreadable_on_gpu(call: AttentionCall) -> str:
-    """Return why the kernels cannot read the tensors of a call; empty if they can."""
-    tensors = (call.q, call.k, call.v)
-    if any(type(x) is not Tensor or x.dtype not in TYPES for x in tensors):
-        return "it only reads plain tensors in fp32, bf16 or fp16"
-    if call.q.shape[2] != call.k.shape[2]:
-        return "there are fewer queries than keys"
-    return "it only supports heads of at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
-
-
-def unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
-    """Return why the kernels cannot compute the maps of such a call; empty if they can."""
-    # A separate map of the queries has the same kind and size.
-    map, v = maps_of(mixer)[0], call.v
-    rows = map.first.shape[1]
-    if map.kind not in HALVES or map.amplitude != 1.0 or map.scaled or rows > LARGEST:
-        return "it does not support this kernel's feature map"
-    # A block must fit into shared memory.
-    precision, largest = precision_of(v), max(rows, call.q.shape[3], v.shape[3])
-    if largest > USUAL and precision != "bf16":
-        return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
-    tight = largest > USUAL or precision == EXACT
-    if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
-        return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
-    return ""
-
-
-def precision_of(v: Tensor) -> str:
-    """Return the precision of products for such values: bf16 for bf16, as in SDPA, or as in `triton.language.dot`."""
-    if v.dtype == torch.bfloat16:
-        return "bf16"
-    return "tf32" if v.dtype == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
-
-
-@functools.lru_cache
-def kernels(name: str = "fused_kernels") -> Any:
-    """Return a module of kernels; None if it or Triton is missing."""
-    # Import by name: Triton must not be imported with linearize, and the code in a checkpoint lacks these modules.
-    try:
-        return importlib.import_module(f"linearize.attention.backends.{name}")
-    except ImportError:
-        return None
-
-
-def absence() -> str:
-    """Return why the kernels cannot be used at all; empty if they can."""
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH} is 0"
-    return "" if kernels() is not None else "Triton is not installed"
 
 
 def _key_factors(
@@ -270,9 +203,8 @@ class Launcher:
     def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[Any], **options: bool | int) -> None:
         """Run a kernel for every segment of all heads."""
         tuned, settings = self.tuning[tuning], self.settings
-        grid = self.batch * heads, self.segments
-        getattr(kernels(), name)[grid](
-            *arguments,
+        launch(
+            *("fused_kernels", name, (self.batch * heads, self.segments), *arguments),
             **options,
             **self.padded,
             KIND=settings.kind,
@@ -334,8 +266,8 @@ class Launcher:
         """Return the gradients [B, H, T] of the denominators."""
         found, tuned = torch.empty_like(inverse), self.tuning["slopes"]
         grid = self.batch * self.heads, -(-self.tokens // tuned.block)
-        kernels().slopes[grid](
-            *(out, grad, inverse, found, *strides(out, grad)),
+        launch(
+            *("fused_kernels", "slopes", grid, out, grad, inverse, found, *strides(out, grad)),
             *(self.heads, self.tokens, self.settings.eps, self.numbers[2]),
             BLOCK=tuned.block,
             V_=self.padded["V_"],
@@ -388,27 +320,6 @@ class Launcher:
         return torch.empty(self.batch, self.tokens, heads, size, device=self.device, dtype=dtype).transpose(1, 2)
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device the current one, on which Triton launches kernels."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def padded_sizes(numbers: Sequence[int]) -> dict[str, int]:
-    """Return the sizes of tiles for rows of the map, head size and value size: powers of two, 16 or more."""
-    padded = [max(16, 1 << (x - 1).bit_length()) for x in numbers]
-    return dict(zip(("N_", "D_", "V_"), padded, strict=True))
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """Return the strides of tensors [B, heads, T, size] without their last axes, which are contiguous."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def readable(x: Tensor) -> Tensor:
-    """Return x with a contiguous last axis."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _sides(
     q: Tensor, rows: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, *weights: Tensor | None
 ) -> tuple[Side, Side]:
@@ -437,13 +348,12 @@ class _Attend(torch.autograd.Function):
         launcher = Launcher(settings, mask, q, v, more[1].shape[1])
         # `needs_input_grad` is also true while gradients are off, for leaves that could have one.
         save = settings.gradient and any(ctx.needs_input_grad)
-        with on_device(q.device):
-            if settings.causal and launcher.segments == 1 and not settings.needs_state:
-                # There are no keys before the only segment.
-                states = launcher.states(k.shape[0] * k.shape[1], 1).zero_()
-            else:
-                states = launcher.sums(keys, int(settings.causal))
-            out, inverse = launcher.attend(queries, keys, states, save=save)
+        if settings.causal and launcher.segments == 1 and not settings.needs_state:
+            # There are no keys before the only segment.
+            states = launcher.states(k.shape[0] * k.shape[1], 1).zero_()
+        else:
+            states = launcher.sums(keys, int(settings.causal))
+        out, inverse = launcher.attend(queries, keys, states, save=save)
         if save:
             ctx.settings = settings
             ctx.save_for_backward(mask, out, inverse, states, q, k, v, *more)
@@ -459,13 +369,12 @@ class _Attend(torch.autograd.Function):
         launcher = Launcher(settings, mask, q, v, weights[0].shape[1])
         queries, keys = _sides(q, grad, k, v, *more)
         learned = any(ctx.needs_input_grad[6:])
-        with on_device(q.device):
-            queries = queries._replace(a=inverse, b=launcher.slopes(out, queries.y, inverse))
-            of_q = launcher.gradients(queries, keys, states, learned=learned)
-            sums = launcher.sums(queries, -1 if settings.causal else 0)
-            if not settings.causal:
-                sums = sums.unflatten(0, (-1, launcher.groups)).sum(dim=1)
-            of_k = launcher.gradients(keys, queries, sums, learned=learned)
+        queries = queries._replace(a=inverse, b=launcher.slopes(out, queries.y, inverse))
+        of_q = launcher.gradients(queries, keys, states, learned=learned)
+        sums = launcher.sums(queries, -1 if settings.causal else 0)
+        if not settings.causal:
+            sums = sums.unflatten(0, (-1, launcher.groups)).sum(dim=1)
+        of_k = launcher.gradients(keys, queries, sums, learned=learned)
         size = q.shape[-1]
         if len(weights) == len(WEIGHTS):
             whole = None if of_k.weights is None or of_q.weights is None else of_k.weights + of_q.weights

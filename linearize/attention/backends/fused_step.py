@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from linearize.attention.backends.eager import NO_FLOOR
-from linearize.attention.backends.fused import (
+from linearize.attention.backends.native import maps_of
+from linearize.attention.backends.triton_calls import (
     HALVES,
     WEIGHTS,
-    absence,
     elsewhere,
-    kernels,
-    on_device,
+    launch,
     padded_sizes,
     readable,
-    unreadable_on_gpu,
-    unsupported,
+    unusable,
 )
-from linearize.attention.backends.native import maps_of, unknown_maps
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import FADING, UNITS
 
@@ -50,14 +47,15 @@ class FusedStep:
         assert state is not None
         if not all(x.is_contiguous() for x in state.values()):
             return "it cannot write into this state"
-        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
+        return unusable(mixer, call)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, 1, V] and the state, which is updated in place."""
         (q, k, v), state = (readable(x) for x in (call.q, call.k, call.v)), call.state
         assert state is not None
         maps = maps_of(mixer)
-        weights = [[getattr(map, name) for name in WEIGHTS] for map in (maps[-1], maps[0])]
+        # A kernel without parameters describes its map on the CPU.
+        weights = [[_on(q, getattr(map, name)) for name in WEIGHTS] for map in (maps[-1], maps[0])]
         scales = [(None,) * 5 if x is None else x.tensors for x in (mixer.query_scale, mixer.key_scale)]
         mask, positions, length = call.key_padding_mask, call.positions, mixer.hybrid.trained_length
         mask = None if mask is None else mask.contiguous()
@@ -68,33 +66,37 @@ class FusedStep:
         held = [state.get(name) for name in (*RING, *KEPT)]
         ring, sinks, slots = (0 if state.get(name) is None else state[name].shape[axis] for name, axis in COUNTED)
         places = {"SLOTS_": _padded(slots)}
-        module = kernels("step_kernels")
-        with on_device(q.device):
-            module.step[(batch * key_heads,)](
-                *(q, k, v, mask, None if length is None else positions, out, *weights[0], *weights[1]),
-                *(*scales[0], scales[1][0], *scales[1][2:], state["kv"], state["log_scale"], *held),
-                *(x.stride(axis) for x in (q, k, v) for axis in (0, 1)),
-                *(call.scaling, mixer.input_scale(call.scaling), mixer.eps, float(length or 1), FADING),
-                *(heads, groups, groups if len(maps) == 1 else 1, *sizes, ring, sinks, slots),
-                **padded_sizes(sizes),
+        launch(
+            *("step_kernels", "step", (batch * key_heads,)),
+            *(q, k, v, mask, None if length is None else positions, out, *weights[0], *weights[1]),
+            *(*scales[0], scales[1][0], *scales[1][2:], state["kv"], state["log_scale"], *held),
+            *(x.stride(axis) for x in (q, k, v) for axis in (0, 1)),
+            *(call.scaling, mixer.input_scale(call.scaling), mixer.eps, float(length or 1), FADING),
+            *(heads, groups, groups if len(maps) == 1 else 1, *sizes, ring, sinks, slots),
+            **padded_sizes(sizes),
+            **places,
+            UNITS=UNITS,
+            KIND=maps[0].kind,
+            HALVES=HALVES[maps[0].kind],
+            TILE=32,
+            SINKS_=_padded(sinks),
+            G_=_padded(groups, 1),
+            num_warps=4,
+        )
+        if ring:
+            launch(
+                *("step_kernels", "advance", (batch,), state["ring_mask"], mask),
+                *(state.get("tokens"), state.get("kept_mask"), ring, sinks, slots),
+                WIDTH_=_padded(ring),
                 **places,
-                UNITS=UNITS,
-                KIND=maps[0].kind,
-                HALVES=HALVES[maps[0].kind],
-                TILE=32,
-                SINKS_=_padded(sinks),
-                G_=_padded(groups, 1),
-                num_warps=4,
+                num_warps=1,
             )
-            if ring:
-                module.advance[(batch,)](
-                    *(mask, state["ring_mask"], state.get("tokens"), state.get("kept_mask"), ring, sinks, slots),
-                    WIDTH_=_padded(ring),
-                    **places,
-                    num_warps=1,
-                )
         return out, state
 
 
 def _padded(number: int, least: int = 2) -> int:
     return max(least, 1 << max(0, number - 1).bit_length())
+
+
+def _on(like: Tensor, x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.device == like.device else x.to(like.device)

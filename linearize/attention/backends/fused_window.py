@@ -11,28 +11,24 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.eager import NO_FLOOR
-from linearize.attention.backends.fused import (
+from linearize.attention.backends.native import maps_of, padding_last
+from linearize.attention.backends.triton_calls import (
     EXACT,
     HALVES,
     WEIGHTS,
-    absence,
     elsewhere,
-    kernels,
-    on_device,
+    launch,
     padded_sizes,
     precision_of,
     readable,
     strides,
-    unreadable_on_gpu,
-    unsupported,
+    unusable,
 )
-from linearize.attention.backends.native import maps_of, padding_last, unknown_maps
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import FADING
 from linearize.ops import State, Window
 from linearize.ops.state import is_tracing, put_back, real_tokens
 from linearize.ops.window_causal import state_after
-from linearize.ops.window_parts import places_of, ranks, strongest
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
@@ -79,15 +75,14 @@ class FusedWindow:
             return NO_FLOOR
         if mixer.hybrid.exact_keys and mixer.shape.causal and precision_of(call.v) == EXACT:
             return "Triton cannot compile exact fp32 products with exact keys of causal calls"
-        return unreadable_on_gpu(call) or unknown_maps(mixer) or unsupported(mixer, call) or absence()
+        return unusable(mixer, call)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
         call, order = padding_last(call)
         form = mixer.form(call.scaling) or Window(0, call.scaling, mixer.shape.causal, mixer.eps)
         launcher = Launcher(mixer, call, form)
-        with on_device(call.q.device):
-            out, kv, level = launcher.attend()
+        out, kv, level = launcher.attend()
         out = out if order is None else put_back(out, order)
         if not call.needs_state or not form.causal:
             return out, None
@@ -97,7 +92,7 @@ class FusedWindow:
         if launcher.lost is not None:
             count = real.sum(dim=1)[:, None, None]
             place = torch.arange(real.shape[1], device=real.device)
-            kept = (place >= form.sinks) & (place < count - form.size) & (launcher.lost >= count)
+            kept = (place >= form.sinks) & (place < count - form.size) & (launcher.lost == len(place))
 
         def features(k: Tensor) -> tuple[Tensor, Tensor | None]:
             return mixer.map_tokens(k, call.scaling)
@@ -116,7 +111,9 @@ class Launcher:
         self.form, self.q, self.k, self.v = form, *(readable(x) for x in (call.q, call.k, call.v))
         maps, mask = maps_of(mixer), call.key_padding_mask
         self.mask = None if mask is None else mask.contiguous()
-        ready = [[None if w is None else w.detach().float().contiguous() for w in map_of(map)] for map in maps]
+        # A kernel without parameters describes its map on the CPU.
+        to = {"device": self.q.device, "dtype": torch.float32}
+        ready = [[None if w is None else w.detach().to(**to).contiguous() for w in map_of(map)] for map in maps]
         self.key_weights, self.query_weights, self.tied = ready[0], ready[-1], len(ready) == 1
         self.a = self.c = None
         own, others = mixer.query_scale, mixer.key_scale
@@ -155,44 +152,36 @@ class Launcher:
 
     def choose(self) -> None:
         """Choose the exact keys: set `lost`, `order` and `places`, as `window_kernels.contest` describes them."""
-        form, shape = self.form, self.k.shape[:3]
-        priority = torch.zeros(shape, device=self.k.device) if self.c is None else self.c
-        place = torch.arange(self.tokens, device=self.k.device, dtype=torch.int32)
-        sinks = place[: form.sinks].expand(*shape[:2], 1 if not form.causal else self.segments, -1)
-        keep = form.exact_keys
-        if form.causal:
-            self.lost = torch.full(shape, self.tokens, dtype=torch.int32, device=place.device)
-            self.order = torch.full(shape, -1, dtype=torch.int32, device=place.device)
-            chosen = place.new_empty(*shape[:2], self.segments, keep)
-            least = torch.finfo(torch.float32).min
-            kernels("window_kernels").contest[(self.rows,)](
-                *(ranks(priority).clamp(min=least, max=-least).contiguous(), self.lost, self.order, chosen),
-                *(self.tokens, self.segments, form.size, form.sinks, keep),
-                CHUNK=self.options["CHUNK"],
-                TILE=min(64, self.options["CHUNK"]),
-                PLACES=max(2, 1 << (keep - 1).bit_length()),
-                num_warps=1,
-            )
-        else:
-            there = place >= form.sinks
-            there = there.expand(shape) if self.mask is None else there & self.mask[:, None].expand(shape)
-            kept = strongest(priority, there, keep)
-            slots = min(keep, self.tokens)
-            index = places_of(kept, slots)
-            chosen = index.masked_fill(~kept.gather(2, index), -1).int()[:, :, None]
-            near = kept | (place < form.sinks)
-            self.lost = torch.where(near, self.tokens, 0).int()
-            self.order = torch.where(near, -1, place).int()
-        self.places = torch.cat([sinks, chosen], dim=-1).contiguous()
+        form, shape, device = self.form, self.k.shape[:3], self.k.device
+        priority = torch.zeros(shape, device=device) if self.c is None else self.c
+        self.lost = torch.full(shape, self.tokens, dtype=torch.int32, device=device)
+        self.order = torch.full(shape, -1, dtype=torch.int32, device=device)
+        places = self.order.new_empty(*shape[:2], self.segments + 1, form.sinks + form.exact_keys)
+        launch(
+            *("window_kernels", "contest", (self.rows,), priority, self.mask, self.lost, self.order, places),
+            *(self.tokens, self.segments, self.key_heads, form.size if form.causal else 0, form.sinks, form.exact_keys),
+            CHUNK=self.options["CHUNK"],
+            TILE=min(64, self.options["CHUNK"]),
+            PLACES=max(2, 1 << (form.exact_keys - 1).bit_length()),
+            SINKS_=max(2, 1 << max(0, form.sinks - 1).bit_length()),
+            num_warps=1,
+        )
+        if not form.causal:
+            # All keys competed at once, so only the winners at the end count.
+            kept = self.lost == self.tokens
+            place = torch.arange(self.tokens, dtype=torch.int32, device=device)
+            self.lost, self.order = torch.where(kept, self.lost, 0), torch.where(kept, -1, place)
+            places = places[:, :, -1:].contiguous()
+        self.places = places
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, H, T, V], and the state of the tokens that left the window (meaningful if causal)."""
         form, tuned, numbers = self.form, self.tuning, self.numbers
-        module, width = kernels("window_kernels"), numbers[2] + 1
-        device = self.q.device
+        width, device = numbers[2] + 1, self.q.device
         sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
         levels = torch.empty(self.rows, self.segments, device=device) if self.scaled else None
-        module.chunk_sums[(self.rows, self.segments)](
+        launch(
+            *("window_kernels", "chunk_sums", (self.rows, self.segments)),
             *(self.k, self.v, self.c, self.c_weight, self.mask, self.order, *self.key_weights, sums, levels),
             *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
             *(self.width if form.causal else 0, form.sinks, *numbers),
@@ -204,7 +193,8 @@ class Launcher:
         out = self.q.new_empty(self.q.shape[0], self.tokens, self.heads, width - 1, dtype=self.v.dtype).transpose(1, 2)
         groups = self.heads // self.key_heads
         sets, keep = (1, form.sinks) if self.places is None else self.places.shape[2:]
-        module.window_attend[(self.q.shape[0] * self.heads, -(-self.tokens // tuned.block))](
+        launch(
+            *("window_kernels", "window_attend", (self.q.shape[0] * self.heads, -(-self.tokens // tuned.block))),
             *(
                 self.q,
                 self.k,
@@ -240,13 +230,15 @@ class Launcher:
         states = sums.new_empty(self.rows, slots, *sums.shape[2:])
         state_levels = None if levels is None else levels.new_empty(self.rows, slots)
         apart = 0 if self.form.causal else -(-self.width // self.options["CHUNK"])
-        kernels("window_kernels").outside[(self.rows, -(-size // 256))](
-            *(sums, levels, states, state_levels, self.segments, apart, size),
+        # Those of the sums from the one side; the others are added from the other side.
+        before = None if levels is None else torch.empty_like(levels)
+        launch(
+            *("window_kernels", "outside", (self.rows, -(-size // 128)), sums, levels, states, state_levels, before),
+            *(self.segments, apart, size),
             CAUSAL=self.form.causal,
             SCALED=self.scaled,
-            BLOCK=256,
-            SEGMENTS_=max(2, 1 << (self.segments - 1).bit_length()),
-            num_warps=2,
+            BLOCK=128,
+            num_warps=1,
         )
         return states, state_levels
 

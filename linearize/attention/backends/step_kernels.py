@@ -308,7 +308,7 @@ def step(
 
 @triton.jit(do_not_specialize=["slots"])
 def advance(
-    mask, ring_mask, counts, kept_mask, width, sinks, slots, WIDTH_: tl.constexpr, SLOTS_: tl.constexpr
+    ring_mask, mask, counts, kept_mask, width, sinks, slots, WIDTH_: tl.constexpr, SLOTS_: tl.constexpr
 ):  # fmt: skip
     """Count the token of `step` in the tensors that heads share: grid (B)."""
     batch = tl.program_id(0)

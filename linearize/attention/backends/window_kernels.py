@@ -36,6 +36,9 @@ FLOOR = tl.constexpr(-1e30)
 TINY = tl.constexpr(1e-30)
 """As in `linearize.ops.window_parts`."""
 
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""The largest number in fp32."""
+
 
 @triton.jit
 def _picked(base, stride, at, real, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -121,47 +124,48 @@ def chunk_sums(
 
 @triton.jit(do_not_specialize=["segments", "apart", "size"])
 def outside(
-    sums, levels, states, state_levels, segments, apart, size,
-    CAUSAL: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS_: tl.constexpr,
+    sums, levels, states, state_levels, before, segments, apart, size,
+    CAUSAL: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up the chunks outside the region of each segment: grid (B * K, blocks of a state's `size` numbers).
 
     From `sums` [B * K, segments, size] and `levels` [B * K, segments], write `states` and `state_levels`: causally
     [B * K, segments + 1, ...] the sums of all chunks before each segment, and of all chunks; otherwise the sums of all
-    chunks more than `apart` chunks away.
+    chunks more than `apart` chunks away. `before` [B * K, segments] is memory for levels; all programs of a row write
+    the same there.
     """
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    chunk, there = tl.arange(0, SEGMENTS_), column < size
+    there = column < size
     slots = segments + 1 if CAUSAL else segments
     sums += row.to(tl.int64) * segments * size
     states += row.to(tl.int64) * slots * size
-    total, level, tops = tl.zeros([BLOCK], tl.float32), tl.full([], FLOOR, tl.float32), tl.zeros([1], tl.float32)
+    total, level = tl.zeros([BLOCK], tl.float32), tl.full([], FLOOR, tl.float32)
     if SCALED:
         levels += row * segments
-        tops = tl.load(levels + chunk, mask=chunk < segments, other=FLOOR)
+        state_levels += row * slots
+        before += row * segments
     for s in range(0, slots):
         new = s - apart - 1
         total, level = _added(sums, levels, new, new >= 0, total, level, size, column, there, SCALED)
-        factor = 1.0
         if SCALED:
-            far = chunk < s - apart if CAUSAL else (chunk < s - apart) | (chunk > s + apart)
-            target = tl.max(tl.where(far, tops, FLOOR), axis=0)
-            factor = tl.exp(level - target)
-            tl.store(state_levels + row * slots + s, target)
-        tl.store(states + s * size + column, total * factor, mask=there)
+            tl.store((state_levels if CAUSAL else before) + s, level)
+        tl.store(states + s * size + column, total, mask=there)
     if not CAUSAL:
-        # From the other end; every thread changes only what it has stored itself.
+        # From the other end; every thread reads only what it has stored itself.
+        tl.debug_barrier()
         total, level = tl.zeros([BLOCK], tl.float32), tl.full([], FLOOR, tl.float32)
         for i in range(0, segments):
             s = segments - 1 - i
             new = s + apart + 1
             total, level = _added(sums, levels, new, new < segments, total, level, size, column, there, SCALED)
-            factor = 1.0
-            if SCALED:
-                far = (chunk < s - apart) | (chunk > s + apart)
-                factor = tl.exp(level - tl.max(tl.where(far, tops, FLOOR), axis=0))
             at = states + s * size + column
-            tl.store(at, tl.load(at, mask=there, other=0.0) + total * factor, mask=there)
+            first, own, other = tl.load(at, mask=there, other=0.0), 1.0, 1.0
+            if SCALED:
+                first_level = tl.load(before + s)
+                target = tl.maximum(level, first_level)
+                own, other = tl.exp(level - target), tl.exp(first_level - target)
+                tl.store(state_levels + s, target)
+            tl.store(at, total * own + first * other, mask=there)
 
 
 @triton.jit
@@ -178,35 +182,41 @@ def _added(sums, levels, chunk, exists, total, level, size, column, there, SCALE
 
 @triton.jit(do_not_specialize=["count", "segments", "width", "sinks", "keep"])
 def contest(
-    priority, lost, order, places, count, segments, width, sinks, keep,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    priority, mask, lost, order, places, count, segments, heads, width, sinks, keep,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, SINKS_: tl.constexpr,
 ):  # fmt: skip
     """Let the keys that leave the window compete for `keep` places, as `linearize.ops.window_causal.contest` does.
 
-    Grid (B * K). From `priority` [B, K, T], finite, write `lost` [B, K, T]: the step at which a key is lost (`count` if
-    never), `order` [B, K, T]: the key lost at each step, or -1, and `places` [B, K, segments, keep]: the keys that are
-    kept before the first step of each segment, or -1. `lost` and `order` are filled with `count` and -1 before.
+    Grid (B * K). At step t the key t - `width` competes, unless it is a sink or token t is padding. From `priority`
+    [B, K, T], write `lost` [B, K, T]: the step at which a key is lost (`count` if never), `order` [B, K, T]: the key
+    lost at each step, or -1, and `places` [B, K, segments + 1, sinks + keep]: the sinks, and the keys that are kept
+    before the first step of each segment and at the end, or -1. `lost` and `order` are filled with `count` and -1
+    before.
     """
     row = tl.program_id(0)
     tokens = row.to(tl.int64) * count
-    slot = tl.arange(0, PLACES)
+    places += row.to(tl.int64) * (segments + 1) * (sinks + keep)
+    slot, sink, at = tl.arange(0, PLACES), tl.arange(0, SINKS_), tl.arange(0, TILE)
     values = tl.full([PLACES], float("inf"), tl.float32)
     # Empty places are weaker than every key; those beyond `keep` are stronger, so no key can have them.
     values = tl.where(slot < keep, float("-inf"), values)
     keys = tl.full([PLACES], -1, tl.int32)
-    at = tl.arange(0, TILE)
     for start in range(0, segments * CHUNK, TILE):
         if start % CHUNK == 0:
-            there = (row.to(tl.int64) * segments + start // CHUNK) * keep + slot
-            tl.store(places + there, keys, mask=slot < keep)
+            there = places + start // CHUNK * (sinks + keep)
+            tl.store(there + sink, sink, mask=sink < sinks)
+            tl.store(there + sinks + slot, keys, mask=slot < keep)
         step = start + at
         key = step - width
-        competes = (key >= sinks) & (step < count)
-        value = tl.load(priority + tokens + key, mask=competes, other=float("-inf"))
+        real, _ = _tokens(mask, row // heads, start, count, TILE)
+        competes = real & (key >= sinks)
+        value = tl.load(priority + tokens + key, mask=competes, other=0.0)
+        # As in `linearize.ops.window_parts.ranks`, but finite: NaN is the weakest.
+        value = tl.where(value == value, tl.minimum(tl.maximum(value, -LARGEST), LARGEST), -LARGEST)
+        value = tl.where(competes, value, float("-inf"))
         least = tl.min(values, axis=0)
         done = tl.full([], 0, tl.int32)
-        entering = competes & (value > least)
-        first = tl.min(tl.where(entering, at, TILE), axis=0)
+        first = tl.min(tl.where(competes & (value > least), at, TILE), axis=0)
         while first < TILE:
             # Until then, every candidate is weaker than all that are kept, and is lost at once.
             gone = competes & (at >= done) & (at < first)
@@ -214,19 +224,21 @@ def contest(
             tl.store(order + tokens + step, key, mask=gone)
             # Of equal keys the newest loses.
             loser = tl.max(tl.where(values == least, keys, -1), axis=0)
-            chosen = (values == least) & (keys == loser)
-            chosen = slot == tl.min(tl.where(chosen, slot, PLACES), axis=0)
+            chosen = tl.min(tl.where((values == least) & (keys == loser), slot, PLACES), axis=0)
             tl.store(lost + tokens + tl.maximum(loser, 0), start + first, mask=loser >= 0)
             tl.store(order + tokens + start + first, loser)
-            values = tl.where(chosen, tl.max(tl.where(at == first, value, float("-inf")), axis=0), values)
-            keys = tl.where(chosen, start + first - width, keys)
+            entering = tl.max(tl.where(at == first, value, float("-inf")), axis=0)
+            values = tl.where(slot == chosen, entering, values)
+            keys = tl.where(slot == chosen, start + first - width, keys)
             least = tl.min(values, axis=0)
             done = first + 1
-            entering = competes & (value > least) & (at >= done)
-            first = tl.min(tl.where(entering, at, TILE), axis=0)
+            first = tl.min(tl.where(competes & (value > least) & (at >= done), at, TILE), axis=0)
         gone = competes & (at >= done)
         tl.store(lost + tokens + key, step, mask=gone)
         tl.store(order + tokens + step, key, mask=gone)
+    there = places + segments * (sinks + keep)
+    tl.store(there + sink, sink, mask=sink < sinks)
+    tl.store(there + sinks + slot, keys, mask=slot < keep)
 
 
 @triton.jit

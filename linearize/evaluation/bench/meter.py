@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from linearize.attention.backends.fused import absence
+from linearize.attention.backends.triton_calls import absence
 from linearize.attention.native import engine
 from linearize.core.errors import ConfigError, unknown_name
 

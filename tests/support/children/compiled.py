@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from linearize.attention.backends import fused, fused_step, fused_window
+from linearize.attention.backends import fused_step, fused_window
 from linearize.attention.backends.eager import Eager, Windowed
 from linearize.attention.call import AttentionCall
 from linearize.core.registry import kernel_info
@@ -35,36 +34,22 @@ POINTERS = {
 shared: dict[str, int] = {}
 
 
-class Compiled:
-    """A kernel that is compiled instead of run."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.compile
-
-    def compile(self, *args: Any, **options: Any) -> None:
-        chosen = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
-        values = dict(zip(self.function.arg_names, args, strict=False)) | options
-        signature, constants = {}, {}
-        for parameter in self.function.params:
-            value = values[parameter.name]
-            if isinstance(value, torch.Tensor):
-                signature[parameter.name] = POINTERS[value.dtype]
-            elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        built = triton.compile(ASTSource(self.function, signature, constants), target=HOPPER, options=chosen)
-        name = self.function.__name__
-        shared[name] = max(shared.get(name, 0), built.metadata.shared)
-
-
-def compiled(name: str) -> SimpleNamespace:
-    """The module of kernels `name`, compiling."""
-    real = vars(importlib.import_module(f"linearize.attention.backends.{name}"))
-    return SimpleNamespace(**{key: Compiled(x) for key, x in real.items() if isinstance(x, triton.JITFunction)})
+def launch(module: str, name: str, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Compile a kernel instead of running it."""
+    function = getattr(importlib.import_module(f"linearize.attention.backends.{module}"), name)
+    chosen = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
+    values = dict(zip(function.arg_names, args, strict=False)) | options
+    signature, constants = {}, {}
+    for parameter in function.params:
+        value = values[parameter.name]
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    built = triton.compile(ASTSource(function, signature, constants), target=HOPPER, options=chosen)
+    shared[name] = max(shared.get(name, 0), built.metadata.shared)
 
 
 @torch.no_grad()
@@ -83,8 +68,7 @@ def call(kernel: str, dtype: torch.dtype, *, causal: bool, step: bool = False, *
 
 
 def main() -> None:
-    fused.DEVICES = ("cuda", "cpu")
-    fused_window.kernels = fused_step.kernels = compiled
+    fused_window.launch = fused_step.launch = launch
     whole = {"window": 128, "scale": "linear", "exact_keys": 32, "sinks": 4}
     for dtype in (torch.bfloat16, torch.float32):
         call("hedgehog", dtype, causal=False, **whole)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from linearize.attention.backends import fused, fused_window
+from linearize.attention.backends import fused, fused_window, triton_calls
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.call import AttentionCall
@@ -73,6 +73,7 @@ WINDOWS = [
     ),
     Case("t2r", 90, heads=(2, 1), hybrid={"window": 9, "exact_keys": 3}),
     Case("hedgehog", 80, padded=True, hybrid={"scale": "linear"}),
+    Case("none", 60, hybrid={"window": 8, "sinks": 1}),
 ]
 """Segments have 32 tokens in these tests."""
 MORE_WINDOWS = [
@@ -236,10 +237,10 @@ def main() -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError):  # Other versions of Triton have no such functions.
         patch_once()
-    fused.DEVICES = ("cuda", "cpu")
+    triton_calls.DEVICES = ("cuda", "cpu")
     # The interpreter multiplies bf16 tiles as if their bits were whole numbers, and does not round to TF32. (With exact
     # products, causal calls would be declined.)
-    fused.precision_of = fused_window.precision_of = lambda v: "tf32"
+    fused.precision_of = fused_window.precision_of = triton_calls.precision_of = lambda v: "tf32"
     fused_window.CHUNK, fused_window.TUNING["tf32"] = 32, fused_window.Tuning(16, 16, 4, 16, 4)
     more = sys.argv[1] == "more"
     causal, bidirectional = (MORE, FEW + MORE) if more else (FEW, [FEW[1], FEW[-1], SCALED])

@@ -1,0 +1,149 @@
+"""What the backends in Triton share: which calls their kernels can read, and how the kernels are launched."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from linearize.attention.backends.native import maps_of, unknown_maps
+from linearize.attention.call import AttentionCall
+
+if TYPE_CHECKING:
+    from linearize.attention.feature_map import FeatureMapMixer
+
+SWITCH = "LINEARIZE_TRITON"
+"""Environment variable: with 0 the Triton kernels are not used."""
+
+DEVICES = ("cuda",)
+"""Types of devices that it runs on. Tests add the CPU, with Triton's interpreter (TRITON_INTERPRET=1)."""
+
+HALVES = {"relu": 1, "softmax_both": 2, "positive_waves": 2}
+"""The maps that it knows, by kind, and their features per row of the weights."""
+
+WEIGHTS = ("first", "second", "bias", "magnitude")
+"""The tensors of a `MapSpec` that these maps have."""
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST = 128
+"""Largest head and value size and number of rows of a map."""
+
+USUAL = 64
+"""Above this size only products of bf16 numbers fit."""
+
+EXACT = "tf32x3"
+"""Precision of products for fp32, unless PyTorch's own may be TF32: three TF32 products, nearly as exact as fp32.
+"ieee" takes far too many registers."""
+
+KEPT = 4096
+"""Most compiled kernels that are kept by the kinds of their arguments."""
+
+
+def elsewhere(call: AttentionCall) -> str:
+    """Return why the kernels cannot run on the device of a call; empty if they can."""
+    return "" if call.q.device.type in DEVICES else "it runs only on CUDA"
+
+
+def _unreadable(call: AttentionCall) -> str:
+    """Return why the kernels cannot read the tensors of a call; empty if they can."""
+    tensors = (call.q, call.k, call.v)
+    if any(type(x) is not Tensor or x.dtype not in TYPES for x in tensors):
+        return "it only reads plain tensors in fp32, bf16 or fp16"
+    if call.q.shape[2] != call.k.shape[2]:
+        return "there are fewer queries than keys"
+    return "it only supports heads of at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
+
+
+def _unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+    """Return why the kernels cannot compute the maps of such a call; empty if they can."""
+    # A separate map of the queries has the same kind and size.
+    map, v = maps_of(mixer)[0], call.v
+    rows = map.first.shape[1]
+    if map.kind not in HALVES or map.amplitude != 1.0 or map.scaled or rows > LARGEST:
+        return "it does not support this kernel's feature map"
+    # A block must fit into shared memory.
+    precision, largest = precision_of(v), max(rows, call.q.shape[3], v.shape[3])
+    if largest > USUAL and precision != "bf16":
+        return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
+    tight = largest > USUAL or precision == EXACT
+    if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
+        return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
+    return ""
+
+
+def precision_of(v: Tensor) -> str:
+    """Return the precision of products for such values: bf16 for bf16, as in SDPA, or as in `triton.language.dot`."""
+    if v.dtype == torch.bfloat16:
+        return "bf16"
+    return "tf32" if v.dtype == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
+
+
+@functools.lru_cache
+def kernels(name: str = "fused_kernels") -> Any:
+    """Return a module of kernels; None if it or Triton is missing."""
+    # Import by name: Triton must not be imported with linearize, and the code in a checkpoint lacks these modules.
+    try:
+        return importlib.import_module(f"linearize.attention.backends.{name}")
+    except ImportError:
+        return None
+
+
+def unusable(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+    """Return why the kernels cannot compute a call on a GPU, whatever the backend; empty if they can."""
+    return _unreadable(call) or unknown_maps(mixer) or _unsupported(mixer, call) or absence()
+
+
+def absence() -> str:
+    """Return why the kernels cannot be used at all; empty if they can."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
+    return "" if kernels() is not None else "Triton is not installed"
+
+
+_compiled: dict[Any, tuple[Any, list[Any]]] = {}
+
+
+def launch(module: str, name: str, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run a kernel of a module for a grid of programs; the first argument is a tensor on its device.
+
+    Triton takes several times as long to find a compiled kernel as to launch it, so kernels are kept here, by all that
+    Triton's choice depends on: types and alignment of tensors, and values of numbers.
+    """
+    device = args[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(module, name, grid, *args, **options)
+    kinds = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in args]
+    key = (name, device.index, *kinds, *options.values())
+    found = _compiled.get(key)
+    if found is not None:
+        kernel, constants = found
+        return kernel[(*grid, 1, 1)[:3]](*args, *constants)
+    function = getattr(kernels(module), name)
+    kernel = function[grid](*args, **options)
+    # Triton's interpreter returns nothing.
+    if kernel is not None:
+        if len(_compiled) >= KEPT:
+            _compiled.clear()
+        _compiled[key] = kernel, [options[constant] for constant in function.arg_names[len(args) :]]
+
+
+def padded_sizes(numbers: Sequence[int]) -> dict[str, int]:
+    """Return the sizes of tiles for rows of the map, head size and value size: powers of two, 16 or more."""
+    padded = [max(16, 1 << (x - 1).bit_length()) for x in numbers]
+    return dict(zip(("N_", "D_", "V_"), padded, strict=True))
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of tensors [B, heads, T, size] without their last axes, which are contiguous."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x with a contiguous last axis."""
+    return x if x.stride(-1) == 1 else x.contiguous()
