@@ -1,10 +1,11 @@
 """Time the block sizes of the Triton kernels on a GPU, and compare the fastest with SDPA.
 
     python scripts/tune_triton.py --tokens 32768 --output tuning.json
+    python scripts/tune_triton.py --parts --output times.json
 
-Every entry of `linearize.attention.backends.fused.TUNING` is changed alone, then the number of programs. The times are
-milliseconds per call of several calls in a row, so without the time that a single call takes to be launched. Copy what
-is fastest into `TUNING` and `PROGRAMS`.
+Every entry of `linearize.attention.backends.fused.TUNING` is changed alone, then the number of programs; `--parts`
+names the entries to change, or none of them. The times are milliseconds per call of a CUDA graph with several calls, so
+without the time that it takes to launch a call. Copy what is fastest into `TUNING` and `PROGRAMS`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import torch.nn.functional as F
 
 from linearize.attention.backends import fused
 from linearize.attention.backends.fused import TUNING, Tuning
+from linearize.attention.backends.fused_window import FusedWindow
 from linearize.attention.backends.triton_calls import absence
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
+from linearize.core.registry import Hybrid
 
 CANDIDATES = [Tuning(block, warps, stages) for block in (16, 32, 64) for warps in (4, 8) for stages in (1, 2, 3)]
 PARTS = {
@@ -37,18 +40,25 @@ PARTS = {
 }
 """For each entry, the pass that uses it, and whether it is causal."""
 PROGRAMS = (264, 528, 1056, 2112)
-TURNS, CALLS = 5, 4
+TURNS, CALLS = 5, 10
+WINDOW = Hybrid(window=128, sinks=4, scale="linear")
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Return the median milliseconds of a call, after one that compiles it."""
-    call()
-    times = []
+    """Return the median milliseconds of a call in a CUDA graph, after one that compiles it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
     for _ in range(TURNS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(CALLS):
-            call()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / CALLS)
@@ -62,11 +72,18 @@ def passes(kernel: str, inputs: list[torch.Tensor], towards: torch.Tensor) -> di
     found: dict[tuple[str, bool, str], Callable] = {}
     for causal in (False, True):
         mixer = build_mixer(kernel, {}, HeadShape(heads, heads, size, size, causal))
-        mixer.reset_parameters(torch.Generator().manual_seed(0))
-        mixer.cuda()
+        near = build_mixer(kernel, {}, HeadShape(heads, heads, size, size, causal), WINDOW)
+        for one in (mixer, near):
+            one.reset_parameters(torch.Generator().manual_seed(0))
+            one.cuda()
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixer: Any = mixer) -> torch.Tensor:
             return fused.Fused().run(mixer, AttentionCall(q, k, v, size**-0.5))[0]
+
+        def window(mixer: Any = near) -> torch.Tensor:
+            return FusedWindow().run(mixer, AttentionCall(*inputs, size**-0.5))[0]
+
+        found["forward", causal, "window"] = torch.no_grad()(window)
 
         def softmax(*x: torch.Tensor, causal: bool = causal) -> torch.Tensor:
             return F.scaled_dot_product_attention(*x, is_causal=causal)
@@ -86,6 +103,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="entries to change (all)")
     parser.add_argument("--output", help="JSON file")
     return parser.parse_args(words)
 
@@ -99,15 +117,15 @@ def main(words: list[str] | None = None) -> None:
     *inputs, towards = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     calls = passes(args.kernel, inputs, towards)
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name(), "tuning": []}
-    for part, (which, causal) in PARTS.items():
-        times = {}
+    for part in args.parts:
+        (which, causal), times = PARTS[part], {}
         for candidate in CANDIDATES:
             TUNING[part] = candidate
             times[candidate] = milliseconds(calls[which, causal, "linear"])
             figures["tuning"].append({"part": part, **candidate._asdict(), "ms": times[candidate]})
             print(part, candidate, times[candidate], flush=True)
         TUNING[part] = min(times, key=lambda tuning: times[tuning])
-    for causal in (False, True):
+    for causal in (False, True) if args.parts else ():
         sums = {}
         for number in PROGRAMS:
             fused.PROGRAMS[causal] = number
