@@ -457,6 +457,28 @@ def test_a_resume_without_the_best_state_keeps_no_other(bert, glue, tmp_path, lo
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_resume_under_another_path_keeps_the_start(bert, glue, tmp_path, monkeypatch, moved):
+    """transformers looks for the best state where it was written: it removed the start, or kept the last weights."""
+    config = TuneConfig(learning_rate=1.0, schedule="constant", batch_size=8, steps=9, eval_every=3)
+
+    def run(folder, on_step=None, resume=False):
+        model = load_for_task(bert, data := data_for("stsb", bert, glue / "stsb"))
+        return model, finetune(model, data, config, folder=folder, resume=resume, on_step=on_step)
+
+    def stop(report):
+        if report.step == 4:
+            raise KeyboardInterrupt
+
+    model, result = run(tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", stop)
+    again, resumed = run((tmp_path / "cut").rename(tmp_path / "moved") if moved else tmp_path / "cut", resume=True)
+    assert resumed.best_step == result.best_step == 0 and resumed.steps == result.steps == 9
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+
+
 def test_early_stopping_keeps_the_best(bert, glue, tmp_path):
     config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=30, patience=2, selection_rows=0)
     _, _, result = tune("cola", bert, glue, tmp_path, config)
