@@ -71,7 +71,8 @@ def run(model_name: str, data: str, name: str, seed: int) -> dict[str, Any]:
         return losses
 
     def on_log(entry: dict[str, float]) -> None:
-        if "eval_selection" in entry and "eval_score" in entry and entry["step"] not in [x["step"] for x in found]:
+        known = [0, *(one["step"] for one in found)]
+        if "eval_selection" in entry and "eval_score" in entry and entry["step"] not in known:
             calibrated, error = entry["eval_selection"], entry["eval_selection_error"]
             figures = {"loss": calibrated + excess[-1], "calibrated": calibrated, "error": error}
             found.append({"step": entry["step"], **figures, "score": entry["eval_score"]})

@@ -49,7 +49,10 @@ class Recorded(NamedTuple):
 
 
 def record(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None, longest: int | None = None
+    model: PreTrainedModel,
+    inputs: Mapping[str, Tensor] | None = None,
+    longest: int | None = None,
+    runs: Iterable[Run] | None = None,
 ) -> list[Recorded]:
     """Run the original on a batch, with padding if it takes a padding mask.
 
@@ -57,6 +60,7 @@ def record(
         model: the original, not yet converted.
         inputs: keyword arguments for its forward; None to make them up from the config.
         longest: the most tokens for which layers that lose their window still compute the same.
+        runs: its trial runs on these inputs, if there were any.
 
     Returns:
         The runs for `check`; empty if the model does not run on made-up inputs.
@@ -64,7 +68,7 @@ def record(
     if longest is not None and longest <= PADDED:
         return []
     with contextlib.suppress(UnsupportedModelError):
-        runs = trial_runs(model, inputs)[0]
+        runs = trial_runs(model, inputs)[0] if runs is None else runs
         return [recorded for run in runs for recorded in _record(run, longest, padded=inputs is None)]
     return []
 

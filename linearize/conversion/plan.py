@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
-from linearize.conversion.attentions import CROSS, LOCAL_KEPT, find_attentions, find_unreached, trial_runs
+from linearize.conversion.attentions import CROSS, LOCAL_KEPT, Run, find_attentions, find_unreached, trial_runs
 from linearize.conversion.check import check, keep_parts, record, why_not_built
 from linearize.conversion.inputs import Call
 from linearize.conversion.layers import ConversionConfig, choose, complete
@@ -248,13 +249,13 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
             kernels, computes something else.
     """
     _check_plan(model, plan)
+    runs, calls = _trial(model, plan, example_inputs)
     _own_config(model)
     longest = None
     if plan.local_as_full:
         # Up to this length, local layers converted as full attention compute the same as before.
-        windows = (call.window for call in trial_runs(model, example_inputs)[1])
-        longest = min((window for window in windows if window is not None), default=None)
-    recorded = record(model, example_inputs, longest)
+        longest = min((call.window for call in calls if call.window is not None), default=None)
+    recorded = record(model, example_inputs, longest, runs)
     if any(output is not None and output.is_meta for run in recorded for output in run.outputs):
         raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
     could_be_built = not why_not_built(model)
@@ -288,10 +289,28 @@ def _check_plan(model: PreTrainedModel, plan: Plan) -> None:
         known = layer.module in hosts
         why = contradiction(hosts[layer.module], layer) if known else f"it has no module {layer.module!r}"
         if why or plan.base_model_type != model.config.model_type:
-            made = f"{plan.architecture}, not for this {type(model).__name__}{f' ({why})' if why else ''}"
-            raise ConfigError(f"the plan was made for another model, {made}; make one for it with linearize.plan")
+            raise _other_model(plan, model, why)
         if layer.converted:
             build_mixer(*layer.mixer)
+
+
+def _trial(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Tensor] | None) -> tuple[list[Run], list[Call]]:
+    """Return the trial runs of the model that a plan is for, if it runs, and refuse one with more attentions."""
+    runs: list[Run] = []
+    calls: list[Call] = []
+    with contextlib.suppress(UnsupportedModelError):
+        runs, calls = trial_runs(model, inputs)
+    names = {module: name for name, module in model.base_model.named_modules()}
+    listed = {layer.module for layer in plan.layers}
+    for call in calls:
+        if (name := names.get(call.module)) not in (None, *listed):
+            raise _other_model(plan, model, f"it does not list {name!r}")
+    return runs, calls
+
+
+def _other_model(plan: Plan, model: PreTrainedModel, why: str) -> ConfigError:
+    made = f"{plan.architecture}, not for this {type(model).__name__}{f' ({why})' if why else ''}"
+    return ConfigError(f"the plan was made for another model, {made}; make one for it with linearize.plan")
 
 
 def _check_original(model: object) -> None:

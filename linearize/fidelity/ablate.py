@@ -157,7 +157,8 @@ class KernelMerit:
         else:
             gain = f"the kernel's gain cannot be told from noise ({span(self.interval)})"
         return (
-            f"the relative error of the last hidden state is {self.window_only:.3f} without the kernel and "
+            # Not "relative error": that of an alignment is relative to the spread, not to the norm.
+            f"the error of the last hidden state is {self.window_only:.3f} of its norm without the kernel and "
             f"{self.error:.3f} with it: {gain}"
         )
 

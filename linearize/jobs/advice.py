@@ -94,8 +94,9 @@ def next_command(context: Context) -> tuple[str, str]:
         if context.distillation is None and isinstance(job, StageOneJob):
             return "to train the kernels", line("distill", target, data | {"distill_length": job.distill_length})
         return "to bring the whole model closer", line("align", target, data)
+    # By default `report` finds the original that the checkpoint records, whose folder is not recorded.
     original = job.model if isinstance(job, ConvertJob) else getattr(job, "teacher", None)
-    options: dict[str, object] = {"original": original or context.provenance.get("base_model") or "ORIGINAL"}
+    options: dict[str, object] = {"original": original}
     options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
     if "text_column" in data:
         options["text_column"] = str(data["text_column"]).partition(",")[0]

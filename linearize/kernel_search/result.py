@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from linearize.core.errors import ConfigError
 from linearize.core.parsing import write_file
 from linearize.fidelity import plots_style as style
 from linearize.kernel_search.candidates import Layout
@@ -179,10 +180,21 @@ class SearchResult:
         return min(alike, key=lambda point: point.share, default=None)
 
     def load_kernels(self, model: PreTrainedModel) -> None:
-        """Load the kernels trained in the search into a model that the plan was applied to."""
+        """Load the kernels trained in the search into a model that the plan was applied to.
+
+        Raises:
+            ConfigError: if the model has other kernels, or none; it is not changed then.
+        """
         from linearize.attention.interface import linear_attentions
 
         layers = linear_attentions(model.base_model)
+        for module, tensors in self.kernels.items():
+            mine = layers[module].state_dict() if module in layers else None
+            if mine is None or {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in tensors.items()}:
+                raise ConfigError(
+                    f"load_kernels: {module!r} of this {type(model).__name__} has another kernel than the search's "
+                    "plan, or none; carry the plan out first: linearize.apply(model, result.plan)"
+                )
         for module, tensors in self.kernels.items():
             layers[module].load_state_dict(tensors)
 

@@ -21,10 +21,13 @@ TASK = "--task text-classification --dataset texts.jsonl --columns text --max-le
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("findings")
     texts(root, 96)
-    make_original(root / "bert")
+    for model in ("bert", "originals/other"):
+        make_original(root / model)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        assert main(f"convert bert {DATA} --distill-steps 8 --eval-every 2 --align-steps 0 --output plain".split()) == 0
+        for model, output in (("bert", "plain"), ("originals/other", "moved/plain")):
+            words = f"convert {model} {DATA} --distill-steps 8 --eval-every 2 --align-steps 0 --output {output}"
+            assert main(words.split()) == 0
     return root
 
 
@@ -33,6 +36,8 @@ CASES = {
     "--distill-length 32 --output made",
     "distill": f"distill plain {DATA} --distill-steps 8 --eval-every 2 --output further",
     "align": f"align plain {DATA} --steps 8 --eval-every 1 --output aligned",
+    # The folder that the original lay in is not recorded.
+    "elsewhere": f"align moved/plain {DATA} --steps 8 --eval-every 1 --output realigned",
     "finetune": f"finetune plain {TASK} --steps 8 --eval-every 2 --output tuned",
     "untouched": f"convert bert {DATA} --distill-steps 0 --align-steps 0 --output untouched",
     "original": f"finetune bert {TASK} --steps 8 --eval-every 2 --learning-rate 0 --output original",

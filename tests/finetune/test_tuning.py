@@ -457,6 +457,38 @@ def test_a_resume_without_the_best_state_keeps_no_other(bert, glue, tmp_path, lo
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
+def test_the_log_says_which_step_was_measured_last(bert, glue, tmp_path):
+    """It said the last step, for which trackers and the log on screen then had two different scores."""
+    config = TuneConfig(learning_rate=1.0, schedule="constant", batch_size=8, steps=9, eval_every=3)
+    model, entries = load_for_task(bert, data := data_for("stsb", bert, glue / "stsb")), []
+    result = finetune(model, data, config, folder=tmp_path / "run", on_log=entries.append)
+    scores = [(entry["step"], entry["eval_score"]) for entry in entries if "eval_score" in entry]
+    assert [step for step, _ in scores] == [3, 6, 9, result.best_step] and result.best_step == 0
+    assert scores[-1][1] == result.score != scores[-2][1] and result.steps == result.history[-1]["step"] == 9
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_resume_under_another_path_keeps_the_start(bert, glue, tmp_path, monkeypatch, moved):
+    """transformers looks for the best state where it was written: it removed the start, or kept the last weights."""
+    config = TuneConfig(learning_rate=1.0, schedule="constant", batch_size=8, steps=9, eval_every=3)
+
+    def run(folder, on_step=None, resume=False):
+        model = load_for_task(bert, data := data_for("stsb", bert, glue / "stsb"))
+        return model, finetune(model, data, config, folder=folder, resume=resume, on_step=on_step)
+
+    def stop(report):
+        if report.step == 4:
+            raise KeyboardInterrupt
+
+    model, result = run(tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", stop)
+    again, resumed = run((tmp_path / "cut").rename(tmp_path / "moved") if moved else tmp_path / "cut", resume=True)
+    assert resumed.best_step == result.best_step == 0 and resumed.steps == result.steps == 9
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+
+
 def test_early_stopping_keeps_the_best(bert, glue, tmp_path):
     config = TuneConfig(learning_rate=1e-2, batch_size=16, epochs=30, patience=2, selection_rows=0)
     _, _, result = tune("cola", bert, glue, tmp_path, config)
@@ -755,3 +787,6 @@ def test_report_to(bert, glue, tmp_path, monkeypatch):
     finetune_checkpoint(replace(job, tune=replace(FAST, report_to="tensorboard")))
     assert {folder for folder, _, _ in written} == {str(tmp_path / "out.tensorboard")}
     assert {"train/loss", "eval/score"} <= {name for _, name, _ in written}
+    # Each measurement once: the last step had a second score, that of the state that was kept.
+    scored = [step for _, name, step in written if name == "eval/score"]
+    assert scored == sorted(set(scored))

@@ -137,4 +137,4 @@ def test_the_next_command_follows_from_what_was_done():
     job, tuned = AlignJob.of(model="out", teacher="mine"), {"finetuning": {}, "base_model": "theirs"}
     assert advice.next_command(context(job, provenance=tuned))[1] == "linearize report out --original mine"
     job = AlignJob.of(model="out")
-    assert advice.next_command(context(job, provenance=tuned))[1] == "linearize report out --original theirs"
+    assert advice.next_command(context(job, provenance=tuned))[1] == "linearize report out"

@@ -52,6 +52,10 @@ def test_a_search_from_end_to_end(model, data):
     assert result.gain == pytest.approx(1 - plan.error / points.get("hedgehog everywhere", plan).error)
     assert result.to_dict()["error_below_reference"] == result.gain >= 0
     assert plan.seconds == pytest.approx(0.02 * plan.share)
+    # Not carried out yet: this was a KeyError, and other kernels a RuntimeError of torch.
+    for other in (model, linearize.convert(loud("bert"), "elu")):
+        with pytest.raises(ConfigError, match=r"'encoder\.layer\.0\.attention\.self' of this .* carry the plan out"):
+            result.load_kernels(other)
     # Carried out, it computes what was measured, and can learn further.
     model = linearize.apply(model, result.plan)
     result.load_kernels(model)

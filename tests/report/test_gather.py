@@ -73,7 +73,7 @@ def test_an_aligned_model_has_its_control_against_the_original(made, tmp_path):
     checked = replace(options(made, "gpt2", original=str(made / "bert-original")), checkpoint=str(tmp_path / "aligned"))
     found = gather(checked)
     [control] = [note for note in found.notes if note.startswith("Control")]
-    assert "without the kernel and" in control and control.endswith("trained together with the kernel.")
+    assert "of its norm without the kernel and" in control and control.endswith("trained together with the kernel.")
     [table] = next(iter(page._fidelity(found))).tables
     assert table.columns[-2:] == ["output error, window alone", "benefit of the kernel"]
     layer, row = found.fidelity.layers[0], table.rows[0]

@@ -322,14 +322,17 @@ def test_sinks_are_in_the_plan_and_its_file(tmp_path):
         (None, "got a plan of type NoneType, expected one from linearize.plan"),
         ("gpt2", "the plan was made for another model, GPT2Model, not for this BertModel .it has no module"),
         ("wide", "not for this BertModel .attention_head_size is 16, but the model's is 8."),
+        ("short", r"not for this BertModel \(it does not list 'encoder\.layer\.1\.attention\.self'\)"),
         ("edited", "unknown argument of kernel elu 'features'"),
         ("cut", r"numbers of the layers: got \[1\]"),
     ],
 )
 def test_a_plan_that_does_not_fit_leaves_the_model_as_it_was(plan, message):
     """The config was changed first: afterwards the model could be neither used as BERT nor converted."""
-    model, other = original("bert"), original("bert", hidden_size=64)
-    made = {"gpt2": original("gpt2"), "wide": other, "edited": model, "cut": model}.get(plan)
+    model, wide, short = (
+        original("bert", **changes) for changes in ({}, {"hidden_size": 64}, {"num_hidden_layers": 1})
+    )
+    made = {"gpt2": original("gpt2"), "wide": wide, "short": short, "edited": model, "cut": model}.get(plan)
     found = None if made is None else linearize.plan(made, "hedgehog", {"features": 4})
     if plan == "edited":
         found = found.with_layers([dataclasses.replace(layer, kernel="elu") for layer in found.layers])

@@ -95,10 +95,17 @@ def finetune(
     set_seed(config.seed)
     set_trained(model, config)
     trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
-    for tracker in callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard"):
+    trackers = callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard")
+    for tracker in trackers:
         trainer.add_callback(tracker)
     _train(trainer, last, started, on_step)
     kept = _kept(trainer)
+    # What is measured now are the kept weights, not those of the last step: trackers have their point already, and
+    # TensorBoard takes an earlier step for a restart.
+    for tracker in trackers:
+        trainer.remove_callback(tracker)
+    trainer.state.epoch *= kept["best_step"] / max(1, kept["steps"])
+    trainer.state.global_step = kept["best_step"]
     found = measured(data, *trainer.measure())
     adapter = end_training(model, config, adapter_of)
     return TuneResult(**vars(found), **kept, adapter=adapter, seconds=time.perf_counter() - start)
