@@ -116,7 +116,9 @@ def test_lines_are_made_of_options():
 
 
 def context(job, **more):
-    shown = {"alignment": None, "distillation": SimpleNamespace(), "provenance": {}, **more}
+    kernel = more.pop("kernel", "hedgehog")
+    loaded = SimpleNamespace(model=linearize.convert(original("bert"), kernel))
+    shown = {"alignment": None, "distillation": SimpleNamespace(), "provenance": {}, "loaded": loaded, **more}
     return SimpleNamespace(job=job, target="out", **shown)
 
 
@@ -125,9 +127,9 @@ def test_the_next_command_follows_from_what_was_done():
     assert advice.next_command(context(job, distillation=None)) == (
         "to train the kernels", "linearize distill out --text-column x,y --distill-length 32",
     )  # fmt: skip
-    assert advice.next_command(context(job)) == (
-        "to bring the whole model closer", "linearize align out --text-column x,y",
-    )  # fmt: skip
+    closer = ("to bring the whole model closer", "linearize align out --text-column x,y")
+    assert advice.next_command(context(job)) == closer
+    assert advice.next_command(context(job, distillation=None, kernel="elu")) == closer, "nothing to train in stage one"
     long = ConvertJob.of(model="llama", preset="recall")
     assert advice.next_command(context(long)) == (
         "to bring the whole model closer", "linearize align out --batch-size 2 --packing",
