@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +100,39 @@ def test_it_declines_what_it_cannot_compute(monkeypatch):
     assert why_not() == "Triton is not installed"
     monkeypatch.setenv(triton_calls.SWITCH, "0")
     assert why_not() == "LINEARIZE_TRITON is 0"
+
+
+def test_a_compiled_kernel_is_used_again_only_for_arguments_of_the_same_kinds(monkeypatch):
+    """All that Triton's choice of a compiled kernel depends on: types, alignment, numbers, options, absence."""
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: launched.append((grid, args[1:]))
+
+    class Function:
+        arg_names = ("x", "count", "BLOCK", "CAUSAL")
+
+        def __getitem__(self, grid):
+            def compile(*args, **options):
+                launched.append("compiled")
+                return Compiled()
+
+            return compile
+
+    monkeypatch.setattr(triton_calls, "kernels", lambda name: SimpleNamespace(one=Function()))
+    monkeypatch.setattr(triton_calls, "_compiled", {})
+    x = torch.zeros(9)
+
+    def launch(x, count=5, **options):
+        triton_calls.launch("some", "one", (3,), x, count, **{"BLOCK": 16, "CAUSAL": True, "num_warps": 4} | options)
+        return launched.pop()
+
+    assert launch(x) == "compiled" and launch(x) == launch(x + 1) == ((3, 1, 1), (5, 16, True))
+    for other in (launch(x[1:]), launch(x.double()), launch(x, 6), launch(x, BLOCK=32), launch(x, num_warps=8)):
+        assert other == "compiled"
+    assert launch(x[1:]) == ((3, 1, 1), (5, 16, True)) and launch(x, 6) == ((3, 1, 1), (6, 16, True))
+    assert launch(x, CAUSAL=False) == "compiled" and launch(x, None) == "compiled"
 
 
 def test_windows_and_steps_decline_what_they_cannot_compute(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from linearize.attention.backends.eager import NO_FLOOR
@@ -45,7 +46,7 @@ class FusedStep:
             return NO_FLOOR
         state = call.state
         assert state is not None
-        if not all(x.is_contiguous() for x in state.values()):
+        if state["kv"].dtype != torch.float32 or not all(x.is_contiguous() for x in state.values()):
             return "it cannot write into this state"
         return unusable(mixer, call)
 
