@@ -125,7 +125,7 @@ def test_a_compiled_kernel_is_used_again_only_for_arguments_of_the_same_kinds(mo
     x = torch.zeros(9)
 
     def launch(x, count=5, **options):
-        triton_calls.launch("some", "one", (3,), x, count, **{"BLOCK": 16, "CAUSAL": True, "num_warps": 4} | options)
+        triton_calls.launch("some.one", (3,), (x, count), **{"BLOCK": 16, "CAUSAL": True, "num_warps": 4} | options)
         return launched.pop()
 
     assert launch(x) == "compiled" and launch(x) == launch(x + 1) == ((3, 1, 1), (5, 16, True))

@@ -204,7 +204,9 @@ class Launcher:
         """Run a kernel for every segment of all heads."""
         tuned, settings = self.tuning[tuning], self.settings
         launch(
-            *("fused_kernels", name, (self.batch * heads, self.segments), *arguments),
+            f"fused_kernels.{name}",
+            (self.batch * heads, self.segments),
+            arguments,
             **options,
             **self.padded,
             KIND=settings.kind,
@@ -266,13 +268,10 @@ class Launcher:
         """Return the gradients [B, H, T] of the denominators."""
         found, tuned = torch.empty_like(inverse), self.tuning["slopes"]
         grid = self.batch * self.heads, -(-self.tokens // tuned.block)
-        launch(
-            *("fused_kernels", "slopes", grid, out, grad, inverse, found, *strides(out, grad)),
-            *(self.heads, self.tokens, self.settings.eps, self.numbers[2]),
-            BLOCK=tuned.block,
-            V_=self.padded["V_"],
-            num_warps=tuned.warps,
-        )
+        numbers = self.heads, self.tokens, self.settings.eps, self.numbers[2]
+        arguments = out, grad, inverse, found, *strides(out, grad), *numbers
+        options = {"BLOCK": tuned.block, "V_": self.padded["V_"], "num_warps": tuned.warps}
+        launch("fused_kernels.slopes", grid, arguments, **options)
         return found
 
     def gradients(self, side: Side, other: Side, states: Tensor, *, learned: bool) -> SideGradients:

@@ -67,13 +67,17 @@ class FusedStep:
         held = [state.get(name) for name in (*RING, *KEPT)]
         ring, sinks, slots = (0 if state.get(name) is None else state[name].shape[axis] for name, axis in COUNTED)
         places = {"SLOTS_": _padded(slots)}
-        launch(
-            *("step_kernels", "step", (batch * key_heads,)),
+        arguments = (
             *(q, k, v, mask, None if length is None else positions, out, *weights[0], *weights[1]),
             *(*scales[0], scales[1][0], *scales[1][2:], state["kv"], state["log_scale"], *held),
             *(x.stride(axis) for x in (q, k, v) for axis in (0, 1)),
             *(call.scaling, mixer.input_scale(call.scaling), mixer.eps, float(length or 1), FADING),
             *(heads, groups, groups if len(maps) == 1 else 1, *sizes, ring, sinks, slots),
+        )
+        launch(
+            "step_kernels.step",
+            (batch * key_heads,),
+            arguments,
             **padded_sizes(sizes),
             **places,
             UNITS=UNITS,
@@ -85,13 +89,8 @@ class FusedStep:
             num_warps=4,
         )
         if ring:
-            launch(
-                *("step_kernels", "advance", (batch,), state["ring_mask"], mask),
-                *(state.get("tokens"), state.get("kept_mask"), ring, sinks, slots),
-                WIDTH_=_padded(ring),
-                **places,
-                num_warps=1,
-            )
+            shared = state["ring_mask"], mask, state.get("tokens"), state.get("kept_mask"), ring, sinks, slots
+            launch("step_kernels.advance", (batch,), shared, WIDTH_=_padded(ring), **places, num_warps=1)
         return out, state
 
 

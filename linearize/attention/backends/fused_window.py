@@ -112,8 +112,11 @@ class Launcher:
         maps, mask = maps_of(mixer), call.key_padding_mask
         self.mask = None if mask is None else mask.contiguous()
         # A kernel without parameters describes its map on the CPU.
-        to = {"device": self.q.device, "dtype": torch.float32}
-        ready = [[None if w is None else w.detach().to(**to).contiguous() for w in map_of(map)] for map in maps]
+        device = self.q.device
+        ready = [
+            [None if w is None else w.detach().to(device, torch.float32).contiguous() for w in map_of(map)]
+            for map in maps
+        ]
         self.key_weights, self.query_weights, self.tied = ready[0], ready[-1], len(ready) == 1
         self.a = self.c = None
         own, others = mixer.query_scale, mixer.key_scale
@@ -157,9 +160,15 @@ class Launcher:
         self.lost = torch.full(shape, self.tokens, dtype=torch.int32, device=device)
         self.order = torch.full(shape, -1, dtype=torch.int32, device=device)
         places = self.order.new_empty(*shape[:2], self.segments + 1, form.sinks + form.exact_keys)
+        width = form.size if form.causal else 0
+        arguments = (
+            *(priority, self.mask, self.lost, self.order, places),
+            *(self.tokens, self.segments, self.key_heads, width, form.sinks, form.exact_keys),
+        )
         launch(
-            *("window_kernels", "contest", (self.rows,), priority, self.mask, self.lost, self.order, places),
-            *(self.tokens, self.segments, self.key_heads, form.size if form.causal else 0, form.sinks, form.exact_keys),
+            "window_kernels.contest",
+            (self.rows,),
+            arguments,
             CHUNK=self.options["CHUNK"],
             TILE=min(64, self.options["CHUNK"]),
             PLACES=max(2, 1 << (form.exact_keys - 1).bit_length()),
@@ -180,11 +189,15 @@ class Launcher:
         width, device = numbers[2] + 1, self.q.device
         sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
         levels = torch.empty(self.rows, self.segments, device=device) if self.scaled else None
-        launch(
-            *("window_kernels", "chunk_sums", (self.rows, self.segments)),
+        arguments: tuple[Any, ...] = (
             *(self.k, self.v, self.c, self.c_weight, self.mask, self.order, *self.key_weights, sums, levels),
             *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
             *(self.width if form.causal else 0, form.sinks, *numbers),
+        )
+        launch(
+            "window_kernels.chunk_sums",
+            (self.rows, self.segments),
+            arguments,
             **self.options,
             TILE=tuned.sums_tile,
             num_warps=tuned.sums_warps,
@@ -193,25 +206,19 @@ class Launcher:
         out = self.q.new_empty(self.q.shape[0], self.tokens, self.heads, width - 1, dtype=self.v.dtype).transpose(1, 2)
         groups = self.heads // self.key_heads
         sets, keep = (1, form.sinks) if self.places is None else self.places.shape[2:]
-        launch(
-            *("window_kernels", "window_attend", (self.q.shape[0] * self.heads, -(-self.tokens // tuned.block))),
-            *(
-                self.q,
-                self.k,
-                self.v,
-                self.a,
-                *self.a_weights,
-                self.c,
-                self.c_weight,
-                self.lost,
-                self.places,
-                self.mask,
-            ),
+        scales = self.a, *self.a_weights, self.c, self.c_weight
+        arguments = (
+            *(self.q, self.k, self.v, *scales, self.lost, self.places, self.mask),
             *(*self.query_weights, *self.key_weights, states, levels, out),
             *(*strides(self.q, self.k, self.v, out), form.scaling, self.scale, form.eps),
             *(float(self.trained or 1), FADING, self.tokens),
             *(self.width, form.sinks, sets, keep, states.shape[1], self.heads, groups, groups if self.tied else 1),
             *numbers,
+        )
+        launch(
+            "window_kernels.window_attend",
+            (self.q.shape[0] * self.heads, -(-self.tokens // tuned.block)),
+            arguments,
             CAUSAL=form.causal,
             FADES=self.trained is not None,
             **self.options,
@@ -232,14 +239,9 @@ class Launcher:
         apart = 0 if self.form.causal else -(-self.width // self.options["CHUNK"])
         # Those of the sums from the one side; the others are added from the other side.
         before = None if levels is None else torch.empty_like(levels)
-        launch(
-            *("window_kernels", "outside", (self.rows, -(-size // 128)), sums, levels, states, state_levels, before),
-            *(self.segments, apart, size),
-            CAUSAL=self.form.causal,
-            SCALED=self.scaled,
-            BLOCK=128,
-            num_warps=1,
-        )
+        grid, arguments = (self.rows, -(-size // 128)), (sums, levels, states, state_levels, before)
+        options = {"CAUSAL": self.form.causal, "SCALED": self.scaled, "BLOCK": 128, "num_warps": 1}
+        launch("window_kernels.outside", grid, (*arguments, self.segments, apart, size), **options)
         return states, state_levels
 
 

@@ -108,8 +108,8 @@ def absence() -> str:
 _compiled: dict[Any, tuple[Any, list[Any]]] = {}
 
 
-def launch(module: str, name: str, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel of a module for a grid of programs; the first argument is a tensor on its device.
+def launch(kernel: str, grid: tuple[int, ...], args: Sequence[Any], **options: Any) -> None:
+    """Run a kernel, named as module.function, for a grid of programs; its first argument is a tensor on its device.
 
     Triton takes several times as long to find a compiled kernel as to launch it, so kernels are kept here, by all that
     Triton's choice depends on: types and alignment of tensors, and values of numbers.
@@ -117,20 +117,23 @@ def launch(module: str, name: str, grid: tuple[int, ...], *args: Any, **options:
     device = args[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(module, name, grid, *args, **options)
+            return launch(kernel, grid, args, **options)
     kinds = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in args]
-    key = (name, device.index, *kinds, *options.values())
+    key = (kernel, device.index, *kinds, *options.values())
     found = _compiled.get(key)
     if found is not None:
-        kernel, constants = found
-        return kernel[(*grid, 1, 1)[:3]](*args, *constants)
+        compiled, constants = found
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        return None
+    module, _, name = kernel.partition(".")
     function = getattr(kernels(module), name)
-    kernel = function[grid](*args, **options)
+    compiled = function[grid](*args, **options)
     # Triton's interpreter returns nothing.
-    if kernel is not None:
+    if compiled is not None:
         if len(_compiled) >= KEPT:
             _compiled.clear()
-        _compiled[key] = kernel, [options[constant] for constant in function.arg_names[len(args) :]]
+        _compiled[key] = compiled, [options[constant] for constant in function.arg_names[len(args) :]]
+    return None
 
 
 def padded_sizes(numbers: Sequence[int]) -> dict[str, int]:

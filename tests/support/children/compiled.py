@@ -34,8 +34,9 @@ POINTERS = {
 shared: dict[str, int] = {}
 
 
-def launch(module: str, name: str, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def launch(kernel: str, grid: tuple[int, ...], args: Any, **options: Any) -> None:
     """Compile a kernel instead of running it."""
+    module, _, name = kernel.partition(".")
     function = getattr(importlib.import_module(f"linearize.attention.backends.{module}"), name)
     chosen = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
     values = dict(zip(function.arg_names, args, strict=False)) | options
