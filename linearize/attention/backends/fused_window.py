@@ -113,10 +113,7 @@ class Launcher:
         self.mask = None if mask is None else mask.contiguous()
         # A kernel without parameters describes its map on the CPU.
         device = self.q.device
-        ready = [
-            [None if w is None else w.detach().to(device, torch.float32).contiguous() for w in map_of(map)]
-            for map in maps
-        ]
+        ready = [[None if w is None else w.detach().to(device).contiguous() for w in map_of(map)] for map in maps]
         self.key_weights, self.query_weights, self.tied = ready[0], ready[-1], len(ready) == 1
         self.a = self.c = None
         own, others = mixer.query_scale, mixer.key_scale

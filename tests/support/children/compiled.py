@@ -55,7 +55,9 @@ def launch(kernel: str, grid: tuple[int, ...], args: Any, **options: Any) -> Non
 
 @torch.no_grad()
 def call(kernel: str, dtype: torch.dtype, *, causal: bool, step: bool = False, **hybrid: Any) -> None:
-    mixer = make_mixer(kernel_info(kernel), {}, causal=causal, heads=9, key_heads=3, dim=64, width=64, **hybrid)
+    mixer = make_mixer(kernel_info(kernel), {}, causal=causal, heads=9, key_heads=3, dim=64, width=64, **hybrid).to(
+        dtype
+    )
     q, k, v = (torch.randn(1, 300, heads, 64).to(dtype).transpose(1, 2) for heads in (9, 3, 3))
     whole = AttentionCall(q, k, v, 0.125, torch.ones(1, 300, dtype=torch.bool))
     if not step:

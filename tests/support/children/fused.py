@@ -74,6 +74,7 @@ WINDOWS = [
     Case("t2r", 90, heads=(2, 1), hybrid={"window": 9, "exact_keys": 3}),
     Case("hedgehog", 80, padded=True, hybrid={"scale": "linear"}),
     Case("none", 60, hybrid={"window": 8, "sinks": 1}),
+    Case("hedgehog", 40, dtype=torch.float16, hybrid={"window": 8, "sinks": 1, "scale": "linear"}),
 ]
 """Segments have 32 tokens in these tests."""
 MORE_WINDOWS = [
@@ -130,7 +131,8 @@ def drawn(case: Case, *, causal: bool) -> tuple[Any, torch.Generator]:
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return mixer, generator
+    # Kernels of a model in half precision have weights of that type.
+    return mixer.to(torch.float16) if case.dtype == torch.float16 else mixer, generator
 
 
 def state_errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
