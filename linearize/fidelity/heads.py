@@ -146,6 +146,11 @@ def head_shares(
     return {name: share / max(power, 1e-30) for name, share in shares.items()}
 
 
+def too_many_heads(count: int, heads: int) -> ConfigError:
+    """Return the error for more heads that keep softmax than there are."""
+    return ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {heads} heads")
+
+
 def keep_heads(
     model: PreTrainedModel,
     plan: Plan,
@@ -190,7 +195,7 @@ def keep_heads(
         ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True
     )
     if count > len(ranked):
-        raise ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {len(ranked)} heads")
+        raise too_many_heads(count, len(ranked))
     chosen: dict[str, list[int]] = {}
     for _, name, head in ranked[:count]:
         chosen.setdefault(name, []).append(head)

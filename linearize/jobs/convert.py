@@ -21,7 +21,7 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.options import name_of, recorded
 from linearize.core.parsing import finite
 from linearize.core.registry import kernel_info, make_config
-from linearize.fidelity.heads import POINTS, keep_heads
+from linearize.fidelity.heads import POINTS, keep_heads, too_many_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
@@ -281,6 +281,9 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         example_inputs=inputs,
     )
     check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
+    heads = sum(layer.shape.heads for layer in decided.converted)
+    if job.chooses_heads and job.softmax_heads(heads) > heads:
+        raise too_many_heads(job.softmax_heads(heads), heads)
     return loaded, decided, inputs
 
 

@@ -32,6 +32,13 @@ def test_a_preset_is_the_options_that_it_stands_for(name):
     assert with_preset == written_out != effective(ConvertJob.of(model="m"))
 
 
+@pytest.mark.parametrize("more", [{"kernel": "auto"}, {"window": 4}])
+def test_more_softmax_heads_than_there_are_are_refused_before_anything_is_chosen(tmp_path, more):
+    make_original(tmp_path / "bert", "bert", "AutoModel")
+    with pytest.raises(ConfigError, match="got 100, but the converted layers have 8 heads"):
+        make_plan(ConvertJob.of(model=str(tmp_path / "bert"), keep_softmax_heads="100", dataset="demo", **more))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_longdoc_hands_a_preset_on(name):
     job = LongdocJob.of(model="m", task="text-classification", dataset="d", max_length=64, preset=name)
