@@ -47,8 +47,10 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
         inputs = {name: value for name, value in inputs.items() if name in names}
     if "use_cache" in names:
         inputs["use_cache"] = False
-    if getattr(config, "is_encoder_decoder", False) and "input_ids" in inputs:
-        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+    if getattr(config, "is_encoder_decoder", False) and "input_ids" in inputs and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+        if "decoder_attention_mask" in names and "attention_mask" in inputs:
+            inputs.setdefault("decoder_attention_mask", inputs["attention_mask"])
     return module(**inputs)
 
 
