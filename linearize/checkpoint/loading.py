@@ -26,7 +26,7 @@ from linearize.core.errors import (
     first_line,
     unknown_name,
 )
-from linearize.core.heads import HEADS, Modality, Processor
+from linearize.core.heads import HEADS, Modality, Processor, head_of_class
 from linearize.core.parsing import parse_json, read_json, user_path
 
 if TYPE_CHECKING:
@@ -135,6 +135,23 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     with quiet():
         model = loader.from_pretrained(name)
     return _loaded(model, name, device)
+
+
+def auto_class(model: PreTrainedModel) -> str:
+    """Return the name of the Auto class that loads a model, converted or not, with its head; AutoModel if none does."""
+    from transformers.models.auto import modeling_auto
+
+    name = type(model).__name__.removeprefix("Linearized")
+    kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
+    head = head_of_class(name)
+    autos = {key: auto for key, auto in vars(modeling_auto).items() if isinstance(auto, type)}
+    tables = {key: table for key, auto in autos.items() if (table := getattr(auto, "_model_mapping", None)) is not None}
+    classes = {key: table._model_mapping.get(kind) for key, table in tables.items()}
+    found = [key for key, its in classes.items() if name == its or (isinstance(its, (list, tuple)) and name in its)]
+    if head is not None and (head.auto_class in found or not found):
+        return head.auto_class
+    # Many classes are in this table as well as in that of their head.
+    return min(found, key=lambda key: (key != "AutoModel", key == "AutoModelForPreTraining"), default="AutoModel")
 
 
 def check_converted(name: str) -> dict[str, Any]:
