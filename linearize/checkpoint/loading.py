@@ -49,6 +49,7 @@ class Loaded:
         modality: "text", "image" or "other".
         name: Hub name, folder or file.
         embedder: files of a sentence embedder's other modules, by name (see `sentence_files`).
+        whole: processors of a model that reads sound, or several kinds of input; a checkpoint keeps them.
     """
 
     model: PreTrainedModel
@@ -56,6 +57,7 @@ class Loaded:
     modality: Modality | Literal["other"]
     name: str
     embedder: dict[str, bytes] = field(default_factory=dict)
+    whole: list[Processor] = field(default_factory=list)
 
 
 def load_model(name: str, *, task: str | None = None, device: str = "cpu", revision: str | None = None) -> Loaded:
@@ -110,10 +112,14 @@ def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None
     model.eval().to(check_device(device))
     # A model with a head is not a sentence embedder.
     embedder = sentence_files(name, revision) if model.base_model is model else {}
-    processor = None
+    processor, whole = None, []
     with contextlib.suppress(LinearizeError):
         processor = None if modality == "other" else load_processor(name, modality, revision)
-    return Loaded(model, processor, modality, name, embedder)
+    several = modality == "other" or getattr(model.config, "sub_configs", None)
+    for kind in ("sound", "all") if several else ():
+        with contextlib.suppress(LinearizeError):
+            whole.append(load_processor(name, kind, revision))
+    return Loaded(model, processor, modality, name, embedder, whole)
 
 
 def load_converted(name: str, *, device: str = "cpu") -> Loaded:
@@ -144,8 +150,8 @@ def auto_class(model: PreTrainedModel) -> str:
     name = type(model).__name__.removeprefix("Linearized")
     kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
     head = head_of_class(name)
-    autos = {key: auto for key, auto in vars(modeling_auto).items() if isinstance(auto, type)}
-    tables = {key: table for key, auto in autos.items() if (table := getattr(auto, "_model_mapping", None)) is not None}
+    autos = ((key, auto) for key, auto in vars(modeling_auto).items() if isinstance(auto, type))
+    tables = {key: table for key, auto in autos if (table := getattr(auto, "_model_mapping", None)) is not None}
     classes = {key: table._model_mapping.get(kind) for key, table in tables.items()}
     found = [key for key, its in classes.items() if name == its or (isinstance(its, (list, tuple)) and name in its)]
     if head is not None and (head.auto_class in found or not found):
@@ -280,15 +286,17 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_processor(name: str, modality: Modality, revision: str | None = None) -> Any:
-    """Load the tokenizer or image processor of a checkpoint.
+def load_processor(name: str, modality: str, revision: str | None = None) -> Any:
+    """Load the tokenizer or image processor of a checkpoint; "sound": its feature extractor; "all": several in one.
 
     Raises:
         CheckpointError: if it has none.
     """
-    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-    auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
+    autos: dict[str, Any] = {"text": AutoTokenizer, "image": AutoImageProcessor, "sound": AutoFeatureExtractor}
+    kinds = {"text": "tokenizer", "image": "image processor", "sound": "feature extractor"}
+    auto, kind = autos.get(modality, AutoProcessor), kinds.get(modality, "processor")
     with explained(name, f"its {kind}"):
         place, where = located(name)
         return auto.from_pretrained(place, revision=revision, **where)

@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def save(
     model: PreTrainedModel,
     target: str | os.PathLike[str],
     *,
-    processor: Processor | None = None,
+    processor: Processor | Sequence[Processor | None] | None = None,
     overwrite: bool = False,
     provenance: dict[str, object] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,

@@ -17,6 +17,8 @@ from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.checkpoint.save import base_facts, model_card
 from linearize.core.errors import CheckpointError
 from linearize.jobs.advice import load_lines
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import convert_checkpoint
 
 LAYER = {"module": "encoder.layer.0.attention.self", "kernel": "hedgehog", "kl": 0.5, "output_error": 0.25}
 PROVENANCE = {
@@ -248,3 +250,23 @@ def test_inspect_bad_folders(saved, tmp_path):
 def test_card_says_window_and_sinks():
     text = model_card(converted("bert", window=8, sinks=2))
     assert "| `encoder.layer.0.attention.self` | hedgehog | window=8, sinks=2, scale=linear |" in text
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2ForCTC", "Wav2Vec2ForSequenceClassification"])
+def test_a_conversion_keeps_what_prepares_sound(kind, tmp_path):
+    """Only tokenizers and image processors were kept, so that no pipeline opened the folder."""
+    model = getattr(transformers, kind)(transformers.Wav2Vec2Config(**SOUND)).eval()
+    model.save_pretrained(tmp_path / "first")
+    extractor = transformers.Wav2Vec2FeatureExtractor(sampling_rate=8000, return_attention_mask=True)
+    if kind.endswith("CTC"):
+        (tmp_path / "vocab.json").write_text(json.dumps({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "a": 5}))
+        tokenizer = transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json"))
+        transformers.Wav2Vec2Processor(extractor, tokenizer).save_pretrained(tmp_path / "first")
+    else:
+        extractor.save_pretrained(tmp_path / "first")
+    job = {"model": str(tmp_path / "first"), "output": str(tmp_path / "out"), "distill_steps": 0, "align_steps": 0}
+    convert_checkpoint(ConvertJob.of(**job, device="cpu"))
+    assert transformers.AutoFeatureExtractor.from_pretrained(tmp_path / "out").sampling_rate == 8000
+    if kind.endswith("CTC"):
+        processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
+        assert processor.tokenizer("a").input_ids == [5]
