@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import Loaded, move
-from linearize.conversion.positions import current_length
+from linearize.conversion.positions import text_length
 from linearize.core.errors import ConfigError, DataError, some
 from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
@@ -200,7 +200,7 @@ def _check_reached(model: PreTrainedModel, layers: Sequence[LayerLoss], measured
 
 def within(loaded: Loaded, length: int = DISTILL_LENGTH) -> int:
     """Return `length` tokens per row, or the model's current limit if that is smaller."""
-    most = current_length(loaded.model) if loaded.modality == "text" else None
+    most = text_length(loaded.model) if loaded.modality == "text" else None
     return min(length, most or length)
 
 
