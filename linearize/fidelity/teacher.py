@@ -61,14 +61,15 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
     try:
         return module(**inputs)
     except (AttributeError, TypeError, ValueError) as error:
-        missing = [name for name in MAIN if name in names and inputs.get(name) is None]
+        written = ("decoder_input_ids",) if getattr(config, "is_encoder_decoder", False) else ()
+        missing = [name for name in (*MAIN, *written) if name in names and inputs.get(name) is None]
         if not missing or isinstance(error, LinearizeError):
             raise
         name = type(module).__name__.removeprefix("Linearized")
         raise DataError(
             f"{name} does not run on {', '.join(batch)} without {', '.join(missing)} "
-            f"({type(error).__name__}: {first_line(error)}); skip the training (--distill-steps 0 --align-steps 0), or "
-            "pass batches with all inputs to linearize.distill and linearize.align"
+            f"({type(error).__name__}: {first_line(error)}); pass batches with all inputs to linearize.distill or "
+            "linearize.align, or skip the training (--distill-steps 0 --align-steps 0)"
         ) from error
 
 

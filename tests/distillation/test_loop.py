@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from support.tiny import IMAGE, converted, inputs_of, original
+from support.tiny import BART, IMAGE, converted, inputs_of, original
 from support.training import ALIGN, Fixed, batches, sharp
 
 import linearize
@@ -232,3 +232,9 @@ def test_a_model_that_reads_texts_and_images_together_says_so():
     for stage, config in ((distill, DistillConfig(steps=2)), (align, AlignConfig(**ALIGN))):
         with pytest.raises(DataError, match="CLIPModel does not run on input_ids without pixel_values"):
             stage(model, texts, config)
+    parts = original("vit").config, transformers.MBartConfig(**BART)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    captions = linearize.convert(transformers.VisionEncoderDecoderModel(config).eval())
+    images = Fixed([{"pixel_values": torch.randn(2, 3, 30, 30)}])
+    with pytest.raises(DataError, match="does not run on pixel_values without decoder_input_ids"):
+        distill(captions, images, DistillConfig(steps=2))
