@@ -226,6 +226,19 @@ def test_texts_never_train_the_image_tower_of_a_model_for_both():
     assert aligned.after.loss < 0.8 * aligned.before.loss
 
 
+def test_texts_with_images_train_both():
+    """A block of the student that runs inside its teacher is not one of the layers whose states LLaVA selects."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.full((2, 9), 98), torch.randint(3, 90, (2, 9), generator=generator)], dim=1)
+    both = Fixed([{"input_ids": ids, "pixel_values": torch.randn(2, 3, 30, 30, generator=generator)}])
+    model = linearize.convert(llava())
+    result = distill(model, both, DistillConfig(steps=4))
+    assert len(result.after.layers) == 4
+    aligned = align(model, both, AlignConfig(**ALIGN))
+    assert aligned.after.loss < 0.8 * aligned.before.loss
+    assert {step.phase for step in aligned.history} == {"blockwise", "end to end"}
+
+
 def test_a_model_that_reads_texts_and_images_together_says_so():
     model = converted("clip")
     texts = Fixed([{"input_ids": inputs_of(model)["input_ids"]}])
