@@ -27,7 +27,7 @@ TOKENS, DECODER_TOKENS = 7, 5
 """Different lengths, so that cross-attention is recognised by its shape."""
 MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features", "past_values")
 _SAMPLES, _FRAMES = 4000, 64
-_SIZED = ("backbone_config", "prompt_encoder_config")
+_SIZED = ("encoder", "backbone_config", "prompt_encoder_config")
 
 Inputs = dict[str, Tensor | bool]
 """Keyword arguments of a forward: tensors, and whether to use a cache."""
