@@ -294,12 +294,11 @@ def load_processor(name: str, modality: str, revision: str | None = None) -> Any
     """
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-    autos: dict[str, Any] = {"text": AutoTokenizer, "image": AutoImageProcessor, "sound": AutoFeatureExtractor}
-    kinds = {"text": "tokenizer", "image": "image processor", "sound": "feature extractor"}
-    auto, kind = autos.get(modality, AutoProcessor), kinds.get(modality, "processor")
+    autos: Any = {"text": AutoTokenizer, "image": AutoImageProcessor, "sound": AutoFeatureExtractor}
+    kind = {"text": "tokenizer", "image": "image processor"}.get(modality, "processor")
     with explained(name, f"its {kind}"):
         place, where = located(name)
-        return auto.from_pretrained(place, revision=revision, **where)
+        return autos.get(modality, AutoProcessor).from_pretrained(place, revision=revision, **where)
 
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"

@@ -85,7 +85,7 @@ def current_length(model: nn.Module) -> int | None:
 
 
 def text_length(model: PreTrainedModel) -> int | None:
-    """Return what `current_length` does; of a model of several parts (CLIP) what its text part takes."""
+    """Return what `current_length` does; of a composite model (CLIP) what its text part takes."""
     return current_length(model) or getattr(text_config(model.config), _LENGTH, None)
 
 

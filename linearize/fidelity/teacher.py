@@ -61,15 +61,13 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
     try:
         return module(**inputs)
     except (AttributeError, TypeError, ValueError) as error:
-        written = ("decoder_input_ids",) if getattr(config, "is_encoder_decoder", False) else ()
-        missing = [name for name in (*MAIN, *written) if name in names and inputs.get(name) is None]
+        missing = [name for name in (*MAIN, "decoder_input_ids") if name in names and inputs.get(name) is None]
         if not missing or isinstance(error, LinearizeError):
             raise
-        name = type(module).__name__.removeprefix("Linearized")
         raise DataError(
-            f"{name} does not run on {', '.join(batch)} without {', '.join(missing)} "
-            f"({type(error).__name__}: {first_line(error)}); pass batches with all inputs to linearize.distill or "
-            "linearize.align, or skip the training (--distill-steps 0 --align-steps 0)"
+            f"{type(module).__name__} does not run on {', '.join(batch)} without {', '.join(missing)}: "
+            f"{first_line(error)}; pass batches with all inputs to linearize.distill or linearize.align, or skip the "
+            "training (--distill-steps 0 --align-steps 0)"
         ) from error
 
 

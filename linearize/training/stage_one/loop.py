@@ -182,16 +182,11 @@ class _Run(Run):
 
 
 def _check_reached(model: PreTrainedModel, layers: Sequence[LayerLoss], measured: Fidelity) -> None:
-    """Refuse data that leaves kernels untrained: texts alone never reach the image tower of a model for both.
-
-    Raises:
-        DataError: if a layer did not run.
-    """
+    """Refuse data that leaves kernels untrained: texts alone never reach the image tower of a model for both."""
     ran = {layer.module for layer in measured.layers}
     if missed := [loss.name for loss in layers if loss.name not in ran]:
-        plan = Plan.from_dict(model.config.linearize)
-        ends = tuple(f".{name}" for name in missed)
-        numbers = [str(one.index) for one in plan.converted if any(end.endswith(f".{one.module}") for end in ends)]
+        plan = Plan.from_dict(model.config.linearize).converted
+        numbers = [str(one.index) for one in plan if any(f".{name}".endswith(f".{one.module}") for name in missed)]
         raise DataError(
             f"stage one: the data never reaches {some(missed)}, so the kernels there would stay untrained; keep them "
             f"softmax (--keep-softmax {','.join(numbers)}), or call linearize.distill with batches that reach them"
