@@ -26,7 +26,7 @@ from linearize.core.errors import (
     first_line,
     unknown_name,
 )
-from linearize.core.heads import HEADS, Modality, Processor
+from linearize.core.heads import HEADS, Modality, Processor, head_of_class
 from linearize.core.parsing import parse_json, read_json, user_path
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Loaded:
         modality: "text", "image" or "other".
         name: Hub name, folder or file.
         embedder: files of a sentence embedder's other modules, by name (see `sentence_files`).
+        whole: processors of a model that reads sound, or several kinds of input; a checkpoint keeps them.
     """
 
     model: PreTrainedModel
@@ -56,6 +57,7 @@ class Loaded:
     modality: Modality | Literal["other"]
     name: str
     embedder: dict[str, bytes] = field(default_factory=dict)
+    whole: list[Processor] = field(default_factory=list)
 
 
 def load_model(name: str, *, task: str | None = None, device: str = "cpu", revision: str | None = None) -> Loaded:
@@ -110,10 +112,14 @@ def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None
     model.eval().to(check_device(device))
     # A model with a head is not a sentence embedder.
     embedder = sentence_files(name, revision) if model.base_model is model else {}
-    processor = None
+    processor, whole = None, []
     with contextlib.suppress(LinearizeError):
         processor = None if modality == "other" else load_processor(name, modality, revision)
-    return Loaded(model, processor, modality, name, embedder)
+    several = modality == "other" or getattr(model.config, "sub_configs", None)
+    for kind in ("sound", "all") if several else ():
+        with contextlib.suppress(LinearizeError):
+            whole.append(load_processor(name, kind, revision))
+    return Loaded(model, processor, modality, name, embedder, whole)
 
 
 def load_converted(name: str, *, device: str = "cpu") -> Loaded:
@@ -135,6 +141,23 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
     with quiet():
         model = loader.from_pretrained(name)
     return _loaded(model, name, device)
+
+
+def auto_class(model: PreTrainedModel) -> str:
+    """Return the name of the Auto class that loads a model, converted or not, with its head; AutoModel if none does."""
+    from transformers.models.auto import modeling_auto
+
+    name = type(model).__name__.removeprefix("Linearized")
+    kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
+    head = head_of_class(name)
+    autos = ((key, auto) for key, auto in vars(modeling_auto).items() if isinstance(auto, type))
+    tables = {key: table for key, auto in autos if (table := getattr(auto, "_model_mapping", None)) is not None}
+    classes = {key: table._model_mapping.get(kind) for key, table in tables.items()}
+    found = [key for key, its in classes.items() if name == its or (isinstance(its, (list, tuple)) and name in its)]
+    if head is not None and (head.auto_class in found or not found):
+        return head.auto_class
+    # Many classes are in this table as well as in that of their head.
+    return min(found, key=lambda key: (key != "AutoModel", key == "AutoModelForPreTraining"), default="AutoModel")
 
 
 def check_converted(name: str) -> dict[str, Any]:
@@ -263,18 +286,19 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_processor(name: str, modality: Modality, revision: str | None = None) -> Any:
-    """Load the tokenizer or image processor of a checkpoint.
+def load_processor(name: str, modality: str, revision: str | None = None) -> Any:
+    """Load the tokenizer or image processor of a checkpoint; "sound": its feature extractor; "all": several in one.
 
     Raises:
         CheckpointError: if it has none.
     """
-    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-    auto, kind = (AutoTokenizer, "tokenizer") if modality == "text" else (AutoImageProcessor, "image processor")
+    autos: Any = {"text": AutoTokenizer, "image": AutoImageProcessor, "sound": AutoFeatureExtractor}
+    kind = {"text": "tokenizer", "image": "image processor"}.get(modality, "processor")
     with explained(name, f"its {kind}"):
         place, where = located(name)
-        return auto.from_pretrained(place, revision=revision, **where)
+        return autos.get(modality, AutoProcessor).from_pretrained(place, revision=revision, **where)
 
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"

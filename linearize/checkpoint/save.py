@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearize.checkpoint.loading import auto_class
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance, Record
@@ -26,7 +27,7 @@ from linearize.conversion.plan import expectations, set_trained_length
 from linearize.conversion.positions import current_length, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError, printable
 from linearize.core.figures import span, with_interval
-from linearize.core.heads import HEADS, Head, Processor, head_of_class
+from linearize.core.heads import Head, Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
@@ -53,7 +54,7 @@ def save(
     model: PreTrainedModel,
     target: str | os.PathLike[str],
     *,
-    processor: Processor | None = None,
+    processor: Processor | Sequence[Processor | None] | None = None,
     overwrite: bool = False,
     provenance: dict[str, object] | None = None,
     extra_files: Mapping[str, str | bytes] | None = None,
@@ -160,7 +161,8 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     config: Any = model.config
     plan = Plan.from_dict(config.linearize)
     provenance = Provenance(config.linearize.get("provenance"))
-    head = head_of_class(type(model).__name__)
+    auto = auto_class(model)
+    head = head_of_class(auto)
     base = provenance.text("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
     kernels = sorted({layer.kernel for layer in plan.converted})
     length = current_length(model)
@@ -172,7 +174,7 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
-        auto_class=(head or HEADS["feature-extraction"]).auto_class,
+        auto_class=auto,
         kernels=[kernel_info(kernel) for kernel in kernels],
         name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
         packages=sorted(set(outside_packages(plan).values())),

@@ -25,9 +25,9 @@ from linearize.core.errors import ConfigError, UnsupportedModelError, first_line
 
 TOKENS, DECODER_TOKENS = 7, 5
 """Different lengths, so that cross-attention is recognised by its shape."""
-_MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features", "past_values")
+MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features", "past_values")
 _SAMPLES, _FRAMES = 4000, 64
-_SIZED = ("backbone_config", "prompt_encoder_config")
+_SIZED = ("encoder", "backbone_config", "prompt_encoder_config")
 
 Inputs = dict[str, Tensor | bool]
 """Keyword arguments of a forward: tensors, and whether to use a cache."""
@@ -70,7 +70,7 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
         UnsupportedModelError: if the model's inputs are of an unknown kind.
     """
     names = set(inspect.signature(model.forward).parameters)
-    if not names & set(_MAIN):
+    if not names & set(MAIN):
         # A wrapper may take only **kwargs.
         names.add(model.main_input_name)
     text, images, sounds = _texts(model, names), list(_images(model, names)), list(_sounds(model, names))
@@ -198,7 +198,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
 def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     """Make up embedded inputs for a part that takes nothing else, such as an encoder without embeddings."""
     width = _setting(model.config, "hidden_size", "d_model")
-    if "inputs_embeds" in names and not names & set(_MAIN) and isinstance(width, int):
+    if "inputs_embeds" in names and not names & set(MAIN) and isinstance(width, int):
         yield {"inputs_embeds": _floats(model, 1, TOKENS, width)}
 
 

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from linearize.conversion.inputs import text_config
 from linearize.core.errors import ConfigError, UnsupportedModelError, unknown_name
 from linearize.core.heads import Processor
 from linearize.modeling.compat import configs_of
@@ -76,12 +77,16 @@ def current_length(model: nn.Module) -> int | None:
         return None
     if model.main_input_name == "pixel_values":
         rows = [table.shape[-2] for name, table in model.named_parameters() if _TABLE.fullmatch(name)]
-        known = rows and _image(model) is not None
-        return rows[0] + (getattr(model.config, "num_register_tokens", None) or 0) if known else None
+        return rows[0] + (getattr(model.config, "num_register_tokens", None) or 0) if rows and _image(model) else None
     limit = getattr(model.config, _LENGTH, None)
     if model.main_input_name != "input_ids" or not isinstance(limit, int) or limit < 1:
         return None
     return min((table.num_embeddings - _reserved(table, limit) for table in _tables(model).values()), default=limit)
+
+
+def text_length(model: PreTrainedModel) -> int | None:
+    """Return what `current_length` does; of a composite model (CLIP) what its text part takes."""
+    return current_length(model) or getattr(text_config(model.config), _LENGTH, None)
 
 
 def current_image_size(model: nn.Module) -> tuple[int, int] | None:

@@ -231,7 +231,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
         batches: model inputs (such as `input_ids` [B, T]); they are moved to the model's device.
 
     Returns:
-        The figures per layer and head. Time is quadratic in the length, memory linear.
+        The figures per layer and head, of the layers that ran. Time is quadratic in the length, memory linear.
 
     Raises:
         DataError: if `batches` is empty.
@@ -263,7 +263,8 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor
 
     teacher.show(model, batches, visit)
     queries = max((int(s.values["queries"].max()) for s in sums.values() if s.values), default=0)
-    return Fidelity(tuple(sums[name].result(name, layer.kernel) for name, layer in layers.items()), queries)
+    seen = {name: layer.kernel for name, layer in layers.items() if sums[name].values}
+    return Fidelity(tuple(sums[name].result(name, kernel) for name, kernel in seen.items()), queries)
 
 
 def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -> None:

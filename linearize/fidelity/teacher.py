@@ -20,7 +20,8 @@ from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.attention.redirect import REDIRECTED
-from linearize.core.errors import DataError
+from linearize.conversion.inputs import MAIN, text_config
+from linearize.core.errors import DataError, LinearizeError, first_line
 from linearize.modeling.model import evaluating
 
 BLOCK_NUMBERS = 1 << 19
@@ -40,16 +41,34 @@ def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
 
 
 def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
-    """Run a model or its body on a batch (such as `input_ids` [B, T]), without cache, labels and unknown columns."""
+    """Run a model or its body on a batch (such as `input_ids` [B, T]), without cache, labels and unknown columns.
+
+    Raises:
+        DataError: if it fails, and the batch lacks one of its inputs (CLIP reads texts and images together).
+    """
     inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
+    if not passes_on:
         inputs = {name: value for name, value in inputs.items() if name in names}
-    if "use_cache" in names:
+    # A body with several parts (LLaVA) passes it on to its text model.
+    if "use_cache" in names or (passes_on and text_config(config) is not config):
         inputs["use_cache"] = False
-    if getattr(config, "is_encoder_decoder", False) and "input_ids" in inputs:
-        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
-    return module(**inputs)
+    if getattr(config, "is_encoder_decoder", False) and "input_ids" in inputs and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+        if "decoder_attention_mask" in names and "attention_mask" in inputs:
+            inputs.setdefault("decoder_attention_mask", inputs["attention_mask"])
+    try:
+        return module(**inputs)
+    except (AttributeError, TypeError, ValueError) as error:
+        missing = [name for name in (*MAIN, "decoder_input_ids") if name in names and inputs.get(name) is None]
+        if not missing or isinstance(error, LinearizeError):
+            raise
+        raise DataError(
+            f"{type(module).__name__} does not run on {', '.join(batch)} without {', '.join(missing)}: "
+            f"{first_line(error)}; pass batches with all inputs to linearize.distill or linearize.align, or skip the "
+            "training (--distill-steps 0 --align-steps 0)"
+        ) from error
 
 
 def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:

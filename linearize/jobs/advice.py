@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from linearize.checkpoint.loading import auto_class
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
-from linearize.core.heads import HEADS, head_of_class
 from linearize.core.options import effective, options_of
 from linearize.fidelity.ablate import EXACT
 from linearize.jobs.config import ConvertJob, StageOneJob
@@ -64,7 +64,7 @@ def load_lines(model: PreTrainedModel, folder: object, *, embedder: bool = False
     before = "import linearize; " if getattr(model.config, "linearize", None) else ""
     if embedder:
         return f"{before}from sentence_transformers import SentenceTransformer; SentenceTransformer({str(folder)!r})"
-    name = (head_of_class(type(model).__name__) or HEADS["feature-extraction"]).auto_class
+    name = auto_class(model)
     return f"{before}from transformers import {name}; {name}.from_pretrained({str(folder)!r})"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import load_converted
 from linearize.checkpoint.output import atomic_folder, claim
-from linearize.conversion.positions import current_length
+from linearize.conversion.positions import text_length
 from linearize.core.errors import UnsupportedModelError
 from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
@@ -55,7 +55,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         loaded = load_converted(job.model)
         model = loaded.model.float().eval()
         # None if the inputs are not tokens, or their length is not limited.
-        longest = current_length(model) if model.main_input_name == "input_ids" else None
+        longest = text_length(model) if model.main_input_name == "input_ids" else None
         layers = linear_attentions(model).values()
         # The state of a decoder's graph has neither exact keys nor the cache of softmax heads.
         exact_keys = any(x.hybrid.exact_keys and x.shape.causal for x in layers)

@@ -306,7 +306,7 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
                 save(
                     loaded.model,
                     context.target,
-                    processor=loaded.processor,
+                    processor=[*loaded.whole, loaded.processor],
                     overwrite=job.overwrite,
                     provenance=provenance,
                     extra_files={**files, **loaded.embedder},

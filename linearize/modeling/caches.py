@@ -52,8 +52,10 @@ def use_cache_for_generation(
         cache.activate_past_recording()
     if isinstance(default, EncoderDecoderCache):
         default.self_attention_cache = cache
-    else:
-        kwargs[next(name for name in CACHE_NAMES if kwargs.get(name) is default)] = cache
+        return
+    # Whisper's decoder by itself would replace an empty cache without a part for cross-attention.
+    whole = cache if kwargs.get("encoder_outputs") is None else EncoderDecoderCache(cache, DynamicCache())
+    kwargs[next(name for name in CACHE_NAMES if kwargs.get(name) is default)] = whole
 
 
 def keep_all_keys(model: PreTrainedModel, cache: Cache) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, _active_collector
 
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.core.errors import ConfigError
@@ -153,6 +155,16 @@ def record_outputs(model: PreTrainedModel) -> None:
     registry: dict[Any, Any] = _CAN_RECORD_REGISTRY
     # The keys are class names; newer releases derive the name from the model that is passed as the key.
     registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Temporarily stop recording outputs: a layer that runs inside another model would count as one of its layers."""
+    token = _active_collector.set(None)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
 
 
 _SLICING = "_maybe_slice_kv_shared_inputs"

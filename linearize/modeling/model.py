@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Iterator
@@ -139,6 +140,14 @@ class LinearizedModel(_Original):
                 and a second state. Cropped tokens count towards n until the same number of new tokens has followed.
         """
         return make_cache(self, crop)
+
+    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        # By its model type, transformers puts no start token before a prompt of Whisper or Donut.
+        asked: Any = copy.copy(self)
+        asked.config = copy.copy(self.config)
+        vars(asked.config)["model_type"] = self.config.linearize["base_model_type"]
+        prepare: Any = super(LinearizedModel, asked)._prepare_decoder_input_ids_for_generation  # type: ignore[misc]
+        return prepare(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self,

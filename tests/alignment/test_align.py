@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from support.tiny import original
+import transformers
+from support.tiny import TEXT, original
 from support.training import ALIGN as QUICK
 from support.training import Fixed, batches, loud
 from support.training import loud_converted as sharp
@@ -396,6 +397,20 @@ def test_blocks_of_nested_models():
     assert next(iter(find_blocks(sharp("bert")).values())) == "encoder.layer.0.attention"
     assert next(iter(find_blocks(sharp("gpt2", "AutoModelForCausalLM")).values())) == "transformer.h.0.attn"
     assert len(find_blocks(sharp("bart"))) == 4
+
+
+def test_a_layer_that_all_layers_share_comes_closer():
+    torch.manual_seed(0)
+    model = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**TEXT | {"embedding_size": 16}))
+    with torch.no_grad():
+        for parameter in model.albert.encoder.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    model = linearize.convert(model)
+    layer = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    assert find_blocks(model) == {layer: f"{layer}.attention"}
+    result = align(model, Fixed(batches(model)), AlignConfig(**QUICK))
+    assert {step.phase for step in result.history} == {"blockwise", "end to end"}
+    assert result.after.loss < 0.8 * result.before.loss
 
 
 def test_timm():

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
+import transformers
 import yaml
-from support.tiny import converted, original
+from support.tiny import BART, TEXT, converted, original
 from transformers import AutoModel
 
 import linearize
@@ -15,6 +16,9 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.checkpoint.save import base_facts, model_card
 from linearize.core.errors import CheckpointError
+from linearize.jobs.advice import load_lines
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import convert_checkpoint
 
 LAYER = {"module": "encoder.layer.0.attention.self", "kernel": "hedgehog", "kl": 0.5, "output_error": 0.25}
 PROVENANCE = {
@@ -73,6 +77,39 @@ SEARCHED = {
     "steps": 300,
     "plans_tried": 21,
 }
+
+
+SOUND = {**TEXT, "conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+SOUND |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "vocab_size": 32}
+WHISPER = {**BART, "max_source_positions": 20, "max_target_positions": 32, "num_mel_bins": 8, "pad_token_id": 0}
+WHISPER.pop("max_position_embeddings")
+
+
+@pytest.mark.parametrize(
+    "kind, config, sizes, auto, tag",
+    [
+        ("Wav2Vec2ForCTC", "Wav2Vec2Config", SOUND, "AutoModelForCTC", None),
+        ("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", SOUND, "AutoModelForAudioClassification", None),
+        ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "AutoModelForSpeechSeq2Seq", None),
+        ("BartForConditionalGeneration", "BartConfig", BART, "AutoModelForSeq2SeqLM", "text-generation"),
+        (
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            {"n_embd": 32, "n_layer": 1, "n_head": 4},
+            "AutoModelForCausalLM",
+            "text-generation",
+        ),
+    ],
+)
+def test_the_line_that_loads_it_loads_its_head(kind, config, sizes, auto, tag, tmp_path):
+    """The class's name alone made a language model of Whisper, and a text classifier of wav2vec 2.0."""
+    model = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).eval()
+    linearize.save(linearize.convert(model), tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert f"model = {auto}.from_pretrained" in text
+    assert f"{auto}.from_pretrained" in load_lines(model, tmp_path / "out")
+    assert front_matter(text).get("pipeline_tag") == tag
+    assert type(getattr(transformers, auto).from_pretrained(tmp_path / "out")) is type(model)
 
 
 def test_a_card_shows_the_plan_of_a_search_and_why(tmp_path):
@@ -213,3 +250,23 @@ def test_inspect_bad_folders(saved, tmp_path):
 def test_card_says_window_and_sinks():
     text = model_card(converted("bert", window=8, sinks=2))
     assert "| `encoder.layer.0.attention.self` | hedgehog | window=8, sinks=2, scale=linear |" in text
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2ForCTC", "Wav2Vec2ForSequenceClassification"])
+def test_a_conversion_keeps_what_prepares_sound(kind, tmp_path):
+    """Only tokenizers and image processors were kept, so that no pipeline opened the folder."""
+    model = getattr(transformers, kind)(transformers.Wav2Vec2Config(**SOUND)).eval()
+    model.save_pretrained(tmp_path / "first")
+    extractor = transformers.Wav2Vec2FeatureExtractor(sampling_rate=8000, return_attention_mask=True)
+    if kind.endswith("CTC"):
+        (tmp_path / "vocab.json").write_text(json.dumps({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "a": 5}))
+        tokenizer = transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json"))
+        transformers.Wav2Vec2Processor(extractor, tokenizer).save_pretrained(tmp_path / "first")
+    else:
+        extractor.save_pretrained(tmp_path / "first")
+    job = {"model": str(tmp_path / "first"), "output": str(tmp_path / "out"), "distill_steps": 0, "align_steps": 0}
+    convert_checkpoint(ConvertJob.of(**job, device="cpu"))
+    assert transformers.AutoFeatureExtractor.from_pretrained(tmp_path / "out").sampling_rate == 8000
+    if kind.endswith("CTC"):
+        processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
+        assert processor.tokenizer("a").input_ids == [5]

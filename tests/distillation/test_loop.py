@@ -4,11 +4,15 @@ import math
 
 import pytest
 import torch
-from support.tiny import converted, original
-from support.training import Fixed, batches, sharp
+import transformers
+from support.tiny import BART, IMAGE, converted, inputs_of, original
+from support.training import ALIGN, Fixed, batches, sharp
 
+import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.core.errors import ConfigError, TrainingError
+from linearize.core.errors import ConfigError, DataError, TrainingError
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.loop import align
 from linearize.training.stage_one import DistillConfig
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.loss import Targets
@@ -194,3 +198,56 @@ def test_low_precision_frozen_model(precision):
     result = distill(model, Fixed(batches(model)), DistillConfig(steps=20, precision=precision))
     assert result.after.mean("kl") < result.before.mean("kl")
     assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def llava():
+    torch.manual_seed(0)
+    text = original("llama").config
+    vision = transformers.CLIPVisionConfig(**IMAGE)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=98)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.model.language_model.named_parameters():
+            parameter.mul_(8 if parameter.ndim == 2 and "embed" not in name else 1)
+    return model
+
+
+def test_texts_never_train_the_image_tower_of_a_model_for_both():
+    """It ended in a loss of NaN, which is never the best, so that the text's kernels kept their start as well."""
+    texts = Fixed([{"input_ids": torch.randint(3, 90, (4, 12), generator=torch.Generator().manual_seed(0))}])
+    model = linearize.convert(llava())
+    with pytest.raises(DataError, match=r"never reaches 'model.vision_tower.*' and 1 more.*--keep-softmax 2,3"):
+        distill(model, texts, DistillConfig(steps=4))
+    model = linearize.convert(llava(), keep_softmax="2,3")
+    result = distill(model, texts, DistillConfig(steps=20, eval_every=10))
+    assert result.after.mean("kl") < 0.9 * result.before.mean("kl") and len(result.after.layers) == 2
+    # Its body passes `use_cache` on to the text model; a block that runs twice must not find a cache.
+    aligned = align(model, texts, AlignConfig(**ALIGN))
+    assert aligned.after.loss < 0.8 * aligned.before.loss
+
+
+def test_texts_with_images_train_both():
+    """A block of the student that runs inside its teacher is not one of the layers whose states LLaVA selects."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.full((2, 9), 98), torch.randint(3, 90, (2, 9), generator=generator)], dim=1)
+    both = Fixed([{"input_ids": ids, "pixel_values": torch.randn(2, 3, 30, 30, generator=generator)}])
+    model = linearize.convert(llava())
+    result = distill(model, both, DistillConfig(steps=4))
+    assert len(result.after.layers) == 4
+    aligned = align(model, both, AlignConfig(**ALIGN))
+    assert aligned.after.loss < 0.8 * aligned.before.loss
+    assert {step.phase for step in aligned.history} == {"blockwise", "end to end"}
+
+
+def test_a_model_that_reads_texts_and_images_together_says_so():
+    model = converted("clip")
+    texts = Fixed([{"input_ids": inputs_of(model)["input_ids"]}])
+    for stage, config in ((distill, DistillConfig(steps=2)), (align, AlignConfig(**ALIGN))):
+        with pytest.raises(DataError, match="CLIPModel does not run on input_ids without pixel_values"):
+            stage(model, texts, config)
+    parts = original("vit").config, transformers.MBartConfig(**BART)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    captions = linearize.convert(transformers.VisionEncoderDecoderModel(config).eval())
+    images = Fixed([{"pixel_values": torch.randn(2, 3, 30, 30)}])
+    with pytest.raises(DataError, match="does not run on pixel_values without decoder_input_ids"):
+        distill(captions, images, DistillConfig(steps=2))

@@ -145,3 +145,17 @@ def test_an_original_that_cannot_be_it_is_refused():
     for first in (original("bert"), None):
         with pytest.raises(ConfigError, match="got BertModel, expected a converted model"):
             measure(first, original("bert"), [inputs_of(model)])
+
+
+@torch.no_grad()
+def test_padding_counts_nothing_in_a_decoder_that_reads_the_encoders_tokens():
+    model = converted("bart")
+    ids = torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+    rows = [ids[:1], ids[1:, :4]]
+    padded = measure_layers(model, [{"input_ids": ids, "attention_mask": mask}])
+    alone = measure_layers(model, [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows])
+    assert padded.queries == 13
+    for one, other in zip(padded.layers, alone.layers, strict=True):
+        assert one.kl == pytest.approx(other.kl, rel=1e-4), one.module
+        assert one.output_error == pytest.approx(other.output_error, rel=1e-4), one.module

@@ -15,6 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 import linearize
 from linearize.attention.cache import LinearizeCache, cache_argument, given_cache
+from linearize.attention.interface import observed
 from linearize.conversion.plan import set_trained_length
 from linearize.core.errors import ConfigError, LinearizeError
 
@@ -278,17 +279,47 @@ def test_layers_that_share_keys(options):
     generate_and_check(model, {"input_ids": ids, "attention_mask": mask}, **GREEDY)
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-def test_whisper_returns_more_than_tokens(beams):
-    """As its word timestamps need."""
+def whisper(kind="WhisperForConditionalGeneration"):
     torch.manual_seed(0)
     config = transformers.WhisperConfig(
         **{"vocab_size": 99, "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
         **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37},
         **{"max_source_positions": 30, "max_target_positions": 40, "decoder_start_token_id": 2, "pad_token_id": 0},
         **{"bos_token_id": 2, "eos_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
+        init_std=0.5,
     )
-    model = linearize.convert(transformers.WhisperForConditionalGeneration(config).eval())
+    return getattr(transformers, kind)(config).eval()
+
+
+def test_a_prompt_of_whisper_begins_as_it_is_given():
+    """Its model type tells transformers to put no start token before it, and a converted model has another type."""
+    model, sound = whisper(), torch.randn(2, 8, 60)
+    # With softmax in place of the kernels it is the original, which has no state.
+    options = {"decoder_input_ids": torch.tensor([[7, 8], [7, 9]]), "max_new_tokens": 6, "use_cache": False}
+    expected = model.generate(sound, **options)
+    linearize.convert(model)
+    with observed(model, lambda *call: None):
+        assert torch.equal(model.generate(sound, **options), expected)
+
+
+def test_whispers_decoder_drafts_for_whisper():
+    """Its cache of all keys, emptied by a rejected draft, was taken for a state that was lost."""
+    model, sound = linearize.convert(whisper()), torch.randn(1, 8, 60)
+    assistant = whisper("WhisperForCausalLM")
+    with torch.no_grad():
+        assistant.proj_out.weight.copy_(assistant.proj_out.weight.roll(1, 0))
+    linearize.convert(assistant)
+    caches = []
+    assistant.register_forward_hook(lambda *call: caches.append(type(call[-1].past_key_values.self_attention_cache)))
+    plain = model.generate(sound, max_new_tokens=12)
+    assert torch.equal(model.generate(sound, max_new_tokens=12, assistant_model=assistant), plain)
+    assert set(caches) == {LinearizeCache}
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_whisper_returns_more_than_tokens(beams):
+    """As its word timestamps need."""
+    model = linearize.convert(whisper())
     sound = torch.randn(2, 8, 60)
     made = model.generate(
         sound, max_new_tokens=6, num_beams=beams, return_dict_in_generate=True, output_attentions=beams == 1

@@ -9,7 +9,9 @@ import pytest
 import torch
 from support.checkpoints import make_image, make_original, make_text, texts
 from support.forks import in_forked_process
+from transformers import WhisperConfig, WhisperModel
 
+import linearize
 from linearize.checkpoint.loading import load_converted, load_model
 from linearize.core.errors import CheckpointError, ConfigError, DataError
 from linearize.evaluation.options import InputOptions, ReportOptions
@@ -173,6 +175,11 @@ def test_bad_input(made, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
         write_report(options(made, "bert-hedgehog"), str(tmp_path / "file"))
+    sound = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 9, "num_mel_bins": 4}
+    more = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 8, "pad_token_id": 0}
+    linearize.save(linearize.convert(WhisperModel(WhisperConfig(**sound, **more))), tmp_path / "sound")
+    with pytest.raises(ConfigError, match="takes input_features"):
+        gather(ReportOptions(str(tmp_path / "sound"), device="cpu"))
 
 
 def test_a_folder_that_cannot_be_written(made, tmp_path, monkeypatch):

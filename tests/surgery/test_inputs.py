@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from support.tiny import IMAGE, TEXT, original
+from support.tiny import BART, IMAGE, TEXT, original
 
 import linearize
 from linearize.cli import main
@@ -167,3 +167,13 @@ def test_attention_in_the_head_alone_is_refused_for_that():
     config = transformers.BertConfig(**SMALL, vocab_size=99)
     with pytest.raises(UnsupportedModelError, match=r"attention in its head only \(BertSelfAttention"):
         linearize.plan(Head(config).eval())
+
+
+def test_an_image_encoder_tells_the_size_of_its_model():
+    """An image of another size failed, so that the parts ran apart and the cross-attention was called unreached."""
+    image = transformers.ViTConfig(**IMAGE)
+    text = transformers.MBartConfig(**BART)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(image, text)
+    plan = linearize.plan(transformers.VisionEncoderDecoderModel(config).eval())
+    assert [layer.reason for layer in plan.layers if not layer.converted] == ["cross-attention"] * 2
+    assert len(plan.converted) == 4

@@ -13,7 +13,13 @@ from support.tiny import original
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import linearize
-from linearize.conversion.positions import current_length, extend_image_size, extend_positions, extend_processor
+from linearize.conversion.positions import (
+    current_length,
+    extend_image_size,
+    extend_positions,
+    extend_processor,
+    text_length,
+)
 from linearize.core.errors import ConfigError, UnknownNameError, UnsupportedModelError
 
 OLD, NEW = 16, 39  # NEW is no multiple of OLD: the last tile is cut
@@ -668,3 +674,10 @@ def test_save_lets_the_tokenizer_read_as_much_as_the_converted_model(tmp_path):
     processors = [tf.ViTImageProcessor(size={"height": 8, "width": 8}), mine]
     linearize.save(images, tmp_path / "images", processor=processors)
     assert tf.AutoImageProcessor.from_pretrained(tmp_path / "images").size["height"] == side
+
+
+def test_the_text_part_of_a_model_of_several_parts_has_a_length():
+    """The export was checked on longer rows than CLIP reads, and stage one ran on them in an EncoderDecoderModel."""
+    model = original("clip")
+    assert current_length(model) is None and text_length(model) == 32
+    assert text_length(original("roberta")) == current_length(original("roberta"))

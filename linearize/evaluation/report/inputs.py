@@ -67,7 +67,9 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
         ConfigError: if the model takes neither text nor images, or has no tokenizer or image processor.
         DataError: if the data cannot be found, read or used.
     """
-    if loaded.modality not in ("text", "image") or loaded.processor is None:
+    if loaded.modality == "other":
+        raise ConfigError(f"a report reads texts or images, but {loaded.name!r} takes {loaded.model.main_input_name}")
+    if loaded.processor is None:
         raise ConfigError(
             f"{loaded.name!r} has no tokenizer or image processor, which a report needs to make inputs; save one in "
             "the folder"

@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
 from linearize.fidelity.teacher import frozen_output, run_body
+from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper
 
@@ -267,7 +268,8 @@ class Objective:
                     return
                 terms[name] = 0.0
                 target, attended = first_tensor(output).detach(), kept[name]
-                with torch.set_grad_enabled(train), observed(module, None), self._attentions(student, own) as mine:
+                attentions = self._attentions(student, own)
+                with unrecorded(), torch.set_grad_enabled(train), observed(module, None), attentions as mine:
                     state = first_tensor(module(*args, **kwargs))
                     error = relative_error(state, target, mask, self.scales[name])
                     if attention != name:

@@ -56,7 +56,7 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
     That child is a direct one, which also has the attention's output projection; or it is the block itself.
 
     A block is a member of a list of modules: the outermost one with only one converted attention (in a model with
-    stages: the layers, not the stages).
+    stages: the layers, not the stages); it and its child run as modules, which a `ModuleList` does not.
 
     Raises:
         ConfigError: if an attention is not inside a list of modules.
@@ -68,16 +68,22 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
         nested = list(accumulate(host.split("."), "{}.{}".format))
         lists = (nn.ModuleList, nn.Sequential)
         candidates = [name for above, name in pairwise(nested) if isinstance(model.get_submodule(above), lists)]
+        children = {name: nested[nested.index(name) + 1] if name != host else name for name in candidates}
         unshared = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
+        # A `ModuleList` has no forward.
+        called = [name for name in unshared if not any(_is_list(model, part) for part in (name, children[name]))]
         if not candidates:
             raise ConfigError(
                 f"alignment: the attention {host!r} is not inside a list of layers, so its block is not known; "
                 "skip the alignment (--align-steps 0)"
             )
-        name = (unshared or candidates[-1:])[0]
-        child = nested.index(name) + 1
-        blocks.setdefault(name, nested[child] if name != host else name)
+        name = (called or candidates[-1:])[0]
+        blocks.setdefault(name, children[name])
     return blocks
+
+
+def _is_list(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name), nn.ModuleList)
 
 
 class Pair:

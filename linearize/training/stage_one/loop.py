@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,14 +21,15 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import Loaded, move
-from linearize.conversion.positions import current_length
-from linearize.core.errors import ConfigError
+from linearize.conversion.positions import text_length
+from linearize.core.errors import ConfigError, DataError, some
 from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.fidelity.teacher import body_of
+from linearize.modeling.plan import Plan
 from linearize.training.alignment.pair import find_blocks
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
-from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
+from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
 from linearize.training.stage_one.run import Batches, Report, Run, check_inputs, frozen
 from linearize.training.stage_one.start import start_scales
@@ -104,6 +105,7 @@ def distill(
     Raises:
         ConfigError: if the model is not converted, the data gives no batches, or an option does not fit a kernel or
             the run to be resumed.
+        DataError: if the data never reaches a kernel that learns.
         TrainingError: if a loss becomes NaN or infinite; the message names layer and step. The model then keeps its
             best earlier parameters.
     """
@@ -140,6 +142,7 @@ class _Run(Run):
         passed = frozen_model(model, self.accelerator)
         held_out = self.data.holdout_batches()
         before = measure_layers(passed, held_out)
+        _check_reached(model, layers, before)
         if not layers or self.config.steps == 0:
             return DistillResult(0, 0, None, "steps" if layers else "nothing to learn", before, before)
         with frozen(model):
@@ -181,9 +184,21 @@ class _Run(Run):
         return super().options() | {"data": getattr(self.data, "description", None)}
 
 
+def _check_reached(model: PreTrainedModel, layers: Sequence[LayerLoss], measured: Fidelity) -> None:
+    """Refuse data that leaves kernels untrained: texts alone never reach the image tower of a model for both."""
+    ran = {layer.module for layer in measured.layers}
+    if missed := [loss.name for loss in layers if loss.name not in ran]:
+        plan = Plan.from_dict(model.config.linearize).converted
+        numbers = [str(one.index) for one in plan if any(f".{name}".endswith(f".{one.module}") for name in missed)]
+        raise DataError(
+            f"stage one: the data never reaches {some(missed)}, so the kernels there would stay untrained; keep them "
+            f"softmax (--keep-softmax {','.join(numbers)}), or call linearize.distill with batches that reach them"
+        )
+
+
 def within(loaded: Loaded, length: int = DISTILL_LENGTH) -> int:
     """Return `length` tokens per row, or the model's current limit if that is smaller."""
-    most = current_length(loaded.model) if loaded.modality == "text" else None
+    most = text_length(loaded.model) if loaded.modality == "text" else None
     return min(length, most or length)
 
 
