@@ -86,14 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As in `linearize kernels | head`, which is not an error.
         _drop_output()
         return 0
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         from linearize.checkpoint.output import is_write_error
 
+        text = f"cannot write ({first_line(error)}); free some space, then run it again"
         if not is_write_error(error) or (isinstance(error, OSError) and error.errno not in FULL):
-            raise
-        text = f"linearize: error: cannot write ({first_line(error)}); free some space, then run it again"
+            from linearize.evaluation.bench.memory import is_out_of_memory
+
+            if not is_out_of_memory(error):
+                raise
+            text = f"memory ran out ({first_line(error)}); use smaller batches, shorter rows, or a machine with more"
         with contextlib.suppress(OSError):
-            print(text, file=sys.stderr)
+            print(printable(f"linearize: error: {text}"), file=sys.stderr)
         with contextlib.suppress(OSError):
             _drop_output()
         return 2
