@@ -53,6 +53,11 @@ class Screen(Console):
         super().print(*objects, **{"markup": False} | options)
         self.spoke = time.monotonic()
 
+    def on_broken_pipe(self) -> None:
+        """Print no more when the reader has left (`| head`, a lost `tee`): a job goes on; rich would end it."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
 
 def console(*, to_stderr: bool = False) -> Screen:
     """Return a console that honours NO_COLOR, COLUMNS and the terminal's width; 120 columns without any of these.

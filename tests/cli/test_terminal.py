@@ -147,6 +147,19 @@ def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
     assert console().width == 120
 
 
+def test_a_job_outlives_the_reader_of_its_output(folders, tmp_path):
+    """rich ended it with code 1, and nothing was written or said; `kernels | head` ended with 1 too."""
+    line = ["convert", str(folders / "bert"), "--distill-steps", "0", "--output", str(tmp_path / "out")]
+    for verb in (["kernels"], line):
+        job = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; from linearize.cli import main; sys.argv[1:] = {verb!r}; sys.exit(main())"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        job.stdout.close()
+        assert (job.stderr.read(), job.wait()) == ("", 0)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 def test_no_color_is_respected(terminal, monkeypatch):
     colour = re.compile(r"\x1b\[[0-9;]*[34][0-9]")
     with redirect_stdout(terminal):
