@@ -65,7 +65,9 @@ def console(*, to_stderr: bool = False) -> Screen:
     Only the main process prints.
     """
     stream = sys.stderr if to_stderr else sys.stdout
-    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    # A terminal of unknown size may have COLUMNS=0, at which rich prints nothing.
+    columns = os.environ.get("COLUMNS", "")
+    known = int(columns) > 0 if columns.isdecimal() else stream.isatty()
     return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False, quiet=not is_main())
 
 

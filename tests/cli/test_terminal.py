@@ -143,6 +143,10 @@ def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
     """What was piped was 120 wide whatever COLUMNS said."""
     monkeypatch.setenv("COLUMNS", "60")
     assert console().width == 60
+    for unknown in ("0", "", "wide"):
+        # At 0, rich printed nothing.
+        monkeypatch.setenv("COLUMNS", unknown)
+        assert console().width == 120
     monkeypatch.delenv("COLUMNS")
     assert console().width == 120
 
