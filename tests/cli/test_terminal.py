@@ -156,7 +156,7 @@ def test_a_job_outlives_the_reader_of_its_output(folders, tmp_path):
     line = ["convert", str(folders / "bert"), "--distill-steps", "0", "--output", str(tmp_path / "out")]
     for verb in (["kernels"], line):
         job = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; from linearize.cli import main; sys.argv[1:] = {verb!r}; sys.exit(main())"],
+            [sys.executable, "-c", f"import sys; from linearize.cli import main; sys.argv[1:] = {verb}; sys.exit(main())"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         job.stdout.close()
