@@ -155,9 +155,9 @@ def test_a_job_outlives_the_reader_of_its_output(folders, tmp_path):
     """rich ended it with code 1, and nothing was written or said; `kernels | head` ended with 1 too."""
     line = ["convert", str(folders / "bert"), "--distill-steps", "0", "--output", str(tmp_path / "out")]
     for verb in (["kernels"], line):
+        code = f"import sys; from linearize.cli import main; sys.argv[1:] = {verb}; sys.exit(main())"
         job = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; from linearize.cli import main; sys.argv[1:] = {verb}; sys.exit(main())"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )  # fmt: skip
         job.stdout.close()
         assert (job.stderr.read(), job.wait()) == ("", 0)
