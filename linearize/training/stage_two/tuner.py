@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -297,7 +298,10 @@ class Tuner(Trainer):
         """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
         best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
         self.state.best_model_checkpoint = str(best)
-        self._load_from_checkpoint(str(best))
+        if self.is_world_process_zero():
+            self._load_from_checkpoint(str(best))
+        if self.args.world_size > 1:  # Other machines may not have that folder.
+            broadcast(dict(self.model.state_dict()))  # type: ignore[union-attr]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint; transformers would skip those with other names without warning.
