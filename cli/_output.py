@@ -5,6 +5,7 @@ People read stderr and stdout; with --json, programs read stdout.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -65,6 +66,9 @@ def console(*, to_stderr: bool = False) -> Screen:
     Only the main process prints.
     """
     stream = sys.stderr if to_stderr else sys.stdout
+    # Names may have letters that the stream's encoding lacks.
+    with contextlib.suppress(AttributeError, OSError):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     # A terminal of unknown size may have COLUMNS=0, at which rich prints nothing.
     columns = os.environ.get("COLUMNS", "")
     known = int(columns) > 0 if columns.isdecimal() else stream.isatty()
