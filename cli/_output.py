@@ -55,7 +55,7 @@ class Screen(Console):
         self.spoke = time.monotonic()
 
     def on_broken_pipe(self) -> None:
-        """Print no more when the reader has left (`| head`, a lost `tee`): a job goes on; rich would end it."""
+        """Print no more when the reader has left (`| head`, a lost `tee`): a job continues; rich would end it."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
