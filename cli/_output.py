@@ -5,6 +5,7 @@ People read stderr and stdout; with --json, programs read stdout.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -53,6 +54,11 @@ class Screen(Console):
         super().print(*objects, **{"markup": False} | options)
         self.spoke = time.monotonic()
 
+    def on_broken_pipe(self) -> None:
+        """Print no more when the reader has left (`| head`, a lost `tee`): a job continues; rich would end it."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
 
 def console(*, to_stderr: bool = False) -> Screen:
     """Return a console that honours NO_COLOR, COLUMNS and the terminal's width; 120 columns without any of these.
@@ -60,7 +66,12 @@ def console(*, to_stderr: bool = False) -> Screen:
     Only the main process prints.
     """
     stream = sys.stderr if to_stderr else sys.stdout
-    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    # Names may have letters that the stream's encoding lacks.
+    with contextlib.suppress(AttributeError, OSError):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    # A terminal of unknown size may have COLUMNS=0, at which rich prints nothing.
+    columns = os.environ.get("COLUMNS", "")
+    known = int(columns) > 0 if columns.isdecimal() else stream.isatty()
     return Screen(file=stream, width=None if known else 120, soft_wrap=False, highlight=False, quiet=not is_main())
 
 

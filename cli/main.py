@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import errno
 import importlib
 import os
 import shlex
@@ -15,7 +14,15 @@ from collections.abc import Sequence
 
 from linearize.cli._options import take_options
 from linearize.cli.verbs import VERBS, build_parser
-from linearize.core.errors import LinearizeError, NotSavedError, first_line, missing_package, printable, unknown_name
+from linearize.core.errors import (
+    FULL,
+    LinearizeError,
+    NotSavedError,
+    first_line,
+    missing_package,
+    printable,
+    unknown_name,
+)
 
 EPILOG = """examples:
   linearize convert roberta-base --kernel hedgehog --max-length 4096
@@ -33,8 +40,6 @@ QUIET = {
 }
 """Settings of libraries; errors contain what their logs would report."""
 INTERRUPTED = 130
-FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-"""A full disk, quota or file size limit: errors that need no traceback."""
 
 
 def overview() -> str:
@@ -86,14 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As in `linearize kernels | head`, which is not an error.
         _drop_output()
         return 0
-    except (OSError, RuntimeError) as error:
-        from linearize.checkpoint.output import is_write_error
-
-        if not is_write_error(error) or (isinstance(error, OSError) and error.errno not in FULL):
+    except (OSError, RuntimeError, MemoryError) as error:
+        explained = _explained(error)
+        if explained is None:
             raise
-        text = f"linearize: error: cannot write ({first_line(error)}); free some space, then run it again"
         with contextlib.suppress(OSError):
-            print(text, file=sys.stderr)
+            print(printable(f"linearize: error: {explained}"), file=sys.stderr)
         with contextlib.suppress(OSError):
             _drop_output()
         return 2
@@ -103,6 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Only the main thread may do this.
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _explained(error: Exception) -> str | None:
+    """Return what to say of a full disk or of memory that ran out, which need no traceback; None for other errors."""
+    from linearize.checkpoint.output import is_write_error
+
+    if is_write_error(error) and (not isinstance(error, OSError) or error.errno in FULL):
+        return f"cannot write ({first_line(error)}); free some space, then run it again"
+    from linearize.evaluation.bench.memory import is_out_of_memory
+
+    if is_out_of_memory(error):
+        return f"memory ran out ({first_line(error)}); use smaller batches, shorter rows, or a machine with more"
+    return None
 
 
 def _drop_output() -> None:

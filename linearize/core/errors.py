@@ -6,6 +6,7 @@ with code 2, so a message contains no line break.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -17,6 +18,8 @@ _HIDDEN = (
     # Lone surrogates, as in file names that are not UTF-8, cannot be printed at all.
     *range(0xD800, 0xE000),
 )
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+"""A full disk, quota or file size limit: errors that need no traceback."""
 _REPLACED = {code: "\N{REPLACEMENT CHARACTER}" for code in _HIDDEN if chr(code) not in "\n\t"}
 
 

@@ -146,7 +146,23 @@ def _checked(text: str, loader: Any) -> Any:
             raise ValueError(_TOO_DEEP)
         if aliases > MOST_ALIASES or sum(counts) > MOST_VALUES:
             raise ValueError(f"expected at most {MOST_ALIASES} aliases and {MOST_VALUES:,} values with them expanded")
-    return yaml.load(text, Loader=loader)
+    return yaml.load(text, Loader=_strict(loader))
+
+
+def _strict(loader: Any) -> Any:
+    """Return a loader that refuses a key given twice, of which YAML loaders take the last value."""
+
+    class Strict(loader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if (name := (key.tag, key.value)) in seen:
+                        raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                    seen.add(name)
+            return super().construct_mapping(node, deep)
+
+    return Strict
 
 
 def finite(data: object) -> object:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from linearize.core.errors import DataError, some
+from linearize.core.errors import FULL, DataError, some
 from linearize.core.heads import Modality
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.data.hub import cause, first_rows
@@ -205,7 +205,8 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
             batch.validate(full=True)
         if kind in READERS and any(name.startswith(INDEX) for name in table.column_names):
             _check_header(files[0], table.column_names, options)
-    except Exception as error:  # The readers raise a dozen kinds of errors, all of them about the file.
+    except Exception as error:  # The readers raise a dozen kinds of errors, nearly all of them about the file.
+        _check_cache(error, files)
         for file in files if len(files) > 1 else ():
             # Read one by one, the broken file is named.
             _table(kind, [file], most)
@@ -218,6 +219,27 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
     if not len(table):
         raise DataError(f"{files[0].name!r} is empty: got no rows, expected at least one; check the file.")
     return table
+
+
+def _check_cache(error: BaseException, files: Sequence[Path]) -> None:
+    """Raise the error for a cache that `datasets` cannot write, if that is why it could not read the files.
+
+    Raises:
+        DataError: if it is.
+    """
+    from datasets import config
+
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, OSError) or error.errno is None:
+        return
+    elsewhere = error.filename is not None and Path(str(error.filename)).resolve() not in map(Path.resolve, files)
+    if elsewhere or error.errno in FULL:
+        raise DataError(
+            f"cannot read {some([file.name for file in files])}: the cache of `datasets`, "
+            f"{str(config.HF_DATASETS_CACHE)!r}, cannot be written ({error.strerror}); "
+            "make room there, or set HF_DATASETS_CACHE to another folder"
+        ) from error
 
 
 def _check_header(file: Path, names: Sequence[str], options: Mapping[str, Any]) -> None:

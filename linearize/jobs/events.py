@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from linearize.modeling.plan import Plan
     from linearize.training.alignment.loop import AlignResult, AlignStep
     from linearize.training.stage_one.loop import DistillResult, StepReport
-    from linearize.training.stage_two.tuner import TuneStep
+    from linearize.training.stage_two.progress import TuneStep
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,28 @@ def test_a_full_disk_leaves_no_half_checkpoint(folders, tmp_path, capsys, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 33554432 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ],
+)
+def test_memory_that_runs_out_is_one_line(error, folders, tmp_path, capsys, monkeypatch):
+    """It was a traceback and code 1, while a dry run said it in one line."""
+
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", full)
+    code, _, err = run(capsys, "convert", folders / "gpt2", "--distill-steps", 0, "--output", tmp_path / "out")
+    assert code == 2
+    assert err.startswith("linearize: error: memory ran out (") and len(err.splitlines()) == 1
+    assert str(error) in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_kill_during_the_save_leaves_no_half_checkpoint(folders, tmp_path):
     """The process dies inside save_pretrained: only a hidden folder may be left, never the final name."""
     code = (

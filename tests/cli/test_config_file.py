@@ -99,6 +99,8 @@ def test_the_line_comes_before_the_file_and_the_file_before_the_defaults(file):
         ("overwrite: 1", "overwrite: got 1, expected true or false"),
         ("distill_steps: [1]", "distill_steps: got a list, expected a whole number"),
         ("batch-size: 1\nbatch_size: 2", "batch_size is given twice"),
+        ("batch-size: 1\nkernel: elu\nbatch-size: 2", "cannot be read (line 3, column 1: batch-size is given twice)"),
+        ("layers: {0: elu, 0: t2r}", "cannot be read (line 1, column 18: 0 is given twice)"),
         ("- kernel", "holds a list, expected a YAML file of options such as kernel: elu"),
         ("kernel: [", "cannot be read (line 1"),
         ("kernel: !!python/object/apply:os.getcwd []", "cannot be read (line 1"),
@@ -108,6 +110,11 @@ def test_the_line_comes_before_the_file_and_the_file_before_the_defaults(file):
 )
 def test_a_wrong_file_is_refused_in_one_line(said, words, file, capsys):
     assert words in refused(capsys, "convert", "bert", "--config", file(said))
+
+
+def test_a_merged_mapping_may_override_a_key(file):
+    text = "layers: &all {0: elu, 1: elu}\nkernel-arg: {<<: *all, 1: t2r}"
+    assert parse("convert", "bert", "--config", file(text)).kernel_arg == ["0=elu", "1=t2r"]
 
 
 def test_a_missing_file_or_option_is_refused(file, tmp_path, capsys):

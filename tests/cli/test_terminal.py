@@ -143,8 +143,33 @@ def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
     """What was piped was 120 wide whatever COLUMNS said."""
     monkeypatch.setenv("COLUMNS", "60")
     assert console().width == 60
+    for unknown in ("0", "", "wide"):
+        # At 0, rich printed nothing.
+        monkeypatch.setenv("COLUMNS", unknown)
+        assert console().width == 120
     monkeypatch.delenv("COLUMNS")
     assert console().width == 120
+
+
+def test_names_that_an_encoding_lacks_are_escaped():
+    """A conversion into a folder with such a name ended in a UnicodeEncodeError when it was done."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252", write_through=True)
+    with redirect_stdout(stream):
+        console().print("Saved caf\xe9-\u540d.")
+    assert stream.buffer.getvalue() == b"Saved caf\xe9-\\u540d.\n"
+
+
+def test_a_job_outlives_the_reader_of_its_output(folders, tmp_path):
+    """rich ended it with code 1, and nothing was written or said; `kernels | head` ended with 1 too."""
+    line = ["convert", str(folders / "bert"), "--distill-steps", "0", "--output", str(tmp_path / "out")]
+    for verb in (["kernels"], line):
+        code = f"import sys; from linearize.cli import main; sys.argv[1:] = {verb}; sys.exit(main())"
+        job = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )  # fmt: skip
+        job.stdout.close()
+        assert (job.stderr.read(), job.wait()) == ("", 0)
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_no_color_is_respected(terminal, monkeypatch):

@@ -176,6 +176,25 @@ def test_damaged_files_are_named(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    write: Write, gpt_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message called the file damaged: "repair the file or get it again"."""
+    cache = Path(write("no-folder", "")) / "cache"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+    with pytest.raises(
+        DataError, match=r"'a\.jsonl': the cache of `datasets`, .*/cache', cannot be written \(Not a dir"
+    ):
+        load_source(DataConfig(dataset=write("a.jsonl", CONTENT["jsonl"])), gpt_tokenizer, "text")
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("datasets.load_dataset", full)
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\); make room there"):
+        load_source(DataConfig(dataset=str(tmp_path / "a.jsonl")), gpt_tokenizer, "text")
+
+
 def test_brackets_in_a_name(write: Write, gpt_tokenizer: Any) -> None:
     assert trained_words(write("a [1]*.jsonl", CONTENT["jsonl"]), gpt_tokenizer) == [0, 1, 2, 3, 4, 5]
 

@@ -5,7 +5,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
-from support.children import stage_one
+from support.children import apart, stage_one
 from support.forks import together
 from support.training import Fixed, batches, sharp
 
@@ -43,6 +43,14 @@ def test_a_model_stays_on_its_device_if_an_earlier_one_was_elsewhere(monkeypatch
     make_accelerator(model)
     monkeypatch.setitem(AcceleratorState._shared_state, "device", torch.device("meta"))
     assert make_accelerator(model).device.type == "cpu"
+
+
+def test_states_that_one_machine_alone_has_are_refused(tmp_path):
+    """The others began again at step 0: the saved kernels were trained on sums of unrelated gradients, then it hung."""
+    said = together(apart.resume, str(tmp_path))
+    assert said[0] == said[1]
+    assert "resume: got states of the steps 0 and 4 in different processes (0: none), expected the same" in said[0]
+    assert [(tmp_path / rank / "states").exists() for rank in "01"] == [True, False]
 
 
 def test_the_first_version_of_fsdp_is_refused():

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.children import tuning
+from support.children import apart, tuning
 from support.command_lines import make_models
 from support.forks import together
 
@@ -56,6 +56,12 @@ def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, model
     records = [json.loads((folder / "finetuning.json").read_text()) for folder in (one, two)]
     assert records[0]["metrics"] == pytest.approx(records[1]["metrics"], abs=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", *(["tuned"] if teacher else []), "two"]
+
+
+def test_machines_need_not_share_the_disk_of_the_output(models, tmp_path):
+    """After the last step all but the first ended: "the weights of the state 'out.training/...' are missing"."""
+    together(apart.tune, str(tmp_path), str(models / "hedgehog"), str(models / "data.jsonl"), OPTIONS)
+    assert (tmp_path / "0" / "out" / "model.safetensors").exists()
 
 
 def test_each_process_has_a_device_of_its_own(monkeypatch):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint
@@ -247,7 +248,8 @@ class Run(ABC):
         """Read the newest state of a run to resume, if there is one, and put its weights into the model.
 
         Raises:
-            ConfigError: if there are states but `resume` is false, or if the run was started differently.
+            ConfigError: if there are states but `resume` is false, if the run was started differently, or if only some
+                processes find its states.
         """
         if self.states is None:
             return None
@@ -256,6 +258,14 @@ class Run(ABC):
                 self.states.check_free(overwrite=False)
             return None
         saved = self.states.load()
+        if self.accelerator.num_processes > 1:
+            found = set(gather_object([0 if saved is None else saved.step]))
+            if len(found) > 1:
+                steps = " and ".join(map(str, sorted(found)))
+                raise ConfigError(
+                    f"resume: got states of the steps {steps} in different processes (0: none), expected the same; "
+                    f"all machines must share the disk of {str(self.states.folder)!r}, or have copies of its states"
+                )
         if saved is None:
             return None
         check_same(saved.record.get("fingerprint") or {}, self.identity)

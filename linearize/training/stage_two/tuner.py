@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, Sampler
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, PrinterCallback, TrainerCallback
+from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput
@@ -32,6 +32,7 @@ from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.stage_one.processes import Interrupts
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
+from linearize.training.stage_two.progress import LossMeter, TuneStep, meter_of
 from linearize.training.stage_two.rows import Chosen, Predictions, by_length
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 
@@ -297,7 +298,10 @@ class Tuner(Trainer):
         """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
         best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
         self.state.best_model_checkpoint = str(best)
-        self._load_from_checkpoint(str(best))
+        if self.is_world_process_zero():
+            self._load_from_checkpoint(str(best))
+        if self.args.world_size > 1:  # Other machines may not have that folder.
+            broadcast(dict(self.model.state_dict()))  # type: ignore[union-attr]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint; transformers would skip those with other names without warning.
@@ -391,55 +395,6 @@ def training_arguments(data: TaskData, config: TuneConfig, folder: str | Path, d
         seed=config.seed,
         data_seed=config.seed,
     )
-
-
-@dataclass(frozen=True)
-class TuneStep:
-    """Reported to the caller after every step.
-
-    Attributes:
-        step: steps done.
-        steps: steps planned.
-        loss: loss on the step's rows.
-        seconds: seconds since the start or the resume.
-        left: expected seconds left.
-        stage: "stage two".
-        phase: always empty.
-        losses: always empty: there is only `loss`.
-        held_out: always None: it is in the trainer's log.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    seconds: float
-    left: float
-    stage: ClassVar[str] = "stage two"
-    phase: ClassVar[str] = ""
-    losses: ClassVar[Mapping[str, float]] = {}
-    held_out: ClassVar[float | None] = None
-
-
-class LossMeter(TrainerCallback, ExportableState):
-    """Holds the sum of the loss over all steps of a run, including those before a resume.
-
-    The trainer stores and restores it in its checkpoints, by the name of this class.
-
-    Attributes:
-        total: the sum, a tensor on the model's device after the first loss.
-    """
-
-    def __init__(self) -> None:
-        self.total: Tensor | float = 0.0
-
-    def state(self) -> dict[str, object]:
-        """Return the values that a checkpoint keeps."""
-        return {"args": {}, "attributes": {"total": float(self.total)}}
-
-
-def meter_of(trainer: Trainer) -> LossMeter:
-    """Return a trainer's meter, which a resume replaces with another one."""
-    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, LossMeter))
 
 
 class Hooks(TrainerCallback):
