@@ -22,7 +22,7 @@ from linearize.training.stage_one.processes import own_device
 
 OPTIONS = {
     "task": "text-classification", "columns": "text", "max_length": 16, "epochs": 2, "eval_every": 2,
-    "device": "cpu", "selection_rows": 4, "log_every": 1,
+    "device": "cpu", "selection_rows": 4, "log_every": 1, "eval_batch_size": 3,
 }  # fmt: skip
 
 
@@ -55,6 +55,10 @@ def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, model
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-5)
     records = [json.loads((folder / "finetuning.json").read_text()) for folder in (one, two)]
     assert records[0]["metrics"] == pytest.approx(records[1]["metrics"], abs=1e-6)
+    logs = [[json.loads(entry) for entry in (folder / "log.jsonl").read_text().splitlines()] for folder in (one, two)]
+    losses = [[entry["eval_loss"] for entry in log if "eval_loss" in entry] for log in logs]
+    # Several processes repeat rows to fill the last batch.
+    assert losses[0] and losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", *(["tuned"] if teacher else []), "two"]
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, Sampler
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerCallback
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput
 
@@ -209,6 +209,21 @@ class Tuner(Trainer):
         if self.selection is not None:
             output.metrics.update(self.measure_selection())  # type: ignore[union-attr]
         return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Return loss, outputs and labels of a batch; its loss leaves out rows that only fill the last batch."""
+        found: Any = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        state, size = self.accelerator.gradient_state, find_batch_size(inputs)
+        if found[0] is None or size is None or not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        # Several processes repeat rows from the beginning; the trainer drops their outputs, but their loss is a mean.
+        real = state.remainder - self.args.process_index * size
+        if not 0 < real < size or any(getattr(x, "shape", ())[:1] != (size,) for x in inputs.values()):
+            return found
+        rows = {name: x[:real] for name, x in inputs.items()}
+        return (super().prediction_step(model, rows, True, ignore_keys)[0], *found[1:])
 
     def measure_selection(self) -> dict[str, float]:
         """Return the mean, over the held-out rows, of the loss that applies at the end of training (`eval_selection`).
