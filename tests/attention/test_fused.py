@@ -16,6 +16,7 @@ from support.kernel_cases import make_inputs, make_mixer
 from support.scripts import script
 
 from linearize.attention.backends import fused, triton_calls
+from linearize.attention.backends.eager import Eager
 from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.backends.fused_window import CHUNK, TUNING, FusedWindow
 from linearize.attention.call import AttentionCall
@@ -146,6 +147,20 @@ def test_windows_and_steps_decline_what_they_cannot_compute(monkeypatch):
     assert "exact keys" in why_not(window=4, exact_keys=2, dtype=torch.float32, backend=windows[0])
     assert why_not(window=4, exact_keys=2, causal=False, dtype=torch.float32, backend=windows[0]) == ""
     assert "not a decoding step" in why_not(window=4, backend=windows[1])
+    assert "more than 64" in why_not(window=4, dim=80, backend=windows[0])
+
+
+@pytest.mark.parametrize(("heads", "dim", "reason"), [(4, 16, ""), (10, 16, "registers"), (4, 80, "more than 64")])
+def test_decoding_steps_of_sizes_that_no_gpu_has_run_are_declined(heads, dim, reason, monkeypatch):
+    monkeypatch.setattr(triton_calls, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(triton_calls, "kernels", lambda: object())
+    monkeypatch.delenv(triton_calls.SWITCH, raising=False)
+    mixer = make_mixer(kernel_info("hedgehog"), causal=True, heads=heads, dim=dim)
+    tokens = [x.bfloat16() for x in make_inputs(1, heads=heads, dim=dim)]
+    with torch.no_grad():
+        state = Eager().run(mixer, AttentionCall(*tokens, 0.25, needs_state=True))[1]
+        why = FusedStep().why_not(mixer, AttentionCall(*tokens, 0.25, state=state, needs_state=True))
+    assert reason in why and bool(reason) == bool(why)
 
 
 def test_blocks_divide_the_segments_whatever_their_length():

@@ -16,6 +16,7 @@ from linearize.attention.backends.triton_calls import (
     launch,
     padded_sizes,
     readable,
+    untried,
     unusable,
 )
 from linearize.attention.call import AttentionCall, MixerState
@@ -23,6 +24,9 @@ from linearize.attention.hybrid import FADING, UNITS
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
+
+MOST_GROUPS = 4
+"""Most query heads per key head: one program holds the features of all of them."""
 
 COUNTED = ("ring_mask", 1), ("sink_k", 2), ("kept_mask", 1)
 """Tensors whose axes tell the sizes of window, sinks and exact keys."""
@@ -48,7 +52,9 @@ class FusedStep:
         assert state is not None
         if state["kv"].dtype != torch.float32 or not all(x.is_contiguous() for x in state.values()):
             return "it cannot write into this state"
-        return unusable(mixer, call)
+        if call.q.shape[1] > MOST_GROUPS * call.k.shape[1]:
+            return "its queries would need too many registers"
+        return unusable(mixer, call) or untried(mixer, call)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, 1, V] and the state, which is updated in place."""

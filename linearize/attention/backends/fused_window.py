@@ -22,6 +22,7 @@ from linearize.attention.backends.triton_calls import (
     precision_of,
     readable,
     strides,
+    untried,
     unusable,
 )
 from linearize.attention.call import AttentionCall, MixerState
@@ -75,7 +76,7 @@ class FusedWindow:
             return NO_FLOOR
         if mixer.hybrid.exact_keys and mixer.shape.causal and precision_of(call.v) == EXACT:
             return "Triton cannot compile exact fp32 products with exact keys of causal calls"
-        return unusable(mixer, call)
+        return unusable(mixer, call) or untried(mixer, call)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""

@@ -76,6 +76,13 @@ def _unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
     return ""
 
 
+def untried(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+    """Return why the kernels of windows and decoding are not used for such sizes; empty if they are."""
+    # They compile for heads of 128 numbers too, but use many registers there, and no GPU has run them.
+    largest = max(maps_of(mixer)[0].first.shape[1], call.q.shape[3], call.v.shape[3])
+    return f"no GPU has run it with heads or maps of more than {USUAL} numbers" if largest > USUAL else ""
+
+
 def precision_of(v: Tensor) -> str:
     """Return the precision of products for such values: bf16 for bf16, as in SDPA, or as in `triton.language.dot`."""
     if v.dtype == torch.bfloat16:
