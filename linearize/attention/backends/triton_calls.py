@@ -40,6 +40,20 @@ EXACT = "tf32x3"
 """Precision of products for fp32, unless PyTorch's own may be TF32: three TF32 products, nearly as exact as fp32.
 "ieee" takes far too many registers."""
 
+NEEDED = {
+    ("bf16", False): (64, 81),
+    ("bf16", True): (164, 204),
+    ("tf32", False): (144, 168),
+    (EXACT, False): (144, 208),
+}
+"""KiB of shared memory per block, without and with gradients, by precision and whether a size is above `USUAL`.
+
+The most that any kernel needs when compiled for compute capability 8.6 or 9.0.
+"""
+
+SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+"""KiB of shared memory per block that a GPU has, by compute capability (CUDA C++ Programming Guide)."""
+
 KEPT = 4096
 """Most compiled kernels that are kept by the kinds of their arguments."""
 
@@ -71,9 +85,20 @@ def _unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
     if largest > USUAL and precision != "bf16":
         return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
     tight = largest > USUAL or precision == EXACT
+    if NEEDED[precision, largest > USUAL][torch.is_grad_enabled()] > shared_memory(call.q.device):
+        return "this GPU has too little shared memory"
     if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
         return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
     return ""
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the KiB of shared memory per block of a device; 0 if it has no tensor cores for bf16 or TF32."""
+    if device.type != "cuda":
+        return max(SHARED.values())
+    capability = torch.cuda.get_device_capability(device)
+    return SHARED.get(capability, min(SHARED.values())) if capability >= (8, 0) and torch.version.hip is None else 0
 
 
 def untried(mixer: FeatureMapMixer, call: AttentionCall) -> str:
