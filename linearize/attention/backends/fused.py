@@ -20,8 +20,8 @@ from linearize.attention.backends.triton_calls import (
     HALVES,
     USUAL,
     WEIGHTS,
-    elsewhere,
     launch,
+    not_whole,
     padded_sizes,
     precision_of,
     readable,
@@ -30,7 +30,7 @@ from linearize.attention.backends.triton_calls import (
 )
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.native.gradient import first_order
-from linearize.ops.state import FLOOR, is_tracing
+from linearize.ops.state import FLOOR
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
@@ -81,14 +81,8 @@ class Fused:
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
-        if is_tracing():
-            return "a graph is being traced"
-        if why := elsewhere(call):
+        if why := not_whole(call):
             return why
-        if call.q.shape[2] < 2 or call.q.shape[0] == 0:
-            return "it needs several tokens to be fast"
-        if call.state is not None:
-            return "it cannot start from a state"
         if mixer.window is not None:
             return NO_WINDOW
         if mixer.floor > 0.0:

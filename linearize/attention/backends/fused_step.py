@@ -11,13 +11,14 @@ from linearize.attention.backends.eager import NO_FLOOR
 from linearize.attention.backends.native import maps_of
 from linearize.attention.backends.triton_calls import (
     HALVES,
-    WEIGHTS,
+    USUAL,
     elsewhere,
     launch,
+    padded,
     padded_sizes,
     readable,
-    untried,
     unusable,
+    weights_of,
 )
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import FADING, UNITS
@@ -54,15 +55,14 @@ class FusedStep:
             return "it cannot write into this state"
         if call.q.shape[1] > MOST_GROUPS * call.k.shape[1]:
             return "its queries would need too many registers"
-        return unusable(mixer, call) or untried(mixer, call)
+        return unusable(mixer, call, USUAL)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, 1, V] and the state, which is updated in place."""
         (q, k, v), state = (readable(x) for x in (call.q, call.k, call.v)), call.state
         assert state is not None
         maps = maps_of(mixer)
-        # A kernel without parameters describes its map on the CPU.
-        weights = [[_on(q, getattr(map, name)) for name in WEIGHTS] for map in (maps[-1], maps[0])]
+        weights = [weights_of(map, q.device) for map in (maps[-1], maps[0])]
         scales = [(None,) * 5 if x is None else x.tensors for x in (mixer.query_scale, mixer.key_scale)]
         mask, positions, length = call.key_padding_mask, call.positions, mixer.hybrid.trained_length
         mask = None if mask is None else mask.contiguous()
@@ -72,7 +72,7 @@ class FusedStep:
         out = v.new_empty(batch, heads, 1, v.shape[3])
         held = [state.get(name) for name in (*RING, *KEPT)]
         ring, sinks, slots = (0 if state.get(name) is None else state[name].shape[axis] for name, axis in COUNTED)
-        places = {"SLOTS_": _padded(slots)}
+        places = {"SLOTS_": padded(slots)}
         arguments = (
             *(q, k, v, mask, None if length is None else positions, out, *weights[0], *weights[1]),
             *(*scales[0], scales[1][0], *scales[1][2:], state["kv"], state["log_scale"], *held),
@@ -90,19 +90,11 @@ class FusedStep:
             KIND=maps[0].kind,
             HALVES=HALVES[maps[0].kind],
             TILE=32,
-            SINKS_=_padded(sinks),
-            G_=_padded(groups, 1),
+            SINKS_=padded(sinks),
+            G_=padded(groups, 1),
             num_warps=4,
         )
         if ring:
             shared = state["ring_mask"], mask, state.get("tokens"), state.get("kept_mask"), ring, sinks, slots
-            launch("step_kernels.advance", (batch,), shared, WIDTH_=_padded(ring), **places, num_warps=1)
+            launch("step_kernels.advance", (batch,), shared, WIDTH_=padded(ring), **places, num_warps=1)
         return out, state
-
-
-def _padded(number: int, least: int = 2) -> int:
-    return max(least, 1 << max(0, number - 1).bit_length())
-
-
-def _on(like: Tensor, x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.device == like.device else x.to(like.device)

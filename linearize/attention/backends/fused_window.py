@@ -15,20 +15,21 @@ from linearize.attention.backends.native import maps_of, padding_last
 from linearize.attention.backends.triton_calls import (
     EXACT,
     HALVES,
-    WEIGHTS,
-    elsewhere,
+    USUAL,
     launch,
+    not_whole,
+    padded,
     padded_sizes,
     precision_of,
     readable,
     strides,
-    untried,
     unusable,
+    weights_of,
 )
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.hybrid import FADING
 from linearize.ops import State, Window
-from linearize.ops.state import is_tracing, put_back, real_tokens
+from linearize.ops.state import put_back, real_tokens
 from linearize.ops.window_causal import state_after
 
 if TYPE_CHECKING:
@@ -62,21 +63,15 @@ class FusedWindow:
         """Return why it declines a call; empty if it can compute it."""
         if mixer.window is None and (mixer.key_scale is None or not mixer.shape.causal):
             return "the layer has no softmax window"
-        if is_tracing():
-            return "a graph is being traced"
-        if why := elsewhere(call):
+        if why := not_whole(call):
             return why
-        if call.q.shape[2] < 2 or call.q.shape[0] == 0:
-            return "it needs several tokens to be fast"
-        if call.state is not None:
-            return "it cannot start from a state"
         if torch.is_grad_enabled():
             return "it has no gradient"
         if mixer.floor > 0.0:
             return NO_FLOOR
         if mixer.hybrid.exact_keys and mixer.shape.causal and precision_of(call.v) == EXACT:
             return "Triton cannot compile exact fp32 products with exact keys of causal calls"
-        return unusable(mixer, call) or untried(mixer, call)
+        return unusable(mixer, call, USUAL)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
@@ -112,9 +107,7 @@ class Launcher:
         self.form, self.q, self.k, self.v = form, *(readable(x) for x in (call.q, call.k, call.v))
         maps, mask = maps_of(mixer), call.key_padding_mask
         self.mask = None if mask is None else mask.contiguous()
-        # A kernel without parameters describes its map on the CPU.
-        device = self.q.device
-        ready = [[None if w is None else w.detach().to(device).contiguous() for w in map_of(map)] for map in maps]
+        ready = [weights_of(map, self.q.device) for map in maps]
         self.key_weights, self.query_weights, self.tied = ready[0], ready[-1], len(ready) == 1
         self.a = self.c = None
         own, others = mixer.query_scale, mixer.key_scale
@@ -139,7 +132,7 @@ class Launcher:
             "KIND": maps[0].kind,
             "HALVES": HALVES[maps[0].kind],
             "PRECISION": self.precision,
-            "CHUNK": max(CHUNK, 1 << (-(-self.tokens // SEGMENTS) - 1).bit_length()),
+            "CHUNK": padded(-(-self.tokens // SEGMENTS), CHUNK),
             "SCALED": self.scaled,
         }
         self.tuning = TUNING[self.precision]
@@ -169,8 +162,8 @@ class Launcher:
             arguments,
             CHUNK=self.options["CHUNK"],
             TILE=min(64, self.options["CHUNK"]),
-            PLACES=max(2, 1 << (form.exact_keys - 1).bit_length()),
-            SINKS_=max(2, 1 << max(0, form.sinks - 1).bit_length()),
+            PLACES=padded(form.exact_keys),
+            SINKS_=padded(form.sinks),
             num_warps=1,
         )
         if not form.causal:
@@ -241,8 +234,3 @@ class Launcher:
         options = {"CAUSAL": self.form.causal, "SCALED": self.scaled, "BLOCK": 128, "num_warps": 1}
         launch("window_kernels.outside", grid, (*arguments, self.segments, apart, size), **options)
         return states, state_levels
-
-
-def map_of(map: Any) -> list[Tensor | None]:
-    """Return the tensors of a map that the kernels read."""
-    return [getattr(map, name) for name in WEIGHTS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linearize.attention.backends.fused_kernels import _load_state, _store_half, _tanh
+from linearize.attention.backends.fused_kernels import _load_state, _softmax, _store_half, _tanh
 from linearize.attention.backends.window_kernels import FLOOR, _joined, _picked
 
 
@@ -19,13 +19,6 @@ def _put_vectors(base, stride, at, tile, real, size, COLUMNS: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     index = base + at.to(tl.int64)[:, None] * stride + column[None, :]
     tl.store(index, tile.to(base.dtype.element_ty), mask=real[:, None] & (column < size)[None, :])
-
-
-@triton.jit
-def _softmax_rows(y, columns):
-    y = tl.where(columns[None, :], y, float("-inf"))
-    y = tl.exp(y - tl.max(y, axis=1)[:, None])
-    return y / tl.sum(y, axis=1)[:, None]
 
 
 @triton.jit
@@ -53,9 +46,9 @@ def _mapped(
         y = tl.maximum(y, 0.0)
         return y, y
     elif KIND == "softmax_both":
-        return _softmax_rows(y, columns), _softmax_rows(-y, columns)
+        return _softmax(y, columns), _softmax(-y, columns)
     else:
-        envelope = _softmax_rows(_projected(x, second, head, rows, N, D, G_, N_, D_), columns)
+        envelope = _softmax(_projected(x, second, head, rows, N, D, G_, N_, D_), columns)
         if magnitude is not None:
             there = rows[:, None] & (d < D)[None, :]
             m = tl.load(magnitude + head[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)

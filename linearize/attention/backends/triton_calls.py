@@ -13,9 +13,11 @@ from torch import Tensor
 
 from linearize.attention.backends.native import maps_of, unknown_maps
 from linearize.attention.call import AttentionCall
+from linearize.ops.state import is_tracing
 
 if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
+    from linearize.kernels.base import MapSpec
 
 SWITCH = "LINEARIZE_TRITON"
 """Environment variable: with 0 the Triton kernels are not used."""
@@ -63,6 +65,17 @@ def elsewhere(call: AttentionCall) -> str:
     return "" if call.q.device.type in DEVICES else "it runs only on CUDA"
 
 
+def not_whole(call: AttentionCall) -> str:
+    """Return why kernels for whole rows of tokens do not suit a call; empty if they do."""
+    if is_tracing():
+        return "a graph is being traced"
+    if why := elsewhere(call):
+        return why
+    if call.q.shape[2] < 2 or call.q.shape[0] == 0:
+        return "it needs several tokens to be fast"
+    return "it cannot start from a state" if call.state is not None else ""
+
+
 def _unreadable(call: AttentionCall) -> str:
     """Return why the kernels cannot read the tensors of a call; empty if they can."""
     tensors = (call.q, call.k, call.v)
@@ -73,7 +86,7 @@ def _unreadable(call: AttentionCall) -> str:
     return "it only supports heads of at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
 
 
-def _unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
+def _unsupported(mixer: FeatureMapMixer, call: AttentionCall, most: int) -> str:
     """Return why the kernels cannot compute the maps of such a call; empty if they can."""
     # A separate map of the queries has the same kind and size.
     map, v = maps_of(mixer)[0], call.v
@@ -84,6 +97,8 @@ def _unsupported(mixer: FeatureMapMixer, call: AttentionCall) -> str:
     precision, largest = precision_of(v), max(rows, call.q.shape[3], v.shape[3])
     if largest > USUAL and precision != "bf16":
         return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
+    if largest > most:
+        return f"no GPU has run it with heads or maps of more than {most} numbers"
     tight = largest > USUAL or precision == EXACT
     if NEEDED[precision, largest > USUAL][torch.is_grad_enabled()] > shared_memory(call.q.device):
         return "this GPU has too little shared memory"
@@ -99,13 +114,6 @@ def shared_memory(device: torch.device) -> int:
         return max(SHARED.values())
     capability = torch.cuda.get_device_capability(device)
     return SHARED.get(capability, min(SHARED.values())) if capability >= (8, 0) and torch.version.hip is None else 0
-
-
-def untried(mixer: FeatureMapMixer, call: AttentionCall) -> str:
-    """Return why the kernels of windows and decoding are not used for such sizes; empty if they are."""
-    # They compile for heads of 128 numbers too, but use many registers there, and no GPU has run them.
-    largest = max(maps_of(mixer)[0].first.shape[1], call.q.shape[3], call.v.shape[3])
-    return f"no GPU has run it with heads or maps of more than {USUAL} numbers" if largest > USUAL else ""
 
 
 def precision_of(v: Tensor) -> str:
@@ -125,9 +133,16 @@ def kernels(name: str = "fused_kernels") -> Any:
         return None
 
 
-def unusable(mixer: FeatureMapMixer, call: AttentionCall) -> str:
-    """Return why the kernels cannot compute a call on a GPU, whatever the backend; empty if they can."""
-    return _unreadable(call) or unknown_maps(mixer) or _unsupported(mixer, call) or absence()
+def unusable(mixer: FeatureMapMixer, call: AttentionCall, most: int = LARGEST) -> str:
+    """Return why the kernels cannot compute a call on a GPU; empty if they can.
+
+    Args:
+        mixer: the mixer of the call.
+        call: the call.
+        most: largest size that a GPU has run. The kernels of windows and decoding compile for heads of 128 numbers too,
+            but use many registers there.
+    """
+    return _unreadable(call) or unknown_maps(mixer) or _unsupported(mixer, call, most) or absence()
 
 
 def absence() -> str:
@@ -168,10 +183,24 @@ def launch(kernel: str, grid: tuple[int, ...], args: Sequence[Any], **options: A
     return None
 
 
+def padded(number: int, least: int = 2) -> int:
+    """Return the smallest power of two that is at least `number`, and at least `least`."""
+    return max(least, 1 << max(0, number - 1).bit_length())
+
+
 def padded_sizes(numbers: Sequence[int]) -> dict[str, int]:
     """Return the sizes of tiles for rows of the map, head size and value size: powers of two, 16 or more."""
-    padded = [max(16, 1 << (x - 1).bit_length()) for x in numbers]
-    return dict(zip(("N_", "D_", "V_"), padded, strict=True))
+    return dict(zip(("N_", "D_", "V_"), (padded(x, 16) for x in numbers), strict=True))
+
+
+def weights_of(map: MapSpec, device: torch.device) -> list[Tensor | None]:
+    """Return the tensors of a map on a device, for kernels without gradients."""
+
+    # A map without parameters describes itself on the CPU. Decoding asks at every step, so nothing else is called.
+    def ready(w: Tensor | None) -> Tensor | None:
+        return w if w is None or (w.device == device and w.is_contiguous()) else w.to(device).contiguous()
+
+    return [ready(getattr(map, name)) for name in WEIGHTS]
 
 
 def strides(*tensors: Tensor) -> list[int]:

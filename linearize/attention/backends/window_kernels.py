@@ -253,14 +253,14 @@ def _near(q, k, v, near, scaling, top, total, mixed, PRECISION: tl.constexpr):
 
 @triton.jit
 def _far(
-    p, n, k, v, c, away, w, w2, w_bias, m, columns, level, total, mixed, SCALED: tl.constexpr,
-    KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    p, n, k, v, c, at, there, c_w, away, scale, w, w2, w_bias, m, columns, level, total, mixed,
+    SCALED: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [TILE, D_], already scaled, with the kernel's weights: new levels [BLOCK], and the sums below them."""
-    k_p, k_n = _map(k, w, w2, w_bias, m, columns, KIND, PRECISION)
+    """Add keys [TILE, D_] with the kernel's weights: new levels [BLOCK], and the sums below them."""
+    k_p, k_n = _map(k * scale, w, w2, w_bias, m, columns, KIND, PRECISION)
     weights = tl.where(away, _scores(p, n, k_p, k_n, HALVES, PRECISION), 0.0)
     if SCALED:
-        scales = tl.where(away, c[None, :], FLOOR)
+        scales = tl.where(away, _log_scales(c, at, there, k, c_w, TILE)[None, :], FLOOR)
         new = tl.maximum(level, tl.max(scales, axis=1))
         weights *= tl.exp(scales - new[:, None])
         fade = tl.exp(level - new)
@@ -316,12 +316,9 @@ def _region(
         if tl.max(tl.max(near.to(tl.int32), axis=1), axis=0) > 0:
             top, total, mixed = _near(q, keys, rows, near, scaling, top, total, mixed, PRECISION)
         if tl.max(tl.max(away.to(tl.int32), axis=1), axis=0) > 0:
-            log_scale = tl.zeros([TILE], tl.float32)
-            if SCALED:
-                log_scale = _log_scales(c, tokens + j, there, keys, c_w, TILE)
             level, far_total, far = _far(
-                p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
-                SCALED, KIND, HALVES, PRECISION,
+                p, n, keys, rows, c, tokens + j, there, c_w, away, scale, w, w2, w_bias, m, columns,
+                level, far_total, far, SCALED, KIND, HALVES, PRECISION, TILE,
             )  # fmt: skip
     return top, total, mixed, level, far_total, far
 
@@ -353,12 +350,9 @@ def _columns(
             until = tl.load(lost + tokens + j, mask=there, other=0)
             away = there[None, :] & (i[:, None] >= until[None, :])
             near = there[None, :] & (i[:, None] < until[None, :])
-            log_scale = tl.zeros([TILE], tl.float32)
-            if SCALED:
-                log_scale = _log_scales(c, tokens + j, there, keys, c_w, TILE)
             level, far_total, far = _far(
-                p, n, keys * scale, rows, log_scale, away, w, w2, w_bias, m, columns, level, far_total, far,
-                SCALED, KIND, HALVES, PRECISION,
+                p, n, keys, rows, c, tokens + j, there, c_w, away, scale, w, w2, w_bias, m, columns,
+                level, far_total, far, SCALED, KIND, HALVES, PRECISION, TILE,
             )  # fmt: skip
         else:
             near = there[None, :] & (i[:, None] >= 0)
