@@ -9,8 +9,11 @@ w: [M, d], b: [M]; psi_l: a scalar MLP 1 -> 64 -> 1 for each channel (or one MLP
 M = L = 8, so F = 64. [B, H, T, D] -> [B, H, T, M L], non-negative; l varies fastest, as in the listing. Queries and
 keys are unscaled. By default there is no gate h, as in the paper's best variant; `envelope` adds
 h(x) = sigmoid(G x + g), one number in [0, 1] per channel. With `shared_heads` all heads of a layer share one set of
-parameters, as in listing 1. Initial values are those of the listing, except that c starts at 0.5, so that no channel
-starts out dead.
+parameters, as in listing 1.
+
+Differs from the paper: by default (`start="exp"`) psi_l starts at exp(a_l u), interpolated linearly, with a_l evenly
+spaced from -4 to 4, and W at random orthogonal rows of length 1/4; stage one ends closer to softmax from there.
+`start="paper"` draws the initial values of listing 1, except that c starts at 0.5, so that no channel starts out dead.
 
 psi is piecewise linear in u with one knot per hidden unit, so it is evaluated by looking up the segment: the same
 function as the MLP, without its 64 times larger intermediate. The native op does compute the MLP, but in registers.
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
-from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, project
+from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, orthonormal, project
 from linearize.ops.state import is_tracing
 
 
@@ -38,6 +41,9 @@ class LunaConfig:
     shared_heads: bool = option(False, "whether all heads share one set of parameters (listing 1)")
     shared_mlp: bool = option(False, "one MLP 1 -> hidden -> L instead of L MLPs 1 -> hidden -> 1")
     envelope: bool = option(False, "whether each channel is multiplied by a learned gate of the token")
+    start: str = option(
+        "exp", "initial functions: exponentials of both signs, or random ones as in listing 1", choices=("exp", "paper")
+    )
     tied: bool = option(True, "whether queries and keys share one map")
 
     def numbers(self, head_dim: int) -> int:
@@ -49,6 +55,13 @@ class LunaConfig:
 
 Segments = tuple[Tensor, Tensor, Tensor]
 """Piecewise linear functions: knots [sets, L, hidden]; slopes and intercepts [sets, L, hidden + 1]."""
+
+
+SHARPEST = 4.0
+"""The largest of the initial rates a_l. Rows of W start as short, so that AdamW's steps turn them quickly."""
+
+REACH = 2.0
+"""The initial functions follow the exponential for |u| up to this, and are straight lines beyond it."""
 
 
 class Luna(FeatureMap):
@@ -70,16 +83,33 @@ class Luna(FeatureMap):
         self._folded: tuple[tuple[Tensor, ...], Segments] | None = None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initialise as in listing 1: Gaussian projections, PyTorch's defaults for the MLPs."""
-        draw_normal(self.weight, generator, self.head_dim**-0.5)
-        draw_uniform(self.slope, generator, 1.0)
-        draw_uniform(self.offset, generator, 1.0)
-        draw_uniform(self.out_weight, generator, self.config.hidden**-0.5)
+        """Start at exponentials, or at listing 1: Gaussian projections, PyTorch's defaults for the MLPs."""
         self.bias.zero_()
-        self.out_bias.fill_(0.5)
+        if self.config.start == "exp":
+            self._start_at_exponentials(generator)
+        else:
+            draw_normal(self.weight, generator, self.head_dim**-0.5)
+            draw_uniform(self.slope, generator, 1.0)
+            draw_uniform(self.offset, generator, 1.0)
+            draw_uniform(self.out_weight, generator, self.config.hidden**-0.5)
+            self.out_bias.fill_(0.5)
         if self.gate is not None and self.gate_bias is not None:
             draw_uniform(self.gate, generator, self.head_dim**-0.5)
             draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)
+
+    def _start_at_exponentials(self, generator: torch.Generator) -> None:
+        channels, hidden = self.config.channels, self.config.hidden
+        rates = SHARPEST * (torch.linspace(-1.0, 1.0, channels) if channels > 1 else torch.ones(1))
+        self.weight.copy_(orthonormal(self.heads, *self.weight.shape[1:], generator) / SHARPEST)
+        self.out_bias.fill_(1.0)
+        # Half of the units are for u > 0, half for u < 0, so that no large numbers cancel each other.
+        for sign, units in ((1, slice(hidden // 2, None)), (-1, slice(hidden // 2))):
+            count = len(range(hidden)[units])
+            knots = torch.linspace(0.0, REACH, count + 1)
+            slopes = (sign * rates[:, None] * knots).exp().diff(dim=-1) / knots.diff()
+            self.slope[..., units] = sign
+            self.offset[..., units] = -knots[:-1]
+            self.out_weight[..., units] = slopes.diff(dim=-1, prepend=torch.zeros(channels, 1))[:, :count]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """Map queries or keys by the formula of the module."""

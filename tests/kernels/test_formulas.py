@@ -126,9 +126,8 @@ def test_more_features_of_hedgehog_start_beside_the_usual_ones():
 @pytest.mark.parametrize("shared_mlp", [False, True])
 @pytest.mark.parametrize("envelope", [False, True])
 def test_luna_is_its_mlps_written_out(shared_heads, shared_mlp, envelope):
-    kernel, x = make(
-        "luna", projections=4, channels=3, shared_heads=shared_heads, shared_mlp=shared_mlp, envelope=envelope
-    )
+    shared = {"shared_heads": shared_heads, "shared_mlp": shared_mlp}
+    kernel, x = make("luna", projections=4, channels=3, envelope=envelope, start="paper", **shared)
     with torch.no_grad():
         # Units without a slope, where the pieces have no knot.
         kernel.slope[..., 0] = 0.0
@@ -152,6 +151,30 @@ def test_luna_is_its_mlps_written_out(shared_heads, shared_mlp, envelope):
         if name in ("slope", "offset"):
             keep[..., 1] = False  # exactly on the kink: any slope between 0 and 1 is a gradient
         torch.testing.assert_close(one[keep], two[keep], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shared_mlp", [False, True])
+@pytest.mark.parametrize(("channels", "rates"), [(1, [4.0]), (2, [-4.0, 4.0]), (5, [-4.0, -2.0, 0.0, 2.0, 4.0])])
+def test_luna_starts_at_exponentials_of_orthogonal_projections(channels, rates, shared_mlp):
+    kernel, x = make("luna", projections=4, channels=channels, shared_mlp=shared_mlp)
+    reset(kernel)
+    rows = 4 * kernel.weight
+    torch.testing.assert_close(rows @ rows.transpose(-1, -2), torch.eye(4).expand(HEADS, 4, 4), rtol=0, atol=1e-6)
+    u = x @ kernel.weight.transpose(-1, -2)
+    assert u.abs().max() < 2
+    want = (u[..., None] * torch.tensor(rates)).exp().flatten(-2) * 4**-0.5
+    # Straight lines between points 1/16 apart lie above exp(4 u), by at most (4 / 16)^2 / 8 of it.
+    ratio = kernel.forward_keys(x).phi / want
+    assert ratio.min() > 0.9999 and ratio.max() < 1.0079
+    assert ratio.max() > 1.007 or channels == 1
+
+
+@pytest.mark.parametrize("hidden", [1, 2, 3])
+def test_luna_with_few_units_starts_alive(hidden):
+    kernel, x = make("luna", hidden=hidden)
+    reset(kernel)
+    phi = kernel.forward_keys(x).phi
+    assert (phi > 0).any(dim=2).all()
 
 
 def test_luna_folds_once_and_again_when_weights_change(monkeypatch):

@@ -16,8 +16,11 @@ OPTIONS = {
     "flexformer_s": (PAPER, PAPER | {"frequencies": 21}),
     "hedgehog": ({}, {"activation": "exp"}, {"bias": False}, {"tied": False}),
     "luna": (
-        *({}, {"shared_heads": True, "hidden": 5}, {"shared_mlp": True, "projections": 3, "channels": 1}),
-        {"shared_heads": True, "tied": False},
+        # Random initial functions: unlike exponentials, they have zeros, and no features of 1e4.
+        {"start": "paper"},
+        {"start": "paper", "shared_heads": True, "hidden": 5},
+        {"start": "paper", "shared_mlp": True, "projections": 3, "channels": 1},
+        {"start": "paper", "shared_heads": True, "tied": False},
     ),
     "t2r": ({}, {"features": 70}),
 }
