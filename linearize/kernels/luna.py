@@ -176,7 +176,7 @@ register_kernel(
     KernelInfo(
         name="luna",
         summary="learned projections passed through a bank of learned scalar MLPs",
-        choose="a small state with learned features; needs the native op to be fast",
+        choose="learned features; closest with projections=D channels=2; needs the native op to be fast",
         formula="phi(x) = h(x) [psi_l(w_i.x + b_i)]_{i,l} / sqrt(M), psi_l = relu(MLP 1 -> hidden -> 1), h = 1 | "
         "sigmoid(G x + g)",
         source="Shahbazi et al. 2025 (LUNA), eq. 11, listing 1, section 5.4",
