@@ -12,8 +12,9 @@ h(x) = sigmoid(G x + g), one number in [0, 1] per channel. With `shared_heads` a
 parameters, as in listing 1.
 
 Differs from the paper: by default (`start="exp"`) psi_l starts at exp(a_l u), interpolated linearly, with a_l evenly
-spaced from -4 to 4, and W at random orthogonal rows of length 1/4; stage one ends closer to softmax from there.
-`start="paper"` draws the initial values of listing 1, except that c starts at 0.5, so that no channel starts out dead.
+spaced from -4 to 4, W at random orthogonal rows of length 1/4, and a gate at 1/2. Stage one ends closer to softmax from
+there. `start="paper"` draws the initial values of listing 1, except that c starts at 0.5, so that no channel starts out
+dead.
 
 psi is piecewise linear in u with one knot per hidden unit, so it is evaluated by looking up the segment: the same
 function as the MLP, without its 64 times larger intermediate. The native op does compute the MLP, but in registers.
@@ -94,8 +95,10 @@ class Luna(FeatureMap):
             draw_uniform(self.out_weight, generator, self.config.hidden**-0.5)
             self.out_bias.fill_(0.5)
         if self.gate is not None and self.gate_bias is not None:
-            draw_uniform(self.gate, generator, self.head_dim**-0.5)
-            draw_uniform(self.gate_bias, generator, self.head_dim**-0.5)
+            # A gate that is not constant would turn the exponentials into other functions.
+            bound = 0.0 if self.config.start == "exp" else self.head_dim**-0.5
+            draw_uniform(self.gate, generator, bound)
+            draw_uniform(self.gate_bias, generator, bound)
 
     def _start_at_exponentials(self, generator: torch.Generator) -> None:
         channels, hidden = self.config.channels, self.config.hidden

@@ -169,6 +169,14 @@ def test_luna_starts_at_exponentials_of_orthogonal_projections(channels, rates, 
     assert ratio.max() > 1.007 or channels == 1
 
 
+def test_lunas_gate_starts_constant():
+    kernel, x = make("luna", envelope=True)
+    plain, _ = make("luna")
+    reset(kernel)
+    reset(plain)
+    torch.testing.assert_close(kernel.forward_keys(x).phi, plain.forward_keys(x).phi / 2)
+
+
 @pytest.mark.parametrize("hidden", [1, 2, 3])
 def test_luna_with_few_units_starts_alive(hidden):
     kernel, x = make("luna", hidden=hidden)
