@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,11 @@ It returns the layer's output [B, H, T, V], or None to use the output of softmax
 def _thread() -> int:
     # A traced graph must not contain the thread's number; tracing uses one thread.
     return 0 if is_tracing() else threading.get_ident()
+
+
+@torch.compiler.disable
+def _untraced(function: Callable[..., Any], *args: object) -> Any:
+    return function(*args)
 
 
 class LinearAttention(nn.Module):
@@ -67,10 +73,19 @@ class LinearAttention(nn.Module):
 
         The state is per thread, because several threads may run one model at a time, each with its own cache.
         """
+        if self._breaks_graph():
+            return _untraced(self.hand_over, state)
         if state is not None:
             self._handed[_thread()] = state
         elif self._handed:
             self._handed.pop(_thread(), None)
+
+    def _breaks_graph(self) -> bool:
+        """Tell whether torch.compile must leave this layer out: the contest for exact keys cannot be traced.
+
+        Half a layer would be worse: a state handed over while tracing is not found by a forward that is not traced.
+        """
+        return torch.compiler.is_dynamo_compiling() and self.shape.causal and self.hybrid.exact_keys > 0
 
     def tokens_before(self, new: int) -> int:
         """Return how many tokens before its `new` ones the state for the next call has seen."""
@@ -83,6 +98,8 @@ class LinearAttention(nn.Module):
         S > T if there is a cache of plain keys; the queries are then the last T tokens. A state that was handed over
         holds the tokens before these, and the state after them is stored in it.
         """
+        if self._breaks_graph():
+            return _untraced(self.forward, q, k, v, key_padding_mask, scaling)
         if torch.is_autocast_enabled(q.device.type):
             # Sums and features are fp32 by design; autocast would lower their precision silently.
             with torch.autocast(device_type=q.device.type, enabled=False):

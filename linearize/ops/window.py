@@ -85,8 +85,8 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
     place = torch.arange(tokens, device=keys.mask.device)
     if window.sinks:
         first = collect(keys, window.sinks, None)
-        outside = (place[:, None] - place[: window.sinks]).abs() > half
-        outside = F.pad(outside, (0, window.sinks - outside.shape[1]))
+        # Not the first places: an exported graph would refuse rows with fewer tokens than sinks.
+        outside = (place[:, None] - torch.arange(window.sinks, device=place.device)).abs() > half
         columns.append(Columns(first.k, first.v, (outside & first.mask[:, None])[:, None]))
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:

@@ -70,8 +70,8 @@ def test_models_are_written_down_for_any_length(name):
 
 
 def test_exact_keys_of_an_encoder_are_chosen_in_the_graph():
-    """Also in rows of fewer tokens than exact keys."""
-    model = converted("bert", window=8, sinks=2, exact_keys=12, config={"max_position_embeddings": 64})
+    """Also in rows of fewer tokens than exact keys or sinks."""
+    model = converted("bert", window=8, sinks=4, exact_keys=12, config={"max_position_embeddings": 64})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -79,7 +79,7 @@ def test_exact_keys_of_an_encoder_are_chosen_in_the_graph():
                 parameter.normal_(generator=generator)
     graph = graphs_of(model)[0]
     program = graph.program().module()
-    for batch, tokens in ((2, 5), (4, 13), (3, 40)):
+    for batch, tokens in ((2, 2), (2, 5), (4, 13), (3, 40)):
         inputs = inputs_of(model, batch, tokens)
         given = [inputs.get(name, torch.zeros_like(inputs["input_ids"])) for name in graph.inputs]
         for one, two in zip(graph.module(*given), program(*given), strict=True):

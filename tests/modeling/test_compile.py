@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.tiny import CLIP_TEXT, IMAGE, converted, inputs_of, outputs
 
+from linearize.attention.cache import cache_argument
 from linearize.attention.interface import linear_attentions
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
@@ -68,6 +69,18 @@ def test_compile_with_the_default_cache_and_in_training(name):
             module.p = 0.0
     compiled(**inputs)[0].square().mean().backward()
     assert all(p.grad is not None for layer in linear_attentions(model).values() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("exact_keys", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_compiled_decoding_with_a_window_finds_its_state(exact_keys):
+    model = converted("llama", config=ONE, window=4, sinks=1, exact_keys=exact_keys)
+    tokens, compiled = inputs_of(model, tokens=16)["input_ids"], torch.compile(model, backend="eager")
+    cache = model.new_cache()
+    with torch.no_grad():
+        want = model(tokens, use_cache=False)[0]
+        parts = [compiled(part, **cache_argument(model, cache))[0] for part in tokens.split([12, 1, 1, 2], dim=1)]
+    assert cache.get_seq_length() == 16
+    torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", few(["bert", "gpt2", "vit"], ["bert"]))
