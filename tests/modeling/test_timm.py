@@ -173,6 +173,46 @@ def test_arguments_of_create_model_that_are_not_known_are_asked_for():
     assert wrapped.config.model_args == SMALL
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"global_pool": "avg", "fc_norm": False}, {"num_classes": 0, "global_pool": ""}, {"dynamic_img_size": True}],
+)
+def test_arguments_without_weights_are_saved_too(more, tmp_path):
+    """The checkpoint loaded, but pooled like timm's default (other outputs by 100 %) or refused other sizes."""
+    torch.manual_seed(0)
+    arguments = {"img_size": 32, **more}
+    told = ("global_pool", "dynamic_img_size")
+    given = {key: value for key, value in arguments.items() if key not in told}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+    converted = linearize.convert(wrap(model, given), kernel="elu")
+    linearize.save(converted, tmp_path / "out")
+    auto = AutoModel if model.num_classes == 0 else AutoModelForImageClassification
+    loaded = auto.from_pretrained(tmp_path / "out").eval()
+    pixels = torch.randn(2, 3, 32, 48 if "dynamic_img_size" in more else 32)
+    with torch.no_grad():
+        expected, found = converted(pixels), loaded(pixels)
+    name = "logits" if model.num_classes else "pooler_output"
+    torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-6)
+
+
+def test_an_argument_that_changes_layers_alone_is_asked_for():
+    """With ReLU the loaded checkpoint had timm's GELU: logits differed by 0.56."""
+    model = timm.create_model("test_vit", act_layer="relu")
+    with pytest.raises(ConfigError, match=r"act is ReLU\(\), but timm builds GELU.*model_args"):
+        wrap(model)
+    assert wrap(model, {"act_layer": "relu"}).config.model_args["act_layer"] == "relu"
+    # Only training reads these.
+    wrap(timm.create_model("test_vit", drop_path_rate=0.1, drop_rate=0.1))
+
+
+def test_images_with_one_channel(tmp_path):
+    model = linearize.convert(timm.create_model("test_vit", in_chans=1, num_classes=5))
+    linearize.save(model, tmp_path / "out")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert images(loaded)["pixel_values"].shape == (3, 1, 160, 160)
+    assert outputs(loaded, images(loaded))[0].shape == (3, 5)
+
+
 def test_no_classifier_gives_the_base_model(tmp_path):
     model = linearize.convert(timm.create_model("test_vit", pretrained=False, num_classes=0))
     linearize.save(model, tmp_path / "out")
