@@ -8,13 +8,20 @@ import pytest
 import torch
 from support.tasks import no_rows
 from support.tiny import outputs, stir
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, TimmWrapperConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    TimmWrapperConfig,
+    ViTConfig,
+    ViTModel,
+)
 
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import load_model
 from linearize.conversion.timm import wrap
-from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.errors import ConfigError, DataError, UnsupportedModelError
 from linearize.fidelity.teacher import run_body
 from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.save import save_model
@@ -274,6 +281,17 @@ def test_local_timm_folder(tmp_path):
     linearize.save(loaded, tmp_path / "out")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert len(linear_attentions(again)) == len(model.blocks)
+
+
+def test_images_of_a_size_that_the_model_refuses_are_one_line():
+    """A processor with another size than the model ended in a traceback, after the data was read."""
+    model = wrap(timm.create_model("vit_tiny_patch16_224", **SMALL), SMALL)
+    with pytest.raises(DataError, match=r"pixel_values \[1, 3, 96, 96\]: Input height \(96\).*--image-size"):
+        run_body(linearize.convert(model), {"pixel_values": torch.zeros(1, 3, 96, 96)})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    vit = ViTModel(ViTConfig(**sizes, image_size=32, patch_size=8))
+    with pytest.raises(DataError, match=r"Input image size \(64\*64\).*--image-size"):
+        run_body(linearize.convert(vit), {"pixel_values": torch.zeros(1, 3, 64, 64)})
 
 
 def test_a_folder_that_timm_wrote_with_its_arguments(tmp_path):
