@@ -261,13 +261,14 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
         name: module
         for name, module in root.named_modules()
         if re.search(r"(attention|attn)(v?\d+)?$", type(module).__name__, re.I)
+        and next(module.parameters(), None) is not None
     }
     seen = [name for name, module in root.named_modules() if any(call.module is module for call in calls)]
     layers = []
     for name, module in named.items():
         around = any(other.startswith(f"{name}.") for other in (*named, *seen))
         inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
-        if around or inside or next(module.parameters(), None) is None:
+        if around or inside:
             continue
         kind = type(module)
         host: tuple[str, ...] = (MASKED, OWN)

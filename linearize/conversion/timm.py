@@ -36,8 +36,8 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
 
     Args:
         model: a model from `timm.create_model`.
-        model_args: arguments of `timm.create_model` other than the name; needed for those that change the weights,
-            except `num_classes` and `img_size`, which are read from the model.
+        model_args: arguments of `timm.create_model` other than the name; needed for those that change weights or
+            layers, except `num_classes`, `img_size` and `_TOLD`, which are read from the model.
 
     Returns:
         `TimmWrapperForImageClassification`, or `TimmWrapperModel` for a model without a classifier.
@@ -57,15 +57,21 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
         size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
         if size != tuple(facts.get("input_size", (3, 224, 224)))[-2:]:
             arguments.setdefault("img_size", list(size))
-        facts["input_size"] = [facts.get("input_size", (3,))[0], *size]
+        facts["input_size"] = [getattr(model, "in_chans", facts.get("input_size", (3,))[0]), *size]
     values = {"architecture": facts.get("architecture"), "num_classes": classes, "pretrained_cfg": facts}
     labels = {"num_labels": classes} if classes else {}
-    config = TimmWrapperConfig.from_dict(values | {"model_args": arguments or None}, **labels)
     wrapper: Any = TimmWrapperForImageClassification if classes else TimmWrapperModel
-    with torch.device("meta"):
-        wrapped = wrapper(config)
+
+    def build() -> Any:
+        with torch.device("meta"):
+            return wrapper(TimmWrapperConfig.from_dict(values | {"model_args": arguments or None}, **labels))
+
+    wrapped = build()
+    if told := {name: value for name, value in _told(model).items() if value != _told(wrapped.timm_model).get(name)}:
+        arguments |= told
+        wrapped = build()
     # A checkpoint would be loaded into the model that timm builds.
-    mine, other = ({k: tuple(x.shape) for k, x in m.state_dict().items()} for m in (model, wrapped.timm_model))
+    mine, other = _parts(model), _parts(wrapped.timm_model)
     if mine != other:
         name = sorted(key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key))[0]
         raise ConfigError(
@@ -76,6 +82,21 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
     wrapped.train(model.training)
     wrapped.config.architectures = [wrapper.__name__]
     return wrapped
+
+
+_TOLD = {"global_pool": str, "dynamic_img_size": bool, "in_chans": int}
+"""Arguments of `timm.create_model` that its models keep as attributes, and their types."""
+
+
+def _told(model: nn.Module) -> dict[str, Any]:
+    return {name: value for name, kind in _TOLD.items() if isinstance(value := getattr(model, name, None), kind)}
+
+
+def _parts(model: nn.Module) -> dict[str, object]:
+    """Return the shapes of a model's weights, and its layers in words, by name; without those that only drop."""
+    layers = {name: f"{type(x).__name__}({x.extra_repr()})" for name, x in model.named_modules()}
+    kept = {name: text for name, text in layers.items() if "Drop" not in text and not text.startswith("Identity")}
+    return kept | {name: tuple(x.shape) for name, x in model.state_dict().items()}
 
 
 def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[Call]:

@@ -124,7 +124,7 @@ def decode(data: bytes, name: str) -> Image:
     """Decode an image file and turn it upright; of 16 bits per pixel the upper 8 are kept.
 
     Raises:
-        DataError: If the bytes are not an image, or the image is truncated.
+        DataError: If the bytes are not an image, the image is truncated, or its pixels are not whole numbers.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -134,9 +134,11 @@ def decode(data: bytes, name: str) -> Image:
         image = ImageOps.exif_transpose(opened)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode image {name!r}: {cause(error)}; repair or remove it.") from error
-    if image.mode.startswith("I;16"):
-        # Pillow cuts them off at 255, so that nearly all pixels would be white.
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "F":
+        raise DataError(f"image {name!r} has floating point pixels of unknown range; save it with 8 or 16 bits.")
+    if image.mode.startswith("I"):
+        # Pillow cuts them off at 255, so that nearly all pixels would be white. PGM's 16 bits are in mode "I".
+        return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     return image
 
 

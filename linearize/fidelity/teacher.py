@@ -44,7 +44,8 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
     """Run a model or its body on a batch (such as `input_ids` [B, T]), without cache, labels and unknown columns.
 
     Raises:
-        DataError: if it fails, and the batch lacks one of its inputs (CLIP reads texts and images together).
+        DataError: if it fails, and the batch lacks one of its inputs (CLIP reads texts and images together), or if it
+            refuses the images' size.
     """
     inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
@@ -60,9 +61,16 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
             inputs.setdefault("decoder_attention_mask", inputs["attention_mask"])
     try:
         return module(**inputs)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, AssertionError) as error:
         missing = [name for name in (*MAIN, "decoder_input_ids") if name in names and inputs.get(name) is None]
-        if not missing or isinstance(error, LinearizeError):
+        if isinstance(error, LinearizeError):
+            raise
+        if not missing and "pixel_values" in batch and isinstance(error, ValueError | AssertionError):
+            raise DataError(
+                f"{type(module).__name__} does not run on pixel_values {list(batch['pixel_values'].shape)}: "
+                f"{first_line(error)}; correct the size in the image processor's file, or give --image-size"
+            ) from error
+        if not missing:
             raise
         raise DataError(
             f"{type(module).__name__} does not run on {', '.join(batch)} without {', '.join(missing)}: "

@@ -183,6 +183,22 @@ def test_images_of_16_bits_keep_their_greys(form: str) -> None:
     assert rgb[:, :, 0].tolist() == rgb[:, :, 2].tolist() == [[0, 0, 1], [128, 255, 255]]
 
 
+def test_pgm_of_16_bits_keeps_its_greys_and_floats_are_refused() -> None:
+    """Pillow opens them as 32-bit integers, and made nearly all pixels white; of floats from 0 to 1 it made black."""
+    import numpy as np
+    from PIL import Image
+
+    from linearize.data.images import decode
+
+    values = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=">u2")
+    rgb = np.asarray(decode(b"P5 3 2 65535 " + values.tobytes(), "a.pgm").convert("RGB"))
+    assert rgb[:, :, 0].tolist() == [[0, 0, 1], [128, 255, 255]]
+    file = io.BytesIO()
+    Image.fromarray(np.full((2, 2), 0.5, dtype=np.float32)).save(file, "TIFF")
+    with pytest.raises(DataError, match=r"'a\.tif' has floating point pixels"):
+        decode(file.getvalue(), "a.tif")
+
+
 def test_a_processor_around_the_image_processor(classes: Path, image_processor: Any) -> None:
     class Both:
         def __init__(self) -> None:

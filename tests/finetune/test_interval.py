@@ -124,8 +124,9 @@ def test_the_ends_hardly_move_with_the_seed():
     assert np.ptp(ends, axis=0).max() <= 1 / 64
 
 
-def test_macro_f1_is_measured_where_classes_are_uneven():
-    data = no_rows("text-classification", labels=("a", "b"))
+@pytest.mark.parametrize("task", ["text-classification", "image-classification"])
+def test_macro_f1_is_measured_where_classes_are_uneven(task):
+    data = no_rows(task, labels=("a", "b"))
     labels = np.array([0] * 24 + [1] * 40)
     constant = logits(np.ones(64, dtype=int))
     found = measured(data, data.type.compute_metrics(constant, labels), constant, labels).balanced

@@ -8,13 +8,20 @@ import pytest
 import torch
 from support.tasks import no_rows
 from support.tiny import outputs, stir
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, TimmWrapperConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    TimmWrapperConfig,
+    ViTConfig,
+    ViTModel,
+)
 
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import load_model
 from linearize.conversion.timm import wrap
-from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.errors import ConfigError, DataError, UnsupportedModelError
 from linearize.fidelity.teacher import run_body
 from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.save import save_model
@@ -173,6 +180,46 @@ def test_arguments_of_create_model_that_are_not_known_are_asked_for():
     assert wrapped.config.model_args == SMALL
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"global_pool": "avg", "fc_norm": False}, {"num_classes": 0, "global_pool": ""}, {"dynamic_img_size": True}],
+)
+def test_arguments_without_weights_are_saved_too(more, tmp_path):
+    """The checkpoint loaded, but pooled like timm's default (other outputs by 100 %) or refused other sizes."""
+    torch.manual_seed(0)
+    arguments = {"img_size": 32, **more}
+    told = ("global_pool", "dynamic_img_size")
+    given = {key: value for key, value in arguments.items() if key not in told}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+    converted = linearize.convert(wrap(model, given), kernel="elu")
+    linearize.save(converted, tmp_path / "out")
+    auto = AutoModel if model.num_classes == 0 else AutoModelForImageClassification
+    loaded = auto.from_pretrained(tmp_path / "out").eval()
+    pixels = torch.randn(2, 3, 32, 48 if "dynamic_img_size" in more else 32)
+    with torch.no_grad():
+        expected, found = converted(pixels), loaded(pixels)
+    name = "logits" if model.num_classes else "pooler_output"
+    torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-6)
+
+
+def test_an_argument_that_changes_layers_alone_is_asked_for():
+    """With ReLU the loaded checkpoint had timm's GELU: logits differed by 0.56."""
+    model = timm.create_model("test_vit", act_layer="relu")
+    with pytest.raises(ConfigError, match=r"act is ReLU\(\), but timm builds GELU.*model_args"):
+        wrap(model)
+    assert wrap(model, {"act_layer": "relu"}).config.model_args["act_layer"] == "relu"
+    # Only training reads these.
+    wrap(timm.create_model("test_vit", drop_path_rate=0.1, drop_rate=0.1))
+
+
+def test_images_with_one_channel(tmp_path):
+    model = linearize.convert(timm.create_model("test_vit", in_chans=1, num_classes=5))
+    linearize.save(model, tmp_path / "out")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert images(loaded)["pixel_values"].shape == (3, 1, 160, 160)
+    assert outputs(loaded, images(loaded))[0].shape == (3, 5)
+
+
 def test_no_classifier_gives_the_base_model(tmp_path):
     model = linearize.convert(timm.create_model("test_vit", pretrained=False, num_classes=0))
     linearize.save(model, tmp_path / "out")
@@ -234,6 +281,17 @@ def test_local_timm_folder(tmp_path):
     linearize.save(loaded, tmp_path / "out")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert len(linear_attentions(again)) == len(model.blocks)
+
+
+def test_images_of_a_size_that_the_model_refuses_are_one_line():
+    """A processor with another size than the model ended in a traceback, after the data was read."""
+    model = wrap(timm.create_model("vit_tiny_patch16_224", **SMALL), SMALL)
+    with pytest.raises(DataError, match=r"pixel_values \[1, 3, 96, 96\]: Input height \(96\).*--image-size"):
+        run_body(linearize.convert(model), {"pixel_values": torch.zeros(1, 3, 96, 96)})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    vit = ViTModel(ViTConfig(**sizes, image_size=32, patch_size=8))
+    with pytest.raises(DataError, match=r"Input image size \(64\*64\).*--image-size"):
+        run_body(linearize.convert(vit), {"pixel_values": torch.zeros(1, 3, 64, 64)})
 
 
 def test_a_folder_that_timm_wrote_with_its_arguments(tmp_path):

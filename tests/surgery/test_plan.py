@@ -74,6 +74,27 @@ def test_cross_attention_stays_and_says_so():
     assert [layer.shape.causal for layer in plan.converted] == [False, False, True, True]
 
 
+def test_deformable_attention_is_listed():
+    """Its inner module has the same name but no weights, so neither was listed: "2 of 2 attentions become linear"."""
+    stages = ["stage2", "stage3", "stage4"]
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, out_features=stages, layer_type="basic"
+    )
+    config = transformers.DeformableDetrConfig(
+        backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_queries=7, num_feature_levels=3,
+    )  # fmt: skip
+    plan = linearize.plan(transformers.DeformableDetrForObjectDetection(config).eval())
+    reason = "its own attention code (DeformableDetrMultiscaleDeformableAttention), which cannot be reached"
+    assert {layer.module: layer.reason for layer in plan.layers} == {
+        "decoder.layers.0.self_attn": "",
+        "decoder.layers.1.self_attn": "",
+        "encoder.layers.0.self_attn": reason,
+        "decoder.layers.0.encoder_attn": reason,
+        "decoder.layers.1.encoder_attn": reason,
+    }
+
+
 def test_planning_changes_nothing():
     model = original("gpt2", "AutoModelForCausalLM").train()
     before = {key: value.clone() for key, value in model.state_dict().items()}

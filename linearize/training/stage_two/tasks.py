@@ -224,7 +224,13 @@ _ALL = (
         "conversations: the assistant's next tokens, in the tokenizer's chat template",
         columns=("messages",),
     ),
-    Task("image-classification", "images:ImageClassification", "any images with a class"),
+    Task(
+        "image-classification",
+        "images:ImageClassification",
+        "any images with a class",
+        metrics=("accuracy", "f1_macro"),
+        score=("accuracy",),
+    ),
     Task(
         "cifar10",
         "images:ImageClassification",
