@@ -117,6 +117,13 @@ def test_a_merged_mapping_may_override_a_key(file):
     assert parse("convert", "bert", "--config", file(text)).kernel_arg == ["0=elu", "1=t2r"]
 
 
+@pytest.mark.parametrize("said, words", [("1:5", "1:5"), ("4:10", "4:10"), ("[4:0, 11:7]", "4:0,11:7")])
+def test_a_layer_and_a_head_are_no_number_in_base_60(said, words, file):
+    """`keep-softmax-heads: 1:5` kept the 65 best heads of the model, as YAML 1.1 counts like clocks."""
+    job = take_options(parse("convert", "bert", "--config", file(f"keep-softmax-heads: {said}")), ConvertJob)
+    assert job.keep_softmax_heads == words
+
+
 def test_a_missing_file_or_option_is_refused(file, tmp_path, capsys):
     assert "expected a YAML file of options" in refused(capsys, "convert", "bert", "--config", tmp_path / "none.yaml")
     assert "expected a YAML file of options" in refused(capsys, "convert", "bert", "--config", tmp_path)
