@@ -117,6 +117,21 @@ def test_a_merged_mapping_may_override_a_key(file):
     assert parse("convert", "bert", "--config", file(text)).kernel_arg == ["0=elu", "1=t2r"]
 
 
+def test_the_home_folder_in_a_file_and_after_an_equals_sign(file, tmp_path, monkeypatch, capsys):
+    """`model: ~/bert` ended in a traceback of the Hub's client, and `--output=~/out` made a folder named "~"."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = {"model": "~/bert", "dataset": "~/a.jsonl", "kernel-arg": ["a=~/b"], "output": "~/there"}
+    job = take_options(parse("convert", "--config", file(said)), ConvertJob)
+    assert (job.model, job.data.dataset, job.output) == tuple(f"{tmp_path}/{x}" for x in ("bert", "a.jsonl", "there"))
+    assert job.kernel_args == {"a": f"{tmp_path}/b"}
+    args = parse("run", "~/r.yaml", "model.name=~/bert", "--output=~/runs", "summary=about ~/x")
+    assert (args.recipe, args.output) == (f"{tmp_path}/r.yaml", f"{tmp_path}/runs")
+    assert args.changes == [f"model.name={tmp_path}/bert", "summary=about ~/x"]
+    make_original(tmp_path / "bert")
+    assert main(["inspect", "~/bert", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] == "BertModel"
+
+
 @pytest.mark.parametrize("said, words", [("1:5", "1:5"), ("4:10", "4:10"), ("[4:0, 11:7]", "4:0,11:7")])
 def test_a_layer_and_a_head_are_no_number_in_base_60(said, words, file):
     """`keep-softmax-heads: 1:5` kept the 65 best heads of the model, as YAML 1.1 counts like clocks."""
