@@ -26,6 +26,8 @@ from linearize.core.registry import option as option
 
 Config = TypeVar("Config")
 _SECTION = "section"
+MOST_SEED = 2**32 - 1
+"""Largest seed that numpy takes."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,18 @@ def test_a_merged_mapping_may_override_a_key(file):
     assert parse("convert", "bert", "--config", file(text)).kernel_arg == ["0=elu", "1=t2r"]
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+@pytest.mark.parametrize("line", ["init bert --output x", "finetune bert --task cola", "longdoc bert --task cola"])
+def test_a_seed_that_numpy_does_not_take_is_refused_in_one_line(line, seed, file, tmp_path, monkeypatch, capsys):
+    """After the data was read: "ValueError: Seed must be between 0 and 2**32 - 1", with a traceback."""
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "bert")
+    capsys.readouterr()
+    config = file({"seed": seed, **({"dataset": "d"} if "longdoc" in line else {})})
+    words = f"seed: got {seed}, expected a whole number from 0 to 4294967295"
+    assert words in refused(capsys, *line.split(), "--config", config)
+
+
 def test_the_home_folder_in_a_file_and_after_an_equals_sign(file, tmp_path, monkeypatch, capsys):
     """`model: ~/bert` ended in a traceback of the Hub's client, and `--output=~/out` made a folder named "~"."""
     monkeypatch.setenv("HOME", str(tmp_path))
