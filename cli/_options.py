@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from linearize.core.errors import ConfigError, suggestion
 from linearize.core.options import convert, make, options_of, read_values
-from linearize.core.parsing import user_path
+from linearize.core.parsing import at_home, user_path
 
 Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: for an unknown option or a wrong value, on the command line or in the file of `--config`.
         """
-        words = list(args)
+        words: list[str] = at_home(list(args))
         options = [option for action in self._actions for option in action.option_strings]
         for word in itertools.takewhile("--".__ne__, words):
             name = word.partition("=")[0]

@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     if argv is None:
         sys.unraisablehook = _interrupt_again
+    _replace_closed()
     try:
         try:
             code = _dispatch(arguments)
@@ -119,6 +120,13 @@ def _explained(error: Exception) -> str | None:
     if is_out_of_memory(error):
         return f"memory ran out ({first_line(error)}); use smaller batches, shorter rows, or a machine with more"
     return None
+
+
+def _replace_closed() -> None:
+    """Give up what is written to a standard stream that was closed before the program started (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _drop_output() -> None:

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, first_line, unknown_name
-from linearize.core.parsing import parse_json, parse_yaml, read_text
+from linearize.core.parsing import at_home, parse_json, parse_yaml, read_text
 from linearize.core.registry import KINDS, field_types, fits, kinds_of
 from linearize.core.registry import check as check
 from linearize.core.registry import option as option
 
 Config = TypeVar("Config")
 _SECTION = "section"
+MOST_SEED = 2**32 - 1
+"""Largest seed that numpy takes."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
 
 
 def read_values(path: Path, what: str, expected: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file, or in a JSON file by its ending; an empty file has no values.
+    """Return the mapping in a YAML file, or in a JSON file by its ending, `at_home`; an empty file has no values.
 
     Raises:
         ConfigError: if the file cannot be read or holds something else; the message begins with `what`.
@@ -299,7 +301,7 @@ def read_values(path: Path, what: str, expected: str) -> dict[str, Any]:
         raise ConfigError(f"{what} cannot be read ({reason}); expected {expected}") from error
     if not isinstance(values, dict | None):
         raise ConfigError(f"{what} holds {kind_of(values)}, expected {expected}")
-    return values or {}
+    return dict(at_home(values or {}))
 
 
 def convert(hint: Any, value: object, where: str) -> Any:

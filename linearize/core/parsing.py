@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -37,6 +38,19 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     """Return a path with the user's home folder in place of `~`; `~name` of an unknown user is kept."""
     # `Path.expanduser` raises an error for an unknown user.
     return Path(os.path.expanduser(name))
+
+
+def at_home(value: Any) -> Any:
+    """Return plain data with the home folder in place of `~` in each text that is `~/...` or `NAME=~/...`.
+
+    transformers does not know `~`, and a shell leaves it in `--output=~/...`.
+    """
+    if isinstance(value, dict):
+        return {key: at_home(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [at_home(inner) for inner in value]
+    found = re.match("[^=~]*=(?=~/)|(?=~/)", value) if isinstance(value, str) else None
+    return value if found is None else found[0] + os.path.expanduser(value[found.end() :])
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -150,7 +164,10 @@ def _checked(text: str, loader: Any) -> Any:
 
 
 def _strict(loader: Any) -> Any:
-    """Return a loader that refuses a key given twice, of which YAML loaders take the last value."""
+    """Return a loader that refuses a key given twice, of which YAML loaders take the last value.
+
+    It reads 4:10 (a layer and a head) as text, where YAML 1.1 has the number 250 in base 60.
+    """
 
     class Strict(loader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -162,6 +179,10 @@ def _strict(loader: Any) -> Any:
                     seen.add(name)
             return super().construct_mapping(node, deep)
 
+        def construct_whole(self, node: Any) -> Any:
+            return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+    Strict.add_constructor("tag:yaml.org,2002:int", Strict.construct_whole)
     return Strict
 
 

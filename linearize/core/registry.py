@@ -388,7 +388,7 @@ def allowed(kinds: Iterable[type], limits: Mapping[str, Any]) -> str:
     if "choices" in limits:
         return f"one of {', '.join(map(str, limits['choices']))}"
     text = " or ".join(KINDS[kind] for kind in kinds)
-    bounds = {name: f"{limits[name]:g}" for name in ("low", "high", "above", "below") if name in limits}
+    bounds = {name: f"{limits[name]:.10g}" for name in ("low", "high", "above", "below") if name in limits}
     if {"low", "high"} <= set(bounds):
         text = f"{text} from {bounds['low']} to {bounds['high']}"
     else:

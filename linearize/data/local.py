@@ -231,13 +231,15 @@ def _check_cache(error: BaseException, files: Sequence[Path]) -> None:
 
     while error.__cause__ is not None:
         error = error.__cause__
-    if not isinstance(error, OSError) or error.errno is None:
+    if not isinstance(error, OSError):
         return
     elsewhere = error.filename is not None and Path(str(error.filename)).resolve() not in map(Path.resolve, files)
-    if elsewhere or error.errno in FULL:
+    # `datasets` itself says so without an error number.
+    full = error.errno in FULL or str(error).startswith("Not enough disk space")
+    if elsewhere or full:
         raise DataError(
             f"cannot read {some([file.name for file in files])}: the cache of `datasets`, "
-            f"{str(config.HF_DATASETS_CACHE)!r}, cannot be written ({error.strerror}); "
+            f"{str(config.HF_DATASETS_CACHE)!r}, cannot be written ({error.strerror or 'disk full'}); "
             "make room there, or set HF_DATASETS_CACHE to another folder"
         ) from error
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
-from linearize.core.options import check, make, option, section
+from linearize.core.options import MOST_SEED, check, make, option, section
 from linearize.data.config import DataConfig
 from linearize.jobs.presets import (
     AUTO,
@@ -407,7 +407,10 @@ class InitJob(Job):
         False, "start keys with the queries' weights, so that equal tokens attend to each other from the first step"
     )
     overwrite: bool = option(False, OVERWRITE)
-    seed: int = option(0, "seed of all weights", metavar="S")
+    seed: int = option(0, "seed of all weights", metavar="S", low=0, high=MOST_SEED)
+
+    def __post_init__(self) -> None:
+        check(self, "init")
 
 
 @dataclass(frozen=True)

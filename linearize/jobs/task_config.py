@@ -14,7 +14,7 @@ from typing import Any
 from linearize.core import kernel_options
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.kernel_options import Additions
-from linearize.core.options import check, option, parse_names, section
+from linearize.core.options import MOST_SEED, check, option, parse_names, section
 from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, WINDOWS, Job
 from linearize.jobs.presets import STEP_ROWS, parse_window, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -215,7 +215,7 @@ class LongdocJob(Job):
     tune: TuneConfig = section(
         TuneConfig, TUNING, only=TUNED, shown={"batch_size": "32, in batches of batch_tokens", "precision": "no"}
     )
-    seed: int = option(0, "seed of everything", metavar="S")
+    seed: int = option(0, "seed of everything", metavar="S", low=0, high=MOST_SEED)
     output: str | None = option(None, "output folder (<model-name>-long)", group=OUTPUT, metavar="DIR")
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
     resume: bool = option(False, "continue an interrupted run of the same output", group=OUTPUT)

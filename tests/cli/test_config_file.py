@@ -117,6 +117,40 @@ def test_a_merged_mapping_may_override_a_key(file):
     assert parse("convert", "bert", "--config", file(text)).kernel_arg == ["0=elu", "1=t2r"]
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+@pytest.mark.parametrize("line", ["init bert --output x", "finetune bert --task cola", "longdoc bert --task cola"])
+def test_a_seed_that_numpy_does_not_take_is_refused_in_one_line(line, seed, file, tmp_path, monkeypatch, capsys):
+    """After the data was read: "ValueError: Seed must be between 0 and 2**32 - 1", with a traceback."""
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "bert")
+    capsys.readouterr()
+    config = file({"seed": seed, **({"dataset": "d"} if "longdoc" in line else {})})
+    words = f"seed: got {seed}, expected a whole number from 0 to 4294967295"
+    assert words in refused(capsys, *line.split(), "--config", config)
+
+
+def test_the_home_folder_in_a_file_and_after_an_equals_sign(file, tmp_path, monkeypatch, capsys):
+    """`model: ~/bert` ended in a traceback of the Hub's client, and `--output=~/out` made a folder named "~"."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = {"model": "~/bert", "dataset": "~/a.jsonl", "kernel-arg": ["a=~/b"], "output": "~/there"}
+    job = take_options(parse("convert", "--config", file(said)), ConvertJob)
+    assert (job.model, job.data.dataset, job.output) == tuple(f"{tmp_path}/{x}" for x in ("bert", "a.jsonl", "there"))
+    assert job.kernel_args == {"a": f"{tmp_path}/b"}
+    args = parse("run", "~/r.yaml", "model.name=~/bert", "--output=~/runs", "summary=about ~/x")
+    assert (args.recipe, args.output) == (f"{tmp_path}/r.yaml", f"{tmp_path}/runs")
+    assert args.changes == [f"model.name={tmp_path}/bert", "summary=about ~/x"]
+    make_original(tmp_path / "bert")
+    assert main(["inspect", "~/bert", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] == "BertModel"
+
+
+@pytest.mark.parametrize("said, words", [("1:5", "1:5"), ("4:10", "4:10"), ("[4:0, 11:7]", "4:0,11:7")])
+def test_a_layer_and_a_head_are_no_number_in_base_60(said, words, file):
+    """`keep-softmax-heads: 1:5` kept the 65 best heads of the model, as YAML 1.1 counts like clocks."""
+    job = take_options(parse("convert", "bert", "--config", file(f"keep-softmax-heads: {said}")), ConvertJob)
+    assert job.keep_softmax_heads == words
+
+
 def test_a_missing_file_or_option_is_refused(file, tmp_path, capsys):
     assert "expected a YAML file of options" in refused(capsys, "convert", "bert", "--config", tmp_path / "none.yaml")
     assert "expected a YAML file of options" in refused(capsys, "convert", "bert", "--config", tmp_path)

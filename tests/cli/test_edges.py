@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -176,3 +178,13 @@ def test_what_learns_nothing_has_no_learning_rate(capsys):
 def test_recipes_say_what_they_need(capsys):
     facts = json.loads(run(capsys, "recipes", "--json")[1])
     assert all(fact["needs"] for fact in facts)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closing standard streams is a matter of POSIX")
+def test_streams_that_are_closed_stop_nothing():
+    """As by `>&-` of a scheduler: "AttributeError: 'NoneType' object has no attribute 'isatty'" before any work."""
+    line = f"{sys.executable} -c 'import sys; from linearize.cli import main; sys.exit(main())'"
+    done = subprocess.run(f"{line} kernels elu >&-; echo $?", shell=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    done = subprocess.run(f"{line} kernels elu --json 2>&-", shell=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["name"] == "elu"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -187,12 +188,13 @@ def test_a_cache_that_cannot_be_written_is_named(
     ):
         load_source(DataConfig(dataset=write("a.jsonl", CONTENT["jsonl"])), gpt_tokenizer, "text")
 
-    def full(*args: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("datasets.load_dataset", full)
-    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\); make room there"):
-        load_source(DataConfig(dataset=str(tmp_path / "a.jsonl")), gpt_tokenizer, "text")
+    for error, why in (
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError("Not enough disk space. Needed: Unknown size (download: Unknown size"), "disk full"),
+    ):
+        monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=error))
+        with pytest.raises(DataError, match=rf"cannot be written \({why}\); make room there"):
+            load_source(DataConfig(dataset=str(tmp_path / "a.jsonl")), gpt_tokenizer, "text")
 
 
 def test_brackets_in_a_name(write: Write, gpt_tokenizer: Any) -> None:

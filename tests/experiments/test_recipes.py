@@ -118,6 +118,9 @@ def load(tiny, write, **changes):
         ({"kernels": [{"name": "elu", "window": 4, "exact_keys": 2}]}, r"exact-keys: got 2 .* use scale=linear"),
         ({"kernels": [{"nam": "luna"}]}, r"kernels\[0\]: unknown key 'nam'"),
         ({"kernels": ["elu", "elu"]}, r"two rows are called 'elu'"),
+        # The same run twice had a deviation of 0 "over 2 seeds".
+        ({"seeds": [0, 1, 0]}, r"seeds: got \[0, 1, 0\], expected different whole numbers from 0"),
+        ({"seeds": [-1]}, r"seeds: got \[-1\], expected different whole numbers from 0 below 4,294,967,296"),
         ({"kernels": "elu"}, r"kernels: got 'elu', expected a list"),
         ({"kernels": []}, r"kernels: got none"),
         ({"tasks": ["cola", "mrcp"]}, r"tasks.mrcp: unknown task 'mrcp'. Did you mean 'mrpc'"),

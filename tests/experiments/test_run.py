@@ -180,6 +180,10 @@ def test_the_averages_of_seeds_have_a_deviation():
     ]
     entry = _average([_entry(rows, "elu", task, None) for task in values], None, _by_seed(rows, "elu", list(values)))
     assert entry.ours == pytest.approx(55.0) and entry.deviation == pytest.approx(0.0, abs=1e-9) and entry.seeds == 2
+    # A task that is ahead by a seed moved the mean of the two seeds, to 52.5, beside their deviation and n=2.
+    more = [*rows, {"row": "elu", "task": "a", "seed": 2, "score": 0.45, "percent": True}]
+    ahead = [_entry(more, "elu", task, None) for task in values]
+    assert _average(ahead, None, _by_seed(more, "elu", list(values))) == entry
     assert _entry(rows, "elu", "a", None).deviation == pytest.approx(20 / 2**0.5)
     assert _entry(rows[:1], "elu", "a", None).deviation is None
     assert cell_text(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"

@@ -127,6 +127,19 @@ def test_a_class_of_the_held_out_rows_alone_is_a_class(tokenizer):
     assert [row["labels"] for row in data.validation].count(2) == 1
 
 
+@pytest.mark.parametrize("names", [("1", "2", "3"), ("-1", "0", "1")])
+@pytest.mark.parametrize("kind", [str, int, float])
+def test_numbers_are_the_classes_that_were_named(tokenizer, names, kind):
+    """`--labels 1,2,3` for stars from 1 to 3: star 1 was class 2, and "got label 3, expected one of ... 1, 2, 3"."""
+    stars = [names[i % 3] for i in range(40)]
+    written = [star if kind is str else kind(star) for star in stars]
+    table = Dataset.from_dict({"text": ["good film"] * 40, "label": written})
+    given = {"train": table, "validation": table}
+    data = prepare(task("text-classification", labels=names), tokenizer, data=given)
+    assert data.task.labels == names
+    assert [row["labels"] for row in data.validation] == [names.index(star) for star in stars]
+
+
 @pytest.mark.parametrize("kind", [str, int])
 def test_the_first_rows_of_a_sorted_table_have_one_class(tokenizer, kind):
     """With names as labels, `--limit` trained on one class alone."""

@@ -209,6 +209,17 @@ def test_a_broken_log_is_named(made, tmp_path):
         gather(ReportOptions(str(folder), inputs=inputs, lengths=(), device="cpu"))
 
 
+def test_compare_says_whose_softmax_it_shows(made, tmp_path):
+    """An aligned model was "better" by its distance from its own changed softmax, without a word."""
+    aligned = str(make_text(tmp_path / "aligned", provenance={"alignment": {"train": "blocks"}}))
+    inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=2, max_length=8)
+    found = compare_checkpoints(
+        CompareOptions([str(made / "bert-hedgehog"), aligned], inputs=inputs, lengths=(), device="cpu")
+    )
+    [note] = [note for note in found.notes if "its own softmax" in note]
+    assert note.startswith("aligned: its weights were trained after stage one") and note.endswith("go by the cosine.")
+
+
 def test_compare(made):
     inputs = InputOptions(str(made / "texts.jsonl"), "text", inputs=3, max_length=24)
     names = [str(made / f"bert-{kernel}") for kernel in ("hedgehog", "flexformer_n")]

@@ -12,6 +12,7 @@ from typing import Any
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import Loaded, check_converted, check_device, load_converted
 from linearize.checkpoint.output import atomic_folder
+from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
@@ -32,6 +33,10 @@ FIGURES = {
     "cosine": "cosine to the original's outputs",
 }
 NUMBERS = "comparison.json"
+OTHER_SOFTMAX = (
+    "its weights were trained after stage one, so KL, TV and error are its distances from its own softmax, which is no "
+    "longer the original's; go by the cosine."
+)
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,8 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
     notes = list(measured.notes)
     if measured.original is None:
         notes.append(f"no cosine to the original, as {measured.missing}; give it with --original.")
+    if Provenance(loaded.model.config.linearize.get("provenance")).weights_were_trained:
+        notes.append(OTHER_SOFTMAX)
     fidelity = measured.fidelity
     kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
     figures: dict[str, Any] = {name: fidelity.mean(name) for name in FIDELITY_FIGURES}

@@ -207,11 +207,11 @@ def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> l
 
 
 def _average(entries: Sequence[Entry], paper: float | None, by_seed: Sequence[float]) -> Entry:
-    """Return a row's average if it is complete; the deviation is that of the averages per seed."""
+    """Return a row's average if it is complete: mean and deviation of the averages of the complete seeds, if known."""
     if paper is None:
         paper = _mean([entry.paper for entry in entries])
-    ours = _mean([entry.ours for entry in entries])
-    return Entry(ours, paper, None, min(entry.seeds for entry in entries), _deviation(by_seed))
+    ours = _mean(by_seed or [entry.ours for entry in entries])
+    return Entry(ours, paper, None, len(by_seed) or min(entry.seeds for entry in entries), _deviation(by_seed))
 
 
 def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:

@@ -321,6 +321,8 @@ class Recipe:
             raise ConfigError(f"model.pretrained: got false, expected true for flow {self.flow}")
         if bool(self.pretrain) != (self.pretrain_task is not None):
             raise ConfigError("pretrain: expected both pretrain and pretrain_task, or neither")
+        if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed < 2**32 for seed in self.seeds):
+            raise ConfigError(f"seeds: got {list(self.seeds)}, expected different whole numbers from 0 below {2**32:,}")
         labels = [row.called for row in self.kernels]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from linearize.core.errors import ConfigError
-from linearize.core.options import check, option
+from linearize.core.options import MOST_SEED, check, option
 from linearize.training.adapters import LoraConfig, parse_lora
 from linearize.training.stage_one.config import PRECISIONS
 
@@ -72,7 +72,7 @@ class TuneConfig:
         "0: choose on the validation rows",
         low=0,
     )
-    seed: int = option(0, "seed of the order of the rows, dropout and a new head")
+    seed: int = option(0, "seed of the order of the rows, dropout and a new head", low=0, high=MOST_SEED)
     log_every: int = option(50, "steps between entries of the log", low=1)
     report_to: str = option("none", "where the run reports: none, tensorboard (OUTPUT.tensorboard), wandb or another")
     lora: LoraConfig | None = option(
@@ -114,7 +114,7 @@ class DataOptions:
     )
     mask_share: float = option(0.15, "share of tokens to predict (masked language models)", above=0, below=1)
     augment: bool = option(False, "crop and flip training images at random")
-    seed: int = option(0, "seed of held-out rows, masks, crops and new pairs")
+    seed: int = option(0, "seed of held-out rows, masks, crops and new pairs", low=0, high=MOST_SEED)
     extra_pairs: float = option(
         0.0,
         "new pairs of the training texts per training row, for a teacher to label; half of them share words",

@@ -261,6 +261,9 @@ class ClassLabels(TaskType):
         """
         names = self.task.labels or ()
         known = class_numbers(names)
+        if all(name.removeprefix("-").isdecimal() for name in names):
+            # Names such as 1 to 5 (stars): a number in the data is one of these names, not a place.
+            known = {key: place for place, name in enumerate(names) for key in (name, int(name))}
         labels = [example.label for example in examples]
         unknown = [label for label in labels if label not in known]
         if unknown:
