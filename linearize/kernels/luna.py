@@ -103,7 +103,8 @@ class Luna(FeatureMap):
     def _start_at_exponentials(self, generator: torch.Generator) -> None:
         channels, hidden = self.config.channels, self.config.hidden
         rates = SHARPEST * (torch.linspace(-1.0, 1.0, channels) if channels > 1 else torch.ones(1))
-        self.weight.copy_(orthonormal(self.heads, *self.weight.shape[1:], generator) / SHARPEST)
+        rows = orthonormal(self.heads, self.config.projections, self.head_dim, generator)
+        self.weight.copy_(rows / SHARPEST)
         self.out_bias.fill_(1.0)
         # Half of the units are for u > 0, half for u < 0, so that no large numbers cancel each other.
         for sign, units in ((1, slice(hidden // 2, None)), (-1, slice(hidden // 2))):

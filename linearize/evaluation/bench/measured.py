@@ -66,7 +66,7 @@ EXPERIMENTS = (EMBEDDING, MIXTURE)
 QUALITY = (
     KernelQuality("hedgehog", 0.0431, EMBEDDING, score=99.8),
     KernelQuality("flexformer_n", 0.0306, EMBEDDING, score=99.91),
-    KernelQuality("luna", 0.269, EMBEDDING, score=99.69),
+    KernelQuality("luna", 0.0606, EMBEDDING, score=99.79),
     KernelQuality("t2r", 0.1256, EMBEDDING, score=99.72),
     KernelQuality("hedgehog", 0.117, MIXTURE),
     KernelQuality("hedgehog", 0.085, MIXTURE, {"features": 128}),
