@@ -98,7 +98,7 @@ def sizes_for(capsys, name):
 def test_a_short_encoder_with_small_heads(place, capsys):
     found = sizes_for(capsys, place / "bert")
     assert (found["attentions"], found["causal"], found["head_dims"], found["longest"]) == (2, False, [8], 64)
-    assert [one["name"] for one in found["kernels"]][:3] == ["flexformer_n", "hedgehog", "t2r"]
+    assert [one["name"] for one in found["kernels"]][:3] == ["flexformer_n", "hedgehog", "luna"]
     hedgehog = found["kernels"][1]
     # 2 layers of 4 heads of size 8: d^2 + d parameters; sums [2 d, d + 1] of 4 bytes.
     assert (hedgehog["features"], hedgehog["parameters"], hedgehog["state_bytes"]) == (16, 8 * 72, 8 * 16 * 9 * 4)
