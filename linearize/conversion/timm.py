@@ -67,8 +67,9 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
             return wrapper(TimmWrapperConfig.from_dict(values | {"model_args": arguments or None}, **labels))
 
     wrapped = build()
-    if told := {name: value for name, value in _told(model).items() if value != _told(wrapped.timm_model).get(name)}:
-        arguments |= told
+    built = _told(wrapped.timm_model)
+    if other_values := {name: value for name, value in _told(model).items() if value != built.get(name)}:
+        arguments |= other_values
         wrapped = build()
     # A checkpoint would be loaded into the model that timm builds.
     mine, other = _parts(model), _parts(wrapped.timm_model)

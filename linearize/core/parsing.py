@@ -49,7 +49,7 @@ def at_home(value: Any) -> Any:
         return {key: at_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [at_home(inner) for inner in value]
-    found = re.match("[^=~]*=(?=~/)|(?=~/)", value) if isinstance(value, str) else None
+    found = re.match("([^=~]*=)?(?=~/)", value) if isinstance(value, str) else None
     return value if found is None else found[0] + os.path.expanduser(value[found.end() :])
 
 

@@ -85,20 +85,21 @@ class Luna(FeatureMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Start at exponentials, or at listing 1: Gaussian projections, PyTorch's defaults for the MLPs."""
+        gates = [part for part in (self.gate, self.gate_bias) if part is not None]
         self.bias.zero_()
         if self.config.start == "exp":
             self._start_at_exponentials(generator)
+            # A gate that is not constant would turn the exponentials into other functions.
+            for part in gates:
+                part.zero_()
         else:
             draw_normal(self.weight, generator, self.head_dim**-0.5)
             draw_uniform(self.slope, generator, 1.0)
             draw_uniform(self.offset, generator, 1.0)
             draw_uniform(self.out_weight, generator, self.config.hidden**-0.5)
             self.out_bias.fill_(0.5)
-        if self.gate is not None and self.gate_bias is not None:
-            # A gate that is not constant would turn the exponentials into other functions.
-            bound = 0.0 if self.config.start == "exp" else self.head_dim**-0.5
-            draw_uniform(self.gate, generator, bound)
-            draw_uniform(self.gate_bias, generator, bound)
+            for part in gates:
+                draw_uniform(part, generator, self.head_dim**-0.5)
 
     def _start_at_exponentials(self, generator: torch.Generator) -> None:
         channels, hidden = self.config.channels, self.config.hidden

@@ -10,7 +10,7 @@ from linearize.conversion.layers import kept_layers, parse_heads
 from linearize.conversion.positions import METHODS
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.core.kernel_options import Additions
-from linearize.core.options import option
+from linearize.core.options import MOST_SEED, option
 from linearize.core.registry import SCALES, Hybrid, kernel_info, make_config
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DistillConfig
@@ -321,8 +321,9 @@ class Recipe:
             raise ConfigError(f"model.pretrained: got false, expected true for flow {self.flow}")
         if bool(self.pretrain) != (self.pretrain_task is not None):
             raise ConfigError("pretrain: expected both pretrain and pretrain_task, or neither")
-        if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed < 2**32 for seed in self.seeds):
-            raise ConfigError(f"seeds: got {list(self.seeds)}, expected different whole numbers from 0 below {2**32:,}")
+        if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed <= MOST_SEED for seed in self.seeds):
+            limit = f"{MOST_SEED + 1:,}"
+            raise ConfigError(f"seeds: got {list(self.seeds)}, expected different whole numbers from 0 below {limit}")
         labels = [row.called for row in self.kernels]
         twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice is not None:
