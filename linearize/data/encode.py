@@ -161,7 +161,8 @@ class ImageEncoder:
         """Encode images.
 
         Returns:
-            ``pixel_values`` [B, C, H, W], float.
+            ``pixel_values`` [B, C, H, W], float; if the processor padded smaller images, as DETR's does, also
+            ``pixel_mask`` [B, H, W], 0 at padding.
 
         Raises:
             DataError: If the processor leaves the images at different sizes, or gives something else.
@@ -169,13 +170,16 @@ class ImageEncoder:
         examples = examples[keep]
         images = [example.value.convert(self.mode) for example in examples]
         try:
-            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].float()
+            fields = self.processor(images=images, return_tensors="pt")
+            pixels = fields["pixel_values"].float()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise DataError(f"the image processor cannot make a batch of these images: {cause(error)}") from error
         if pixels.dim() != 4:
             shape = list(pixels.shape)
             raise DataError(f"got pixel_values of shape {shape} from the image processor, expected [B, C, H, W].")
-        return {"pixel_values": pixels}
+        mask = fields.get("pixel_mask")
+        padded = mask is not None and not bool(mask.all())
+        return {"pixel_values": pixels} | ({"pixel_mask": mask} if padded else {})
 
 
 Encoder: TypeAlias = TextEncoder | ImageEncoder

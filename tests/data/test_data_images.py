@@ -7,12 +7,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
+from PIL import Image
 
+import linearize
 from linearize.core.errors import ConfigError, DataError
 from linearize.data import DataConfig, Source, load_source
+from linearize.data.encode import ImageEncoder
 from linearize.data.load import open_records
+from linearize.data.records import Example
+from linearize.fidelity.teacher import run_body
 
 Draw = Callable[..., None]
 
@@ -153,8 +160,6 @@ def test_a_table_of_paths(classes: Path, tmp_path: Path, image_processor: Any) -
 
 
 def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any) -> None:
-    from PIL import Image
-
     Image.new("L", (5, 5), 77).save(tmp_path / "grey.png")
     Image.new("RGBA", (5, 5), (77, 77, 77, 255)).save(tmp_path / "alpha.png")
     Image.new("P", (5, 5)).save(tmp_path / "palette.gif")
@@ -173,8 +178,6 @@ def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any
 def test_images_of_16_bits_keep_their_greys(form: str) -> None:
     """All pixels from 256 on, of 65,536 greys, became white."""
     import numpy as np
-    from PIL import Image
-
     from linearize.data.images import decode
 
     file = io.BytesIO()
@@ -186,8 +189,6 @@ def test_images_of_16_bits_keep_their_greys(form: str) -> None:
 def test_pgm_of_16_bits_keeps_its_greys_and_floats_are_refused() -> None:
     """Pillow opens them as 32-bit integers, and made nearly all pixels white; of floats from 0 to 1 it made black."""
     import numpy as np
-    from PIL import Image
-
     from linearize.data.images import decode
 
     values = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=">u2")
@@ -245,3 +246,28 @@ def test_a_processor_that_leaves_sizes_apart_is_refused(classes: Path) -> None:
     source = load_source(DataConfig(dataset=str(classes), holdout=0, batch_size=20), processor, "image")
     with pytest.raises(DataError, match="the image processor cannot make a batch"):
         next(source.train_batches())
+
+
+def test_padding_of_smaller_images_is_masked() -> None:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"], downsample_in_first_stage=True
+    )
+    config = transformers.DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = linearize.convert(transformers.DetrModel(config).eval(), kernel="hedgehog")
+    encode = ImageEncoder(transformers.DetrImageProcessor(size={"shortest_edge": 64, "longest_edge": 128}))
+    noise = np.random.default_rng(0).integers(0, 255, (64, 128, 3), dtype=np.uint8)
+    images = [Example(Image.fromarray(noise[:, :64])), Example(Image.fromarray(noise))]
+    both, alone = encode(images, slice(None)), encode(images[:1], slice(None))
+    assert both["pixel_values"].shape == (2, 3, 64, 128)
+    assert both["pixel_mask"].sum(dim=(1, 2)).tolist() == [64 * 64, 64 * 128]
+    assert list(alone) == ["pixel_values"]
+    with torch.no_grad():
+        states = run_body(model, both).last_hidden_state[0]
+        bare = run_body(model, {"pixel_values": both["pixel_values"]}).last_hidden_state[0]
+        expected = run_body(model, alone).last_hidden_state[0]
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-5)
+    assert (bare - expected).abs().max() > 1e-2
