@@ -177,7 +177,6 @@ def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_images_of_16_bits_keep_their_greys(form: str) -> None:
     """All pixels from 256 on, of 65,536 greys, became white."""
-    import numpy as np
     from linearize.data.images import decode
 
     file = io.BytesIO()
@@ -188,7 +187,6 @@ def test_images_of_16_bits_keep_their_greys(form: str) -> None:
 
 def test_pgm_of_16_bits_keeps_its_greys_and_floats_are_refused() -> None:
     """Pillow opens them as 32-bit integers, and made nearly all pixels white; of floats from 0 to 1 it made black."""
-    import numpy as np
     from linearize.data.images import decode
 
     values = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=">u2")
