@@ -67,7 +67,7 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
         if not missing and "pixel_values" in batch and isinstance(error, ValueError | AssertionError):
             raise DataError(
                 f"{type(module).__name__} does not run on pixel_values {list(batch['pixel_values'].shape)}: "
-                f"{first_line(error)}; correct the size in the image processor's file, or give --image-size"
+                f"{first_line(error)}; correct the size in the image processor's file, or convert with --image-size"
             ) from error
         if not missing:
             raise

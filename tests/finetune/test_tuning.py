@@ -203,6 +203,16 @@ def test_images(vit, tmp_path):
     assert {int(data.collate([row])["labels"]) for row in data.train} == {0, 1}, "few images are of all classes"
 
 
+def test_images_of_a_size_that_the_model_refuses_are_one_line(vit, tmp_path):
+    from transformers import ViTImageProcessor
+
+    photos(tmp_path)
+    folder = shutil.copytree(vit, tmp_path / "vit")
+    ViTImageProcessor(size={"height": 12, "width": 12}).save_pretrained(folder)
+    with pytest.raises(DataError, match=r"pixel_values \[1, 3, 12, 12\]: Input image size \(12\*12\).*--image-size"):
+        tune("image-classification", str(folder), tmp_path / "photos", tmp_path)
+
+
 def test_a_model_without_a_loss_is_refused_in_one_line(tmp_path):
     """DeiT's distilled classifiers ignore labels: tuning one ended in a traceback."""
     from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher, ViTImageProcessor

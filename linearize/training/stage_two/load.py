@@ -21,7 +21,8 @@ from linearize.conversion.positions import current_length, extend_positions, ext
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
 from linearize.core.parsing import user_path
 from linearize.data.encode import copy_tokenizer
-from linearize.modeling.model import is_linearized
+from linearize.fidelity.teacher import run_module
+from linearize.modeling.model import evaluating, is_linearized
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.task_types.base import TaskData
 
@@ -64,6 +65,7 @@ def load_for_task(
         ConfigError: if the checkpoint has a trained head with another number of labels, or its config lacks a name in
             `changes`.
         CheckpointError: if it cannot be loaded.
+        DataError: if it refuses the size of the task's images.
     """
     import transformers
 
@@ -92,6 +94,9 @@ def load_for_task(
     if head_labels is not None and (order := label_order(head_labels, task.labels or ())):
         reorder_outputs(model, order)
     fit_tokenizer(model, data.type.processor)
+    if task.modality == "image":
+        with torch.no_grad(), evaluating(model):
+            run_module(model, model.config, data.collate([data.validation[0]]))
     return ready(model)
 
 
