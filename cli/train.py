@@ -24,7 +24,7 @@ from linearize.jobs.search import search_checkpoint
 from linearize.jobs.task_config import TuneJob
 from linearize.training.stage_one.processes import is_main
 from linearize.training.stage_one.states import StateFolder
-from linearize.training.stage_two.save import last_checkpoint
+from linearize.training.stage_two.save import MEASURED, last_checkpoint
 from linearize.training.stage_two.tasks import above_chance
 
 EXPLAINED_TOKENS = 512
@@ -100,7 +100,9 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
     if work.findings is not None:
         show_findings(out, work.findings)
-    figures = {name: getattr(result, name) for name in ("metrics", "score", "steps", "selection")}
+    figures = {
+        name: getattr(result, name) for name in (*MEASURED, "steps", "best_step", "stopped", "selection", "seconds")
+    }
     findings = {} if work.findings is None else asdict(work.findings)
     return {"output": str(target), **figures, "findings": findings}
 

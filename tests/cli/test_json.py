@@ -23,7 +23,7 @@ CASES = {
     ),
     "distill": (f"linear {STAGE_ONE} --output b", {"plan", "distillation", "parameters_added", "findings"}),
     "align": (f"linear {ALIGN} --output b2", {"output", "data", "alignment", "findings"}),
-    "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "steps", "findings"}),
+    "finetune": (f"linear {TASK} --steps 1 --output c", {"metrics", "score", "interval", "best_step", "findings"}),
     "evaluate": (f"classifier {TASK}", {"figures", "score", "facts"}),
     "longdoc": (
         "bert --task text-classification --dataset texts.jsonl --columns text --max-length 72 --distill-steps 1 "
