@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoints import make_original
 from support.children import apart, tuning
 from support.command_lines import make_models
 from support.forks import together
@@ -37,6 +38,11 @@ def models(tmp_path_factory):
     return root
 
 
+def eval_losses(folder):
+    log = [json.loads(entry) for entry in (folder / "log.jsonl").read_text().splitlines()]
+    return [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+
+
 @pytest.mark.parametrize("teacher", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, models, tmp_path):
     more = OPTIONS
@@ -55,11 +61,20 @@ def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, model
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-5)
     records = [json.loads((folder / "finetuning.json").read_text()) for folder in (one, two)]
     assert records[0]["metrics"] == pytest.approx(records[1]["metrics"], abs=1e-6)
-    logs = [[json.loads(entry) for entry in (folder / "log.jsonl").read_text().splitlines()] for folder in (one, two)]
-    losses = [[entry["eval_loss"] for entry in log if "eval_loss" in entry] for log in logs]
     # Several processes repeat rows to fill the last batch.
-    assert losses[0] and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert eval_losses(one) and eval_losses(one) == pytest.approx(eval_losses(two), abs=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", *(["tuned"] if teacher else []), "two"]
+
+
+def test_two_processes_measure_a_language_model(models, tmp_path):
+    """One of them counted its tokens once more than the other, so both ended in an error."""
+    options = {name: value for name, value in OPTIONS.items() if name not in ("columns", "epochs")}
+    options |= {"task": "causal-lm", "steps": 2, "batch_size": 4}
+    make_original(tmp_path / "gpt2", "gpt2", "AutoModelForCausalLM", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    line, one, two = (str(tmp_path / "gpt2"), str(models / "data.jsonl")), tmp_path / "one", tmp_path / "two"
+    tuning.main(*line, str(one), options | {"gradient_accumulation": 2})
+    together(tuning.main, *line, str(two), options)
+    assert eval_losses(one) and eval_losses(one) == pytest.approx(eval_losses(two), abs=1e-5)
 
 
 def test_machines_need_not_share_the_disk_of_the_output(models, tmp_path):

@@ -216,14 +216,17 @@ class Tuner(Trainer):
         """Return loss, outputs and labels of a batch; its loss leaves out rows that only fill the last batch."""
         found: Any = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         state, size = self.accelerator.gradient_state, find_batch_size(inputs)
-        if found[0] is None or size is None or not state.end_of_dataloader or state.remainder <= 0:
+        if self.args.world_size == 1 or found[0] is None or not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        if any(getattr(x, "shape", ())[:1] != (size,) for x in inputs.values()):
             return found
         # Several processes repeat rows from the beginning; the trainer drops their outputs, but their loss is a mean.
-        real = state.remainder - self.args.process_index * size
-        if not 0 < real < size or any(getattr(x, "shape", ())[:1] != (size,) for x in inputs.values()):
-            return found
-        rows = {name: x[:real] for name, x in inputs.items()}
-        return (super().prediction_step(model, rows, True, ignore_keys)[0], *found[1:])
+        # Each takes the mean over its own rows: counting the tokens of all processes would give the first rows more.
+        real = max(1, state.remainder - self.args.process_index * size)
+        rows = self._prepare_inputs({name: x[:real] for name, x in inputs.items()})
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, rows, return_outputs=True)[0]
+        return (loss.detach().mean(), *found[1:])
 
     def measure_selection(self) -> dict[str, float]:
         """Return the mean, over the held-out rows, of the loss that applies at the end of training (`eval_selection`).
