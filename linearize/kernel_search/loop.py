@@ -140,7 +140,6 @@ class _Search(Run):
     progress: Progress
     costs: Costs
     table: Table
-    limit: float
     whole: WholeModel
 
     def __init__(
@@ -178,15 +177,14 @@ class _Search(Run):
             if self.accelerator.is_main_process:
                 costs = costs_of_layers(self.layout, self.config.length, str(device), dtype, self.on_event)
             self.costs = broadcast_object_list([costs])[0]
-        self.table = Table.of(self.layout, self.costs)
-        self.limit = self.table.limit(self.config)
+        self.table = Table.of(self.layout, self.costs, self.config)
         self.whole = WholeModel(self.carrier, self.candidates, held_out, self.accelerator, self.config.precision)
         if saved is not None:
             first = saved.record["rung"]
             self.table.load(saved.record["table"])
             self.whole.known = {tuple(x): WholeError(**error) for x, error in saved.record["known"]}
             if self.table.measured:
-                self.best = self.table.best(self.limit, self.config.softmax_layers)
+                self.best = self.table.best()
         try:
             for number in range(first, self.table.rungs):
                 self._rung(number, saved)
@@ -212,11 +210,10 @@ class _Search(Run):
         trainer = SearchTrainer(self.carrier, self.candidates, keys, learning, self.accelerator)
         planned = steps[number] if trainer.layers else 0
         if number == 0 and saved is None:
-            process = self.accelerator.process_index, self.accelerator.num_processes
-            start_scales(trainer, self.data.train_batches(0, *process), self.whole.held_out)
+            start_scales(trainer, self.train_batches(), self.whole.held_out)
         self.begin(number, before, planned, trainer, saved)
         if saved is not None:
-            for loss in [x for x in trainer.layers if list(trainer.key_of[id(x)]) in saved.record["dropped"]]:
+            for loss in [x for x in trainer.layers if list(trainer.key_of[x]) in saved.record["dropped"]]:
                 trainer.drop(loss)
         self.train([])
         for n, label in trainer.dropped:
@@ -228,10 +225,8 @@ class _Search(Run):
             entry.error, entry.steps = error, before + self.progress.step
             entry.diverged = entry.diverged or not math.isfinite(error)
         if number + 1 < rungs:
-            kept = min(self.config.softmax_layers, len(self.table.rows) - 1) / len(self.table.rows)
-            # The share of softmax's time that each linear layer may take if all of them take the same share.
-            self.table.halve((self.limit - kept) / (1 - kept), number + 1)
-        self.best = self.table.best(self.limit, self.config.softmax_layers)
+            self.table.halve(number + 1)
+        self.best = self.table.best()
         left = f"{self.table.left} candidates of {len(self.table.rows)} layers left"
         self.on_event(
             Noted(f"Search, rung {number + 1} of {rungs}: {left}; best so far: {short(self.best or ()) or 'none'}")
@@ -264,15 +259,13 @@ class _Search(Run):
         Raises:
             TrainingError: if so many candidates diverged that no plan meets the budget.
         """
-        limits = self.limit, self.config.softmax_layers
-        plain = self.table.best(*limits)
-        if plain is None:
+        if self.best is None:
             raise TrainingError(
                 "search: too many candidates diverged (NaN or infinite) for a plan that meets the budget; "
                 "check the data for broken inputs, or name other candidates (--candidates)"
             )
         self.on_event(Started("trying plans on the whole model"))
-        self.best = self.whole.decide(self.table, tuple(map(self.table.best_of, self.table.rows)), *limits, plain)
+        self.best = self.whole.decide(self.table, tuple(map(self.table.best_of, self.table.rows)), self.best)
         return self.best
 
     def _result(self, choice: Choice) -> SearchResult:
@@ -284,32 +277,28 @@ class _Search(Run):
             self.state = self.last_state()
         self.save()
         layers = layer_choices(choice, self.layout, self.table)
-        learned = {x.module: self.candidates.modules[x.layer, x.label] for x in layers if x.label != SOFTMAX}
+        modules = self.candidates.modules
         return SearchResult(
             plan=self.layout.plan(choice, {layer.layer: layer.why for layer in layers}),
             layers=layers,
             points=tuple(make_points(self.whole.known, names, self.table, self.costs)),
             figure=self.whole.figure,
             length=self.config.length,
-            limit=self.limit,
+            limit=self.table.limit,
             budget=self.config.budget,
             reference=self.layout.reference,
             steps=self.before + self.progress.step,
             tried=len(self.whole.known),
             noisy=any(cost.noisy for row in self.costs.values() for cost in row.values()),
             seconds=self.seconds,
-            kernels={
-                name: {key: tensor.clone() for key, tensor in module.state_dict().items()}
-                for name, module in learned.items()
-            },
+            kernels={x.module: modules[x.layer, x.label].state_dict() for x in layers if x.label != SOFTMAX},
             history=self.history,
             state=self.state,
         )
 
     def options(self) -> dict[str, object]:
         """Return the options that must be unchanged when a run is resumed."""
-        more = {"data": getattr(self.data, "description", None), "max_length": self.max_length}
-        return super().options() | more
+        return super().options() | {"data": getattr(self.data, "description", None), "max_length": self.max_length}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights of all candidates, including those that are no longer trained."""
@@ -347,17 +336,15 @@ class SearchTrainer(KernelTrainer):
         config: DistillConfig,
         accelerator: Accelerator,
     ) -> None:
-        losses: list[LayerLoss] = []
-        self.key_of: dict[int, Key] = {}
+        self.key_of: dict[LayerLoss, Key] = {}
         self.dropped: set[Key] = set()
-        for key in keys:
-            module = candidates.modules[key]
+        for number, label in keys:
+            module = candidates.modules[number, label]
             if module.mixer.learnable:
-                loss = layer_loss(f"{key[0]}/{key[1]}", module.train().requires_grad_(True), config)
-                loss.host = candidates.hosts[key[0]]
-                self.key_of[id(loss)] = key
-                losses.append(loss)
-        super().__init__(model, losses, config, accelerator)
+                loss = layer_loss(f"{number}/{label}", module.train().requires_grad_(True), config)
+                loss.host = candidates.hosts[number]
+                self.key_of[loss] = number, label
+        super().__init__(model, list(self.key_of), config, accelerator)
 
     def _groups(self) -> list[dict[str, object]]:
         """Return one parameter group per candidate; an empty one in rungs that have nothing left to train."""
@@ -372,12 +359,11 @@ class SearchTrainer(KernelTrainer):
 
     def drop(self, loss: LayerLoss) -> None:
         """Remove a candidate from the training."""
-        for losses in self.by_host.values():
-            losses[:] = [other for other in losses if other is not loss]
+        self.by_host[id(loss.host)].remove(loss)
         for parameter in loss.layer.parameters():
             parameter.grad = None
         self.layers = [other for other in self.layers if other is not loss]
-        self.dropped.add(self.key_of[id(loss)])
+        self.dropped.add(self.key_of[loss])
 
 
 __all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "search"]

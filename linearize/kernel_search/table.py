@@ -58,6 +58,8 @@ class Table:
         times: each layer's share of the time of all layers under softmax.
         reference: the label that plans are compared with; it is always kept.
         allowed: labels that may be chosen, which need not include the reference.
+        limit: maximum cost of a choice, as a share of the time of all layers under softmax.
+        softmax: maximum number of layers that may stay softmax.
         weights: how much of a layer's squared error reaches the whole model's score, by number; 1 until measured.
     """
 
@@ -65,16 +67,24 @@ class Table:
     times: Mapping[int, float]
     reference: str
     allowed: Sequence[str]
+    limit: float = 1.0
+    softmax: int = 0
     weights: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: Layout, costs: Costs) -> Table:
-        """Return a new table, with only costs measured."""
+    def of(cls, layout: Layout, costs: Costs, config: SearchConfig) -> Table:
+        """Return a new table, with only costs measured, and the limits of a budget.
+
+        Raises:
+            ConfigError: if no plan meets the budget; the message names the nearest feasible budget.
+        """
         times = {number: next(iter(row.values())).softmax_seconds for number, row in costs.items()}
         total = sum(times.values())
         rows = {number: {label: Entry(cost.share) for label, cost in row.items()} for number, row in costs.items()}
         shares = {number: seconds / total for number, seconds in times.items()}
-        return cls(rows, shares, layout.reference, layout.labels)
+        table = cls(rows, shares, layout.reference, layout.labels, softmax=config.softmax_layers)
+        table.set_limit(config)
+        return table
 
     @property
     def left(self) -> int:
@@ -91,14 +101,16 @@ class Table:
         """Number of rungs of halving until two candidates per layer are left."""
         return max(1, math.ceil(math.log2(max(1, len(self.allowed)))))
 
-    def halve(self, limit: float, rung: int) -> None:
-        """Keep the better half of each layer, the reference, and the best candidate within an equal share of a limit.
+    def halve(self, rung: int) -> None:
+        """Keep the better half of each layer, the reference, and the best candidate within an equal share of the limit.
 
         Args:
-            limit: share of a layer's time under softmax that a candidate may take if all layers take the same share.
             rung: the next rung, from 1: after it at most 1 / 2^rung of the candidates are left, but at least two.
         """
         count = max(2, math.ceil(len(self.allowed) / 2**rung))
+        kept_softmax = min(self.softmax, len(self.rows) - 1) / len(self.rows)
+        # The share of softmax's time that each linear layer may take if all of them take the same share.
+        limit = (self.limit - kept_softmax) / (1 - kept_softmax)
         for row in self.rows.values():
             alive = [label for label, entry in row.items() if entry.left and label in self.allowed]
             ranked = sorted(alive, key=lambda label: (row[label].rank, label))
@@ -124,12 +136,12 @@ class Table:
         full = [x for x in self.allowed if all(x in row and row[x].left and not row[x].diverged for row in rows)]
         return sorted(full, key=lambda label: label != self.reference)
 
-    def uniform(self, limit: float) -> list[Choice]:
+    def uniform(self) -> list[Choice]:
         """Return the choices with one of these labels in all layers that meet the cost limit."""
         choices = [(label,) * len(self.rows) for label in self.everywhere()]
-        return [choice for choice in choices if self.cost(choice) <= limit * TOLERANCE]
+        return [choice for choice in choices if self.cost(choice) <= self.limit * TOLERANCE]
 
-    def options(self, *, softmax: bool) -> list[list[Option]]:
+    def options(self) -> list[list[Option]]:
         """Return the options of every layer: costs as shares of all layers' time, and weighted squared errors."""
         layers = []
         for number, row in self.rows.items():
@@ -139,15 +151,15 @@ class Table:
                 for label, entry in row.items()
                 if label in self.allowed and not entry.diverged
             ]
-            layers.append([*options, Option((SOFTMAX,), time, 0.0, 1)] if softmax else options)
+            layers.append([*options, Option((SOFTMAX,), time, 0.0, 1)] if self.softmax else options)
         return layers
 
-    def best(self, limit: float, softmax: int) -> Choice | None:
+    def best(self) -> Choice | None:
         """Return the best choice under the limits on cost and softmax layers, assuming that layers' errors add up."""
-        return choose(self.options(softmax=softmax > 0), limit, softmax)
+        return choose(self.options(), self.limit, self.softmax)
 
-    def limit(self, config: SearchConfig) -> float:
-        """Return the maximum cost of a plan, as a share of the time of all layers under softmax.
+    def set_limit(self, config: SearchConfig) -> None:
+        """Set the limit on the cost.
 
         If the budget has no cost, this is the cost of the reference in every layer, plus the additional cost of
         softmax in the most expensive layers, as many as may stay softmax.
@@ -159,21 +171,20 @@ class Table:
         total = sum(reference.values())
         if config.cost is None:
             extra = sorted((max(0.0, self.times[n] - cost) for n, cost in reference.items()), reverse=True)
-            limit, asked = total + sum(extra[: config.softmax_layers]), f"the cost of {self.reference} in every layer"
+            self.limit, asked = total + sum(extra[: self.softmax]), f"the cost of {self.reference} in every layer"
         else:
             # Tables show three digits: the reference must meet the rounded cost that is shown for it.
-            limit = max(config.cost, total) if f"{total:.3g}" == f"{config.cost:.3g}" else config.cost
-            asked = f"cost={limit:.4g}"
+            self.limit = max(config.cost, total) if f"{total:.3g}" == f"{config.cost:.3g}" else config.cost
+            asked = f"cost={self.limit:.4g}"
         cheapest = [min(self.allowed, key=lambda label: row[label].share) for row in self.rows.values()]
         nearest = self.cost(cheapest)
-        if nearest > limit * TOLERANCE:
+        if nearest > self.limit * TOLERANCE:
             # Rounded up, so that the suggested budget can be met.
             raise ConfigError(
                 f"budget: no plan meets {asked}: at {config.length:,} tokens the cheapest "
                 f"({', '.join(dict.fromkeys(cheapest))}) takes {nearest:.4g} times softmax's time; the smallest "
                 f"possible is --budget cost={nearest * 1.0005 + 5e-5:.4f}, or give a longer --length"
             )
-        return limit
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data; layer numbers become strings, as in JSON."""

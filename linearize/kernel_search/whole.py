@@ -10,22 +10,24 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
-from linearize.fidelity.teacher import body_of, frozen_output, show, softmax_output
+from linearize.fidelity.teacher import frozen_output, show, softmax_output
 from linearize.kernel_search.candidates import Candidates, Key
 from linearize.kernel_search.table import Choice, Table
 from linearize.modeling.plan import SOFTMAX
-from linearize.training.alignment.objective import FAR_BELOW, divergence, flat, is_regression, masked_rows, pooled
-from linearize.training.alignment.pair import Outputs, find_blocks, run
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.objective import Objective, Share, is_regression, summed
+from linearize.training.alignment.pair import Outputs, Pair, find_blocks
 from linearize.training.stage_one.processes import autocast
 
 
@@ -57,25 +59,6 @@ class WholeError:
         return self.hidden if self.logits is None else self.logits
 
 
-class _Moments:
-    """Count, sum and sum of squares of vectors [N, C], accumulated over batches."""
-
-    def __init__(self) -> None:
-        self.count, self.square = 0, 0.0
-        self.sum: Tensor | float = 0.0
-
-    def add(self, vectors: Tensor) -> None:
-        vectors = vectors.double()
-        self.count += len(vectors)
-        self.sum = self.sum + vectors.sum(dim=0)
-        self.square += float(vectors.square().sum())
-
-    @property
-    def spread(self) -> float:
-        """Sum of the squared distances from the mean."""
-        return self.square - float(torch.as_tensor(self.sum).square().sum()) / max(self.count, 1)
-
-
 class WholeModel:
     """Tries choices on the whole model.
 
@@ -87,25 +70,28 @@ class WholeModel:
         self,
         model: PreTrainedModel,
         candidates: Candidates,
-        held_out: Iterable[Mapping[str, Tensor]],
+        held_out: Sequence[Mapping[str, Tensor]],
         accelerator: Accelerator,
         precision: str = "no",
+        *,
+        head: bool = True,
     ) -> None:
-        self.model, self.candidates, self.held_out = model, candidates, list(held_out)
+        self.model, self.candidates = model, candidates
+        self.held_out = send_to_device(held_out, accelerator.device)
         self.accelerator, self.precision = accelerator, precision
-        self.head = body_of(model) is not model
-        self.numbers = is_regression(model.config)
         self.known: dict[Choice, WholeError] = {}
-        self.blocks: list[str] = []
+        blocks: dict[str, str] = {}
         with contextlib.suppress(ConfigError):
-            self.blocks = list(find_blocks(model))[-1:]
+            # Only the last block's state is compared, in a model without a norm after it.
+            blocks = dict(list(find_blocks(model).items())[-1:])
+        self.objective = Objective(Pair(model, model, blocks), AlignConfig(logits_weight=float(head)))
 
     @property
     def figure(self) -> str:
         """Name of the error figure, for display."""
         if all(error.logits is None for error in self.known.values()):
             return "last hidden state"
-        return "logits, share of variance" if self.numbers else "logits, nats"
+        return "logits, share of variance" if is_regression(self.model.config) else "logits, nats"
 
     @torch.no_grad()
     def errors_of(self, keys: Iterable[Key]) -> dict[Key, float]:
@@ -142,35 +128,36 @@ class WholeModel:
             show(self.model, self.held_out, visit)
         return {key: float((value / power[key[0]].clamp(min=1e-30)).sqrt()) for key, value in error.items()}
 
-    @torch.no_grad()
     def errors(self, choices: Sequence[Choice]) -> list[WholeError]:
         """Return the errors of choices; the original runs once per batch for all new ones.
 
         All processes measure all of the data, so their errors are equal.
         """
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.known]
-        if not new:
-            return [self.known[choice] for choice in choices]
-        rows, states, predictions = 0, _Moments(), _Moments()
-        sums = torch.zeros(len(new), 3, dtype=torch.float64)
-        for batch in self.held_out:
-            batch = {name: value.to(self.accelerator.device) for name, value in batch.items()}
-            original = self._run(batch, (SOFTMAX,) * len(self.candidates.hosts))
-            rows += len(original.last)
-            states.add(masked_rows(flat(original.last), original.mask))
-            for logits in original.logits.values():
-                predictions.add(_predictions(logits, original.mask))
-            for place, choice in enumerate(new):
-                sums[place] += self._compare(self._run(batch, choice), original)
-        divisor = max(predictions.spread, 1e-12) if self.numbers else predictions.count
-        for choice, (squares, cosine, error) in zip(new, sums.tolist(), strict=True):
-            hidden = math.sqrt(squares / states.spread) if states.spread > 0 and squares >= 0 else math.nan
-            self.known[choice] = WholeError(
-                hidden, cosine / max(rows, 1), error / divisor if predictions.count else None
-            )
+        if new:
+            self._measure(new)
         return [self.known[choice] for choice in choices]
 
-    def decide(self, table: Table, labels: Choice, limit: float, softmax: int, *others: Choice | None) -> Choice:
+    @torch.no_grad()
+    def _measure(self, choices: Sequence[Choice]) -> None:
+        objective = self.objective
+
+        def terms(batch: Mapping[str, Tensor], share: Share) -> dict[tuple[Choice, str], Tensor]:
+            original, found = objective.pair.teach(batch, head=objective.head), {}
+            for choice in choices:
+                of_choice = objective.terms_of(self._run(batch, choice), original, share)
+                found.update({(choice, name): term for name, term in of_choice.items()})
+            return found
+
+        with autocast(self.accelerator, self.precision):
+            if not objective.scales:
+                objective.measure_scales(self.held_out)
+            sums = summed(terms, self.held_out)
+        for choice in choices:
+            figures = objective.closeness({name: term for (of, name), term in sums.items() if of == choice})
+            self.known[choice] = WholeError(list(figures.layers.values())[-1], figures.cosine, figures.logits)
+
+    def decide(self, table: Table, labels: Choice, *others: Choice | None) -> Choice:
         """Return the choice with the smallest error of the whole model.
 
         Errors of single layers misrank choices, as their effect on the output depends on all later layers. So each
@@ -180,12 +167,10 @@ class WholeModel:
         Args:
             table: a table with the errors of the candidates.
             labels: the candidate of each layer to weigh it by.
-            limit: maximum cost.
-            softmax: maximum number of layers that may stay softmax.
             *others: other choices to try, such as the best by plain errors; None is ignored.
         """
         self.weigh(table, labels)
-        tried = (table.best(limit, softmax), *others, *table.uniform(limit))
+        tried = (table.best(), *others, *table.uniform())
         choices = [choice for choice in tried if choice is not None]
         return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
 
@@ -202,43 +187,21 @@ class WholeModel:
             own = (row[label].error or 0.0) ** 2
             table.weights[number] = whole.score / own if own > 0 else 0.0
 
-    def _compare(self, replaced: Outputs, original: Outputs) -> Tensor:
-        """Return a batch's sums: squared error of the hidden states, cosine, and error of the logits."""
-        mask = original.mask
-        states, targets = (flat(outputs.last) for outputs in (replaced, original))
-        squares = (masked_rows(states, mask) - masked_rows(targets, mask)).double().square().sum()
-        cosine = cosine_similarity(pooled(states, mask), pooled(targets, mask), dim=-1).sum()
-        error = 0.0
-        for name, logits in original.logits.items():
-            first, second = (_predictions(x, mask) for x in (replaced.logits[name], logits))
-            error += float((first - second).double().square().sum() if self.numbers else divergence(first, second))
-        return torch.tensor([float(squares), float(cosine), error], dtype=torch.float64)
-
     def _run(self, batch: Mapping[str, Tensor], choice: Choice) -> Outputs:
         """Run the frozen model with the chosen candidates' outputs in place of its layers'."""
         labels = dict(zip(self.candidates.hosts, choice, strict=True))
 
-        def observe(
-            layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-        ) -> Tensor | None:
+        def observe(layer: LinearAttention, *inputs: Any) -> Tensor | None:
             number = self.candidates.number_of[id(layer)]
             if labels[number] == SOFTMAX:
-                return frozen_output(layer, q, k, v, mask, scaling)
-            return self.candidates.modules[number, labels[number]](q, k, v, mask, scaling)
+                return frozen_output(layer, *inputs)
+            return self.candidates.modules[number, labels[number]](*inputs)
 
-        with observed(self.model, observe), autocast(self.accelerator, self.precision):
-            return run(self.model, self.blocks, batch, head=self.head)
+        with observed(self.model, observe):
+            return self.objective.pair.learn(batch, head=self.objective.head)
 
 
 def _square_sum(values: Tensor, padding: Tensor | None) -> Tensor:
     """Sum the squares outside the padding, which is filled, not multiplied, with 0, as it may hold NaN."""
     squares = values.square() if padding is None else values.square().masked_fill(padding, 0.0)
     return squares.sum().double().cpu()
-
-
-def _predictions(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Return logits [N, V] of the predictions: one per row, or one per token outside the padding."""
-    if mask is not None and logits.shape == mask.shape:
-        # One logit per token, from which one token is chosen (the start of an answer), which is never padding.
-        return logits.float().masked_fill(~mask.bool(), FAR_BELOW)
-    return masked_rows(logits, mask)

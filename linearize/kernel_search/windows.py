@@ -142,8 +142,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
             for label, one in own.items()
             if label == reference[place] or (one.hybrid.window or 0) <= tokens // 2
         ]
-        whole = WholeModel(carrier, candidates, held_out, accelerator)
-        whole.head = False
+        whole = WholeModel(carrier, candidates, held_out, accelerator, head=False)
         error = whole.errors_of(keys)
         # As in a search by time: the cost of a choice is its state, as a share of the reference's in all layers.
         limit = sum(map(state_numbers, layers.values()))
@@ -151,7 +150,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
         for number, label in keys:
             entries[number][label] = Entry(state_numbers(options[number][label]), error[number, label])
         table = Table(entries, dict.fromkeys(layers, 1 / limit), reference[0], labels)
-        chosen = whole.decide(table, reference, 1.0, 0, table.best(1.0, 0), reference)
+        chosen = whole.decide(table, reference, table.best(), reference)
     why = {
         number: f"error of the layer's output {error[number, label]:.3g}, with {usual} {error[number, usual]:.3g}"
         for number, label, usual in zip(layers, chosen, reference, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -23,10 +24,10 @@ from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
-from linearize.training.alignment.objective import Closeness, Objective, Share, blockwise_loss, measure, size_of
+from linearize.training.alignment.objective import Closeness, Objective, Share, measure, size_of, summed
 from linearize.training.alignment.pair import Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
-from linearize.training.stage_one.processes import Interrupts, autocast
+from linearize.training.stage_one.processes import autocast
 from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, frozen
 from linearize.training.stage_one.states import RunState
 
@@ -74,21 +75,16 @@ class AlignTrainer(Trainer):
         steps: int,
     ) -> None:
         self.objective, self.parameters, self.config = objective, parameters, objective.config
-        self.accelerator, self.phase, self.steps = accelerator, phase, steps
-        self.device = accelerator.device
-        self.factor = 1.0
-        self.interrupts = Interrupts()
+        self.phase, self.steps, self.factor = phase, steps, 1.0
         # Weights in half precision would lose small updates, so updates are added up in fp32 copies.
         self.masters = {
             name: p if p.dtype in FULL else nn.Parameter(p.detach().float()) for name, p in self.parameters.items()
         }
         kernels = [p for name, p in self.masters.items() if is_kernel(name)]
         rest = [p for name, p in self.masters.items() if not is_kernel(name)]
-        groups = [(kernels, self.config.kernel_learning_rate), (rest, self.config.learning_rate)]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": members, "peak": rate, "warmup": self.config.warmup} for members, rate in groups if members],
-            weight_decay=self.config.weight_decay,
-        )
+        rates = [(kernels, self.config.kernel_learning_rate), (rest, self.config.learning_rate)]
+        groups = [{"params": members, "peak": rate, "warmup": self.config.warmup} for members, rate in rates if members]
+        super().__init__(accelerator, groups, weight_decay=self.config.weight_decay)
 
     def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> tuple[dict[str, float], float, float]:
         """Do optimizer step number `step` (from 1).
@@ -103,9 +99,9 @@ class AlignTrainer(Trainer):
         for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
         given = [next(batches) for _ in range(self.config.gradient_accumulation)]
-        micro_batches = send_to_device(given, self.device, non_blocking=True)
+        micro_batches = send_to_device(given, self.accelerator.device, non_blocking=True)
         sizes = [size_of(batch) for batch in micro_batches]
-        tokens, rows = self.reduce(torch.tensor(sizes, dtype=torch.float64, device=self.device).sum(dim=0)).tolist()
+        tokens, rows = self.reduce_numbers([sum(column) for column in zip(*sizes, strict=True)])
         terms: dict[str, float] = {}
         for batch, size in zip(micro_batches, sizes, strict=True):
             for name, value in self._backward(batch, size.of(tokens, rows)).items():
@@ -113,8 +109,7 @@ class AlignTrainer(Trainer):
         if self.accelerator.num_processes > 1:
             # The processes compute one step together.
             self.reduce_gradients(self.parameters.values())
-            sums = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device)
-            terms = dict(zip(terms, self.reduce(sums).tolist(), strict=True))
+            terms = dict(zip(terms, self.reduce_numbers(list(terms.values())), strict=True))
         for name, value in terms.items():
             if not math.isfinite(value):
                 raise Diverged(f"the {'loss' if name == LOSS else f'error of {name}'} became {value} at step {step}")
@@ -145,7 +140,8 @@ class AlignTrainer(Trainer):
         """Return the phase's loss on held-out batches."""
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
-                return blockwise_loss(self.objective, held_out)
+                errors = summed(partial(self.objective.blockwise, train=False), held_out)
+                return sum(errors.values()) / max(len(errors), 1)
             return measure(self.objective, held_out).loss
 
     def trained(self) -> dict[str, Tensor]:

@@ -223,12 +223,15 @@ class Objective:
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
         """Return the terms of whole models, all scalars: one per hidden state, `POOLED`, and one per kind of logits."""
         taught = self.pair.teach(batch, head=self.head)
-        learned = self.pair.learn(batch, head=self.head)
+        return self.terms_of(self.pair.learn(batch, head=self.head), taught, share)
+
+    def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
+        """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
         terms = {
             name: share.tokens * relative_error(learned.states[name], target, taught.mask, self.scales[name])
             for name, target in taught.states.items()
         }
-        mine, target = (self._pooled(side) for side in (learned, taught))
+        mine, target = (pooled(side.last, side.mask, self.config.pooling) for side in (learned, taught))
         terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
         for name, value in taught.logits.items():
             term = f"{LOGITS}/{name}"
@@ -237,11 +240,20 @@ class Objective:
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of `end_to_end`'s terms, a scalar; of the hidden states' terms their mean counts."""
-        hidden = [term for name, term in terms.items() if name != POOLED and not name.startswith(LOGITS)]
-        logits = [term for name, term in terms.items() if name.startswith(LOGITS)]
-        config = self.config
-        loss = config.hidden_weight * torch.stack(hidden).mean() + config.pooled_weight * terms[POOLED]
-        return loss + config.logits_weight * torch.stack(logits).mean() if logits else loss
+        hidden, logits = _by_kind(terms)
+        loss = self.config.hidden_weight * torch.stack(list(hidden.values())).mean()
+        loss = loss + self.config.pooled_weight * terms[POOLED]
+        return loss + self.config.logits_weight * torch.stack(logits).mean() if logits else loss
+
+    def closeness(self, terms: Mapping[str, Tensor]) -> Closeness:
+        """Return the figures for the sums of `end_to_end`'s terms over all held-out data."""
+        hidden, logits = _by_kind(terms)
+        return Closeness(
+            {name: math.sqrt(float(value)) for name, value in hidden.items()},
+            1 - float(terms[POOLED]),
+            sum(map(float, logits)) / len(logits) if logits else None,
+            float(self.total(terms)),
+        )
 
     def blockwise(self, batch: Mapping[str, Tensor], share: Share, *, train: bool) -> dict[str, float]:
         """Run the teacher, and each of the student's blocks on the inputs of the teacher's block.
@@ -300,10 +312,6 @@ class Objective:
         with hooked(model, {attention: keeper(kept, name, first=True) for name, attention in blocks.items()}):
             yield kept
 
-    def _pooled(self, side: Outputs) -> Tensor:
-        """Return the pooled output [B, C], as sentence embedders compute it."""
-        return pooled(flat(side.last), side.mask, self.config.pooling)
-
     def _logits(self, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share, scale: float | None) -> Tensor:
         per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
         if scale is not None:
@@ -315,9 +323,10 @@ class Objective:
         return (share.tokens if per_token else share.rows) * mean
 
 
-def flat(states: Tensor) -> Tensor:
-    """Return states as [B, T, C]; a grid [B, H, W, C] is flattened."""
-    return states if states.ndim == 3 else states.flatten(1, -2)
+def _by_kind(terms: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the terms of the hidden states, by their names, and those of the logits."""
+    hidden = {name: term for name, term in terms.items() if name != POOLED and not name.startswith(LOGITS)}
+    return hidden, [term for name, term in terms.items() if name.startswith(LOGITS)]
 
 
 @dataclass(frozen=True)
@@ -349,25 +358,7 @@ def measure(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Cl
     Raises:
         DataError: if there is no batch.
     """
-    sums = summed(objective.end_to_end, batches)
-    logits = [float(value) for name, value in sums.items() if name.startswith(LOGITS)]
-    hidden = {name: value for name, value in sums.items() if name != POOLED and not name.startswith(LOGITS)}
-    return Closeness(
-        {name: math.sqrt(float(value)) for name, value in hidden.items()},
-        1 - float(sums[POOLED]),
-        sum(logits) / len(logits) if logits else None,
-        float(objective.total(sums)),
-    )
-
-
-def blockwise_loss(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> float:
-    """Return the mean over blocks of their errors under the teacher's inputs, on held-out batches.
-
-    Raises:
-        DataError: if there is no batch.
-    """
-    errors = summed(partial(objective.blockwise, train=False), batches)
-    return sum(errors.values()) / max(len(errors), 1)
+    return objective.closeness(summed(objective.end_to_end, batches))
 
 
 def summed(

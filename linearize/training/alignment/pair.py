@@ -46,8 +46,9 @@ class Outputs:
 
     @property
     def last(self) -> Tensor:
-        """The last hidden state [B, T, C], or [B, H, W, C] of a grid."""
-        return next(reversed(self.states.values()))
+        """The last hidden state [B, T, C]; a grid [B, H, W, C] is flattened."""
+        state = next(reversed(self.states.values()))
+        return state if state.ndim == 3 else state.flatten(1, -2)
 
 
 def find_blocks(model: PreTrainedModel) -> dict[str, str]:
@@ -86,18 +87,19 @@ def _is_list(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(name), nn.ModuleList)
 
 
+@dataclass
 class Pair:
     """A student and its teacher.
 
     Attributes:
         student: the converted model that is trained.
         teacher: a converted model that runs with softmax; the student itself if only kernels are trained.
-        blocks: the blocks of both (`find_blocks`).
+        blocks: the blocks whose states are compared (`find_blocks`).
     """
 
-    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-        self.student, self.teacher = student, teacher
-        self.blocks = find_blocks(student)
+    student: PreTrainedModel
+    teacher: PreTrainedModel
+    blocks: Mapping[str, str]
 
     @torch.no_grad()
     def teach(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
@@ -182,12 +184,13 @@ def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shar
         ConfigError: if the teacher does not fit.
     """
     if teacher is None:
-        return Pair(student, student if shared else copy.deepcopy(student).eval().requires_grad_(False))
+        own = student if shared else copy.deepcopy(student).eval().requires_grad_(False)
+        return Pair(student, own, find_blocks(student))
     check_teacher(student, teacher)
     converted = copy.deepcopy(teacher)
     apply(converted, Plan.from_dict(student.config.linearize))
     move(converted, next(student.parameters()).device)
-    return Pair(student, converted.eval().requires_grad_(False))
+    return Pair(student, converted.eval().requires_grad_(False), find_blocks(student))
 
 
 def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

@@ -153,8 +153,7 @@ class _Run(Run):
                 loss.layer.train().requires_grad_(True)
             trainer, start = KernelTrainer(passed, layers, self.config, self.accelerator), math.inf
             if saved is None:
-                process = self.accelerator.process_index, self.accelerator.num_processes
-                start_scales(trainer, self.data.train_batches(0, *process), held_out)
+                start_scales(trainer, self.train_batches(), held_out)
                 start = trainer.evaluate(held_out)
             self.begin(0, 0, self.config.steps, trainer, saved, start)
             self.train(held_out)

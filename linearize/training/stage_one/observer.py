@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,14 +24,14 @@ from linearize.core.registry import SCALES, StageOne
 from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, cross_entropy, output_loss
-from linearize.training.stage_one.processes import Interrupts, autocast
+from linearize.training.stage_one.processes import autocast
 from linearize.training.stage_one.run import Trainer
 
 OWN = ("learning_rate", "weight_decay", "warmup", "negative_penalty")
 """Options whose default is the kernel's own."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerLoss:
     """Computes the loss of one layer and sums it up over batches.
 
@@ -142,16 +143,14 @@ class KernelTrainer(Trainer):
     def __init__(
         self, model: PreTrainedModel, layers: list[LayerLoss], config: DistillConfig, accelerator: Accelerator
     ) -> None:
-        self.model, self.layers, self.config, self.accelerator = model, layers, config, accelerator
-        self.device = accelerator.device
+        self.model, self.layers, self.config = model, layers, config
+        super().__init__(accelerator, self._groups())
         self.by_host: dict[int, list[LayerLoss]] = {}
         for loss in layers:
             self.by_host.setdefault(id(loss.host or loss.layer), []).append(loss)
         self.training = False
         self.sampler = torch.Generator().manual_seed(config.seed)
         self.drawn = self.sampler.get_state()
-        self.interrupts = Interrupts()
-        self.optimizer = torch.optim.AdamW(self._groups())
 
     def _groups(self) -> list[dict[str, object]]:
         """Return one parameter group per layer, with its own rates."""
@@ -179,8 +178,8 @@ class KernelTrainer(Trainer):
             self._pass(next(batches), train=True)
         if self.accelerator.num_processes > 1:
             # The batches of all processes form one batch.
-            sums = torch.tensor([[x.total, x.count] for x in self.layers], device=self.device, dtype=torch.float64)
-            for loss, (total, count) in zip(self.layers, self.reduce(sums).tolist(), strict=True):
+            sums = self.reduce_numbers([[loss.total, loss.count] for loss in self.layers])
+            for loss, (total, count) in zip(self.layers, sums, strict=True):
                 loss.total, loss.count = total, count
                 self.reduce_gradients(loss.layer.parameters())
         for loss in self.layers:
@@ -196,13 +195,12 @@ class KernelTrainer(Trainer):
         Raises:
             TrainingError: if its loss or gradient is not finite.
         """
-        self._check(loss, step)
-        parameters = [p for p in loss.layer.parameters() if p.grad is not None]
+        check_finite(loss.total, "loss", loss.name, step)
+        parameters = list(loss.layer.parameters())
         for gradient in (p.grad for p in parameters if p.grad is not None):
             gradient.div_(loss.count)
         norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
-        if not math.isfinite(float(norm)):
-            raise diverged(loss.name, step, f"the gradient became {float(norm)}")
+        check_finite(float(norm), "gradient", loss.name, step)
 
     def evaluate(self, held_out: Iterable[Mapping[str, Tensor]], step: int = 0) -> float:
         """Return the mean held-out loss over the layers.
@@ -212,7 +210,7 @@ class KernelTrainer(Trainer):
         """
         self.measure(held_out)
         for loss in self.layers:
-            self._check(loss, step)
+            check_finite(loss.total, "loss", loss.name, step)
         return sum(loss.mean for loss in self.layers) / len(self.layers)
 
     @torch.no_grad()
@@ -233,7 +231,7 @@ class KernelTrainer(Trainer):
 
     def run_frozen(self, batch: Mapping[str, Tensor], observe: Callable[..., Tensor | None]) -> None:
         """Run the frozen model on a batch, and show its layers to an observer."""
-        moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        moved = send_to_device(batch, self.accelerator.device, non_blocking=True)
         with torch.no_grad(), observed(self.model, observe), autocast(self.accelerator, self.config.precision):
             run_body(self.model, moved)
 
@@ -252,10 +250,6 @@ class KernelTrainer(Trainer):
         if self.config.feed == "student":
             return layer(q, k, v, mask, scaling)
         return frozen_output(layer, q, k, v, mask, scaling)
-
-    def _check(self, loss: LayerLoss, step: int) -> None:
-        if not math.isfinite(loss.total):
-            raise diverged(loss.name, step, f"the loss became {loss.total}")
 
     def trained(self) -> dict[str, Tensor]:
         return kernels_of(self.layers)
@@ -279,9 +273,14 @@ def kernels_of(layers: Iterable[LayerLoss]) -> dict[str, Tensor]:
     }
 
 
-def diverged(layer: str, step: int, what: str) -> TrainingError:
-    """Build the error for a run with a loss or gradient that is not finite."""
-    return TrainingError(
-        f"stage one: {what} in layer {layer} at step {step}; the model keeps its best earlier state: "
-        "lower the learning rate (--learning-rate), or check the data for broken inputs"
-    )
+def check_finite(value: float, what: str, layer: str, step: int) -> None:
+    """Check that the loss or the gradient of a layer is finite.
+
+    Raises:
+        TrainingError: if it is not.
+    """
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"stage one: the {what} became {value} in layer {layer} at step {step}; the model keeps its best earlier "
+            "state: lower the learning rate (--learning-rate), or check the data for broken inputs"
+        )

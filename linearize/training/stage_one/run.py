@@ -42,14 +42,14 @@ class Trainer(ABC):
 
     Attributes:
         accelerator: an Accelerate object.
-        optimizer: optimizer of the trained tensors; each of its groups has a `peak` rate and a `warmup` (share of the
+        optimizer: AdamW of the trained tensors; each of its groups has a `peak` rate and a `warmup` (share of the
             steps).
         interrupts: held from when a step starts to change these tensors until it ends.
     """
 
-    accelerator: Accelerator
-    optimizer: torch.optim.Optimizer
-    interrupts: Interrupts
+    def __init__(self, accelerator: Accelerator, groups: list[dict[str, Any]], **options: Any) -> None:
+        self.accelerator, self.interrupts = accelerator, Interrupts()
+        self.optimizer = torch.optim.AdamW(groups, **options)
 
     @abstractmethod
     def trained(self) -> dict[str, Tensor]:
@@ -68,6 +68,11 @@ class Trainer(ABC):
     def reduce(self, values: Tensor) -> Tensor:
         """Add up values over the processes, which together compute one step."""
         return values if self.accelerator.num_processes == 1 else self.accelerator.reduce(values, "sum")  # type: ignore[no-any-return]
+
+    def reduce_numbers(self, numbers: list[Any]) -> list[Any]:
+        """Add up plain numbers, or lists of them, over the processes."""
+        values = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
+        return list(self.reduce(values).tolist())
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up gradients over several processes."""
@@ -236,6 +241,10 @@ class Run(ABC):
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         """Do one step: train, advance `progress`, and finish with `finish_step`."""
 
+    def train_batches(self, start: int = 0) -> Iterator[dict[str, Tensor]]:
+        """Return this process's endless training batches, beginning with number `start`."""
+        return self.data.train_batches(start, self.accelerator.process_index, self.accelerator.num_processes)
+
     def weights(self) -> dict[str, Tensor]:
         """Return the current weights for a state."""
         return self.trainer.snapshot()
@@ -309,11 +318,7 @@ class Run(ABC):
     def train(self, held_out: list[dict[str, Tensor]]) -> None:
         """Train the part to its end and restore its best weights."""
         config, progress, trainer = self.config, self.progress, self.trainer
-        batches = self.data.train_batches(
-            (self.before + progress.step) * config.gradient_accumulation,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-        )
+        batches = self.train_batches((self.before + progress.step) * config.gradient_accumulation)
         with trainer.interrupts:
             while progress.step < self.steps and not progress.stopped:
                 try:

@@ -41,6 +41,7 @@ SMALL = 1e-3
 """Products phi(q) . phi(k) are at least this share of their mean over a query's far keys."""
 
 
+@torch.no_grad()
 def start_scales(
     trainer: KernelTrainer, batches: Iterator[Mapping[str, Tensor]], held_out: Sequence[Mapping[str, Tensor]]
 ) -> None:
@@ -56,27 +57,24 @@ def start_scales(
         return
     trainer.measure(held_out[:JUDGED])
     before = [loss.mean for loss in fresh]
-    hosts: dict[int, list[LinearAttention]] = {}
-    for loss in fresh:
-        hosts.setdefault(id(loss.host or loss.layer), []).append(loss.layer)
 
     def observe(
         layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        for one in hosts.get(id(layer), []):
-            with torch.autocast(device_type=q.device.type, enabled=False):
-                fit_scales(one, Targets(q, k, scaling, layer.shape.causal, mask))
+        for loss in trainer.by_host.get(id(layer), []):
+            if loss in fresh:
+                with torch.autocast(device_type=q.device.type, enabled=False):
+                    fit_scales(loss.layer, Targets(q, k, scaling, layer.shape.causal, mask))
         return frozen_output(layer, q, k, v, mask, scaling)
 
     trainer.run_frozen({name: value[:ROWS] for name, value in next(batches).items()}, observe)
-    with torch.no_grad():
-        for loss in fresh:
-            for tensor in _fitted(loss.layer):
-                tensor.copy_(trainer.reduce(tensor) / trainer.accelerator.num_processes)
+    for loss in fresh:
+        for tensor in _fitted(loss.layer):
+            tensor.copy_(trainer.reduce(tensor) / trainer.accelerator.num_processes)
     trainer.measure(held_out[:JUDGED])
-    with torch.no_grad():
-        for loss, worst in zip(fresh, before, strict=True):
-            for tensor in _fitted(loss.layer) if not loss.mean < worst else ():
+    for loss, worst in zip(fresh, before, strict=True):
+        if not loss.mean < worst:
+            for tensor in _fitted(loss.layer):
                 tensor.zero_()
 
 
@@ -84,19 +82,15 @@ def _is_zero(layer: LinearAttention) -> bool:
     """Tell whether a layer has a window, and log-scales that are zero."""
     if layer.hybrid.window is None or layer.hybrid.scale == SCALES[0]:
         return False
-    return not any(
-        bool(x.any()) for scale in _scales(layer) for x in (scale.weight, scale.bias, scale.out) if x is not None
-    )
-
-
-def _scales(layer: LinearAttention) -> Any:
     mixer: Any = layer.mixer
-    return mixer.query_scale, mixer.key_scale
+    scales = (mixer.query_scale, mixer.key_scale)
+    # The hidden units of a network are random; their output weights are zero.
+    return not any(bool(x.any()) for scale in scales for x in (scale.weight, scale.bias, scale.out) if x is not None)
 
 
 def _fitted(layer: LinearAttention) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys = _scales(layer)
-    return queries.weight, queries.bias, keys.weight
+    mixer: Any = layer.mixer
+    return mixer.query_scale.weight, mixer.query_scale.bias, mixer.key_scale.weight
 
 
 @torch.no_grad()
