@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError, unknown_name
-from linearize.core.options import check, option, parse_names
-from linearize.training.stage_one.config import PRECISIONS, DistillConfig, RunConfig, check_states
+from linearize.core.options import option, parse_names
+from linearize.training.stage_one.config import PRECISIONS, DistillConfig, RunConfig
 
 CANDIDATES = (
     *("hedgehog", "hedgehog:tied=false", "hedgehog:activation=exp", "flexformer_n", "flexformer_n:tied=false"),
@@ -91,8 +91,7 @@ class SearchConfig(RunConfig):
         object.__setattr__(self, "budget", parse_budget(self.budget))
         names = parse_names(self.candidates) if isinstance(self.candidates, str) else self.candidates
         object.__setattr__(self, "candidates", tuple(names))
-        check(self, "search")
-        check_states(self, "search")
+        self.check("search")
 
     @property
     def cost(self) -> float | None:

@@ -346,10 +346,6 @@ class SearchTrainer(KernelTrainer):
                 self.key_of[loss] = number, label
         super().__init__(model, list(self.key_of), config, accelerator)
 
-    def _groups(self) -> list[dict[str, object]]:
-        """Return one parameter group per candidate; an empty one in rungs that have nothing left to train."""
-        return super()._groups() or [{"params": [], "peak": 0.0, "warmup": 0.0}]
-
     def finish_gradient(self, loss: LayerLoss, step: int) -> None:
         """Turn a candidate's gradient into that of the mean loss, and clip it; drop a candidate that diverged."""
         try:

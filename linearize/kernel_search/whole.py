@@ -104,12 +104,8 @@ class WholeModel:
             The errors, infinite or NaN if an output is. All processes measure all of the data, so their errors are
             equal.
         """
-        of_layer: dict[int, list[Key]] = {}
-        for key in keys:
-            self.candidates.modules[key].eval()
-            of_layer.setdefault(key[0], []).append(key)
-        error = {key: torch.zeros((), dtype=torch.float64) for row in of_layer.values() for key in row}
-        power = {number: torch.zeros((), dtype=torch.float64) for number in of_layer}
+        modules = {key: self.candidates.modules[key].eval() for key in keys}
+        error, power = dict.fromkeys(modules, 0.0), dict.fromkeys(self.candidates.hosts, 0.0)
 
         def visit(
             name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
@@ -118,15 +114,14 @@ class WholeModel:
             target = softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
             padding = None if mask is None else ~mask[:, None, :, None].bool()
             power[number] += _square_sum(target, padding)
-            for key in of_layer[number]:
-                out = self.candidates.modules[key](q, k, v, mask, scaling).float()
-                error[key] += _square_sum(out - target, padding)
+            for key in (key for key in modules if key[0] == number):
+                error[key] += _square_sum(modules[key](q, k, v, mask, scaling).float() - target, padding)
             # The host itself would build a T x T mask from the causal mask and the padding.
             return target.to(v.dtype) if layer.shape.causal else None
 
         with autocast(self.accelerator, self.precision):
             show(self.model, self.held_out, visit)
-        return {key: float((value / power[key[0]].clamp(min=1e-30)).sqrt()) for key, value in error.items()}
+        return {key: math.sqrt(value / max(power[key[0]], 1e-30)) for key, value in error.items()}
 
     def errors(self, choices: Sequence[Choice]) -> list[WholeError]:
         """Return the errors of choices; the original runs once per batch for all new ones.
@@ -201,7 +196,7 @@ class WholeModel:
             return self.objective.pair.learn(batch, head=self.objective.head)
 
 
-def _square_sum(values: Tensor, padding: Tensor | None) -> Tensor:
+def _square_sum(values: Tensor, padding: Tensor | None) -> float:
     """Sum the squares outside the padding, which is filled, not multiplied, with 0, as it may hold NaN."""
     squares = values.square() if padding is None else values.square().masked_fill(padding, 0.0)
-    return squares.sum().double().cpu()
+    return float(squares.sum())

@@ -125,8 +125,7 @@ def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, module.get_base_layer())
+            model.set_submodule(name, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config
     return model.requires_grad_(True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from linearize.core.errors import ConfigError
-from linearize.core.options import check, option
-from linearize.training.stage_one.config import LARGEST, PRECISIONS, RunConfig, check_states
+from linearize.core.options import option
+from linearize.training.stage_one.config import LARGEST, PRECISIONS, RunConfig
 
 TRAINED = ("kernels", "attention", "blocks", "lora")
 POOLINGS = ("mean", "first", "last")
@@ -58,8 +58,7 @@ class AlignConfig(RunConfig):
     seed: int = option(0, "seed of the low-rank updates")
 
     def __post_init__(self) -> None:
-        check(self, "alignment")
-        check_states(self, "alignment")
+        self.check("alignment")
         if not any(getattr(self, name) for name in WEIGHTS):
             raise ConfigError(f"alignment: got {', '.join(WEIGHTS)} all 0, expected at least one above; raise one")
 

@@ -36,15 +36,15 @@ class RunConfig:
     save_every: int | None
     gradient_accumulation: int
 
+    def check(self, where: str) -> None:
+        """Check the values of all fields, and that a run with states has a folder for them.
 
-def check_states(config: RunConfig, where: str) -> None:
-    """Check that a run with states has a folder for them.
-
-    Raises:
-        ConfigError: naming `where`.
-    """
-    if (config.save_every or config.resume) and config.folder is None:
-        raise ConfigError(f"{where}: save_every and resume need a folder for the states; set folder")
+        Raises:
+            ConfigError: naming `where`.
+        """
+        check(self, where)
+        if (self.save_every or self.resume) and self.folder is None:
+            raise ConfigError(f"{where}: save_every and resume need a folder for the states; set folder")
 
 
 @dataclass(frozen=True)
@@ -81,5 +81,4 @@ class DistillConfig(RunConfig):
     seed: int = option(0, "seed of the order of the data and the sampling")
 
     def __post_init__(self) -> None:
-        check(self, "stage one")
-        check_states(self, "stage one")
+        self.check("stage one")

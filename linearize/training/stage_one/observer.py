@@ -144,25 +144,23 @@ class KernelTrainer(Trainer):
         self, model: PreTrainedModel, layers: list[LayerLoss], config: DistillConfig, accelerator: Accelerator
     ) -> None:
         self.model, self.layers, self.config = model, layers, config
-        super().__init__(accelerator, self._groups())
-        self.by_host: dict[int, list[LayerLoss]] = {}
-        for loss in layers:
-            self.by_host.setdefault(id(loss.host or loss.layer), []).append(loss)
-        self.training = False
-        self.sampler = torch.Generator().manual_seed(config.seed)
-        self.drawn = self.sampler.get_state()
-
-    def _groups(self) -> list[dict[str, object]]:
-        """Return one parameter group per layer, with its own rates."""
-        return [
+        # One group per layer, with its own rates.
+        groups = [
             {
                 "params": list(loss.layer.parameters()),
                 "weight_decay": loss.training.weight_decay,
                 "peak": loss.training.learning_rate,
                 "warmup": loss.training.warmup,
             }
-            for loss in self.layers
+            for loss in layers
         ]
+        super().__init__(accelerator, groups)
+        self.by_host: dict[int, list[LayerLoss]] = {}
+        for loss in layers:
+            self.by_host.setdefault(id(loss.host or loss.layer), []).append(loss)
+        self.training = False
+        self.sampler = torch.Generator().manual_seed(config.seed)
+        self.drawn = self.sampler.get_state()
 
     def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> float:
         """Do optimizer step number `step` (from 1), and return the first layer's learning rate.

@@ -49,7 +49,8 @@ class Trainer(ABC):
 
     def __init__(self, accelerator: Accelerator, groups: list[dict[str, Any]], **options: Any) -> None:
         self.accelerator, self.interrupts = accelerator, Interrupts()
-        self.optimizer = torch.optim.AdamW(groups, **options)
+        # A rung of the search may have nothing left to train.
+        self.optimizer = torch.optim.AdamW(groups or [{"params": []}], **options)
 
     @abstractmethod
     def trained(self) -> dict[str, Tensor]:
