@@ -57,7 +57,9 @@ class Section:
     def options(self) -> dict[str, dataclasses.Field[Any]]:
         """Return the fields that are options, by the option's name."""
         options = {}
-        for field in dataclasses.fields(self.config):
+        # What several configs inherit comes last.
+        inherited = [name for base in self.config.__mro__[1:] for name in getattr(base, "__annotations__", {})]
+        for field in sorted(dataclasses.fields(self.config), key=lambda field: field.name in inherited):
             wanted = "help" in field.metadata if self.only is None else field.name in self.only
             if wanted and field.name not in self.leave_out:
                 name = self.names.get(field.name, field.metadata.get("name", field.name))

@@ -79,12 +79,7 @@ class SearchConfig(RunConfig):
     length: int = option(4096, "input length in tokens at which candidates are timed", low=1)
     steps: int = option(300, "optimizer steps of the candidates that remain until the end", low=1)
     query_sample: int | None = option(None, "take the loss on N random queries per row, for long rows", low=1)
-    gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
-    save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
-    keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
-    folder: str | None = option(None, "where states are kept")
-    resume: bool = option(False, "continue from the newest state of an interrupted run")
     seed: int = option(0, "seed of the kernels, the order of the data and the sampling")
 
     def __post_init__(self) -> None:

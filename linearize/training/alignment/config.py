@@ -49,12 +49,7 @@ class AlignConfig(RunConfig):
     patience: int = option(
         3, "how many times the rate is halved, each after two worse evaluations, before the phase stops", low=0
     )
-    gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     precision: str = option("no", "mixed precision of the passes: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
-    save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
-    keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
-    folder: str | None = option(None, "where states are kept")
-    resume: bool = option(False, "resume from the newest state of an interrupted run")
     seed: int = option(0, "seed of the low-rank updates")
 
     def __post_init__(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, option
@@ -17,24 +16,15 @@ LARGEST = 1e6
 """Largest rate or weight: anything larger is a mistake."""
 
 
+@dataclass(frozen=True)
 class RunConfig:
-    """The options that every training run has: a base class of frozen dataclasses.
+    """The options that every training run has."""
 
-    Attributes:
-        folder: where states are kept.
-        keep: how many states are kept.
-        resume: whether to resume from the newest state.
-        save_every: steps between two states.
-        gradient_accumulation: batches per step.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    folder: str | None
-    keep: int
-    resume: bool
-    save_every: int | None
-    gradient_accumulation: int
+    gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
+    save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
+    keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
+    folder: str | None = option(None, "where states are kept")
+    resume: bool = option(False, "resume from the newest state of an interrupted run")
 
     def check(self, where: str) -> None:
         """Check the values of all fields, and that a run with states has a folder for them.
@@ -72,12 +62,7 @@ class DistillConfig(RunConfig):
     query_sample: int | None = option(None, "compute the loss on N random queries per row, for long rows", low=1)
     eval_every: int = option(100, "steps between evaluations of the held-out loss", low=1)
     patience: int = option(5, "evaluations without a better held-out loss after which to stop; 0: never", low=0)
-    gradient_accumulation: int = option(1, "batches per optimizer step", low=1)
     precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
-    save_every: int | None = option(None, "steps between states on disk, for --resume", low=1)
-    keep: int = option(2, "how many of these states are kept", low=1, name="keep_states")
-    folder: str | None = option(None, "where states are kept")
-    resume: bool = option(False, "resume from the newest state of an interrupted run")
     seed: int = option(0, "seed of the order of the data and the sampling")
 
     def __post_init__(self) -> None:
