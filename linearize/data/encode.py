@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PACK_TEXTS = 256
 # Longer than any text: we cut rows, so the tokenizer need not warn about long texts.
 NO_LIMIT = 10**9
+TOKEN_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
+"""Fields of a row of text that a model reads, one number per token."""
 
 
 def copy_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
@@ -54,6 +56,46 @@ def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int, pair: bool) 
         raise ConfigError(f"data, max_length: got {max_length}, expected at least the {around} special tokens of a row")
 
 
+def tokenise(
+    tokenizer: PreTrainedTokenizerBase,
+    first: Sequence[str],
+    second: Sequence[str] | None = None,
+    max_length: int | None = None,
+) -> list[dict[str, Any]]:
+    """Tokenise texts or pairs into rows of at most `max_length` tokens; None keeps them whole."""
+    return [row for _, row in coded(tokenizer, first, second, max_length)]
+
+
+def coded(
+    tokenizer: PreTrainedTokenizerBase,
+    first: Sequence[str],
+    second: Sequence[str] | None,
+    max_length: int | None,
+    **options: Any,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer.
+
+    Raises:
+        ConfigError: if the special tokens alone are more than `max_length`.
+    """
+    if max_length is not None:
+        check_room(tokenizer, max_length, second is not None)
+    for begin in range(0, len(first), 1_000):
+        fields = tokenizer(
+            list(first[begin : begin + 1_000]),
+            None if second is None else list(second[begin : begin + 1_000]),
+            truncation=max_length is not None,
+            max_length=max_length,
+            return_attention_mask=True,
+            verbose=False,
+            **options,
+        )
+        names = [name for name in TOKEN_FIELDS if name in fields]
+        owners = fields.get("overflow_to_sample_mapping") or range(len(fields["input_ids"]))
+        for place, owner in enumerate(owners):
+            yield begin + owner, {name: fields[name][place] for name in names}
+
+
 class TextEncoder:
     """Tokenises texts or pairs of texts, or pads rows that are already packed.
 
@@ -79,9 +121,9 @@ class TextEncoder:
             ``input_ids`` and ``attention_mask`` [B, T], and ``token_type_ids`` [B, T] if the tokenizer has them. T is
             the longest row among all the examples.
         """
-        fields = {"input_ids": [example.value for example in examples]} if self.packed else self._tokenize(examples)
-        width = max(len(ids) for ids in fields["input_ids"])
-        kept = {name: rows[keep] for name, rows in fields.items()}
+        rows = [{"input_ids": example.value} for example in examples] if self.packed else self._tokenise(examples)
+        width = max(len(row["input_ids"]) for row in rows)
+        kept: Any = rows[keep]
         padded = self.tokenizer.pad(kept, padding="max_length", max_length=width, return_tensors="pt", verbose=False)
         return dict(padded)
 
@@ -114,27 +156,15 @@ class TextEncoder:
         if keep_rest and buffer:
             yield np.array(buffer, dtype=np.int32)
 
-    def _tokenize(self, examples: Sequence[Example]) -> dict[str, list[list[int]]]:
-        pairs = [example.pair for example in examples]
-        if None in pairs and any(pair is not None for pair in pairs):
+    def _tokenise(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+        pairs = [example.pair for example in examples if example.pair is not None]
+        if 0 < len(pairs) < len(examples):
             # A tokenizer takes either single texts or pairs, but this mixture has both.
-            each = [self._tokenize([example]) for example in examples]
-            return {name: [row[name][0] for row in each] for name in each[0]}
-        check_room(self.tokenizer, self.max_length, pairs[0] is not None)
-        fields = self.tokenizer(
-            [example.value for example in examples],
-            pairs if pairs[0] is not None else None,
-            truncation=True,
-            max_length=self.max_length,
-            return_attention_mask=True,
-        )
+            return [row for example in examples for row in self._tokenise([example])]
+        rows = tokenise(self.tokenizer, [example.value for example in examples], pairs or None, self.max_length)
+        # A row without tokens would be masked completely, and softmax is undefined for it.
         fillers = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 1, "token_type_ids": 0}
-        result = {name: fields[name] for name in fillers if name in fields}
-        for row, ids in enumerate(result["input_ids"]):
-            if not ids:  # A row without tokens would be masked completely, and softmax is undefined for it.
-                for name, rows in result.items():
-                    rows[row] = [fillers[name]]
-        return result
+        return [row if row["input_ids"] else {name: [fillers[name]] for name in row} for row in rows]
 
 
 class ImageEncoder:

@@ -20,9 +20,6 @@ from linearize.data.local import exists, looks_local, open_local
 from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Chosen, Source, split_off
 
-FETCH_ROWS = 1_000
-
-
 Part = tuple[Records, str]
 """One opened data set, and its name for messages."""
 
@@ -172,6 +169,4 @@ def _packed(train: Chosen, held: Chosen, encoder: TextEncoder) -> tuple[Chosen, 
 
 
 def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:
-    ordered = np.sort(rows).tolist()
-    for begin in range(0, len(ordered), FETCH_ROWS):
-        yield from (example.value for example in part.fetch(ordered[begin : begin + FETCH_ROWS]))
+    return (example.value for example in part.each(np.sort(rows).tolist()))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SCAN_ROWS = 10_000
-DIGEST_ROWS = 1_000
+FETCH_ROWS = 1_000
 
 
 class Example(NamedTuple):
@@ -47,6 +47,11 @@ class Records(Protocol):
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         """Read the examples with these numbers, in this order."""
+
+    def each(self, rows: Sequence[int]) -> Iterator[Example]:
+        """Yield the examples with these numbers, without holding all of them in memory."""
+        for begin in range(0, len(rows), FETCH_ROWS):
+            yield from self.fetch(rows[begin : begin + FETCH_ROWS])
 
     def labels(self, rows: Sequence[int]) -> list[str | float | None]:
         """Return the labels of these examples."""
@@ -123,9 +128,7 @@ class TextRecords(TableRecords):
         return [Example(*row) for row in zip(columns["text"], columns.get("pair", none), labels, strict=True)]
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        for begin in range(0, len(rows), DIGEST_ROWS):
-            for example in self.fetch(rows[begin : begin + DIGEST_ROWS]):
-                yield text_digest(example.value, example.pair)
+        return (text_digest(example.value, example.pair) for example in self.each(rows))
 
 
 class PackedRecords(Records):

@@ -79,19 +79,10 @@ def costs_of_layers(layout: Layout, length: int, device: str, dtype: torch.dtype
 
 def suite_of(plan: LayerPlan, device: str, dtype: str) -> AttentionSuite:
     """Return a layer's attention as a suite to measure."""
-    shape = plan.shape
-    sizes = AttentionSizes(
-        plan.kernel,
-        plan.arguments,
-        plan.hybrid,
-        shape.heads,
-        shape.head_dim,
-        dtype=dtype,
-        device=device,
-        key_heads=shape.key_heads,
-        value_dim=shape.value_dim,
-    )
-    return AttentionSuite(sizes, causal=shape.causal)
+    shape = asdict(plan.shape)
+    causal = shape.pop("causal")
+    sizes = AttentionSizes(plan.kernel, plan.arguments, plan.hybrid, dtype=dtype, device=device, **shape)
+    return AttentionSuite(sizes, causal=causal)
 
 
 def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: Callback) -> dict[str, Cost]:

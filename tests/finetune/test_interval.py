@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from support.tasks import no_rows, resampled_scores, word_tokenizer
 
+from linearize.data.encode import tokenise
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.intervals import RESAMPLES, chance_level, measured, percentiles, resampled_metrics
 from linearize.training.stage_two.metrics import entities
-from linearize.training.stage_two.rows import IGNORED, row_facts, tokenise
+from linearize.training.stage_two.rows import IGNORED, row_facts
 from linearize.training.stage_two.tasks import TASKS, recovery
 
 

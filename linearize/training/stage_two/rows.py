@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linearize.data.encode import check_room
+from linearize.data.encode import TOKEN_FIELDS
 from linearize.training.stage_two.config import DataOptions
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label that losses ignore, and transformers' padding of predictions."""
-TOKEN_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
-"""Fields of a row of text that a model reads, one number per token."""
 Row = dict[str, Any]
 """A row, by field name: numbers, lists of them, arrays, an image."""
 Facts = dict[str, Any]
@@ -71,46 +69,6 @@ def by_length(rows: RowSet) -> list[int] | None:
         return None
     lengths = [max(len(row[name]) for name in row if name.endswith("input_ids")) for row in rows]
     return sorted(range(len(rows)), key=lambda place: -lengths[place])
-
-
-def tokenise(
-    tokenizer: PreTrainedTokenizerBase,
-    first: Sequence[str],
-    second: Sequence[str] | None = None,
-    max_length: int | None = None,
-) -> list[Row]:
-    """Tokenise texts or pairs into rows of at most `max_length` tokens; None keeps them whole."""
-    return [row for _, row in coded(tokenizer, first, second, max_length)]
-
-
-def coded(
-    tokenizer: PreTrainedTokenizerBase,
-    first: Sequence[str],
-    second: Sequence[str] | None,
-    max_length: int | None,
-    **options: Any,
-) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer.
-
-    Raises:
-        ConfigError: if the special tokens alone are more than `max_length`.
-    """
-    if max_length is not None:
-        check_room(tokenizer, max_length, second is not None)
-    for begin in range(0, len(first), 1_000):
-        fields = tokenizer(
-            list(first[begin : begin + 1_000]),
-            None if second is None else list(second[begin : begin + 1_000]),
-            truncation=max_length is not None,
-            max_length=max_length,
-            return_attention_mask=True,
-            verbose=False,
-            **options,
-        )
-        names = [name for name in TOKEN_FIELDS if name in fields]
-        owners = fields.get("overflow_to_sample_mapping") or range(len(fields["input_ids"]))
-        for place, owner in enumerate(owners):
-            yield begin + owner, {name: fields[name][place] for name in names}
 
 
 def pad(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, Tensor]:

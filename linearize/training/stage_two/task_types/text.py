@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
+from linearize.data.encode import TOKEN_FIELDS, coded, tokenise
 from linearize.data.records import Example, paired_anew
-from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Facts, Row, coded, pad, row_facts, tokenise
+from linearize.training.stage_two.rows import IGNORED, Facts, Row, pad, row_facts
 from linearize.training.stage_two.splits import Given, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, TaskType
 

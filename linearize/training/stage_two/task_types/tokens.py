@@ -17,9 +17,10 @@ from torch import Tensor
 from linearize.core.errors import DataError
 from linearize.core.heads import HEADS
 from linearize.data.columns import in_order
+from linearize.data.encode import TOKEN_FIELDS, tokenise
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
-from linearize.training.stage_two.rows import IGNORED, TOKEN_FIELDS, Logits, Predictions, Row, row_facts, tokenise
+from linearize.training.stage_two.rows import IGNORED, Logits, Predictions, Row, row_facts
 from linearize.training.stage_two.splits import Given, Splits, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, class_numbers, first_output
 
