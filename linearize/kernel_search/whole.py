@@ -82,8 +82,8 @@ class WholeModel:
         self.known: dict[Choice, WholeError] = {}
         blocks: dict[str, str] = {}
         with contextlib.suppress(ConfigError):
-            # Only the last block's state is compared, in a model without a norm after it.
-            blocks = dict(list(find_blocks(model).items())[-1:])
+            # Only the last state is compared: the last block's, in a model without a norm after it.
+            blocks = {name: name for name in list(find_blocks(model))[-1:]}
         self.objective = Objective(Pair(model, model, blocks), AlignConfig(logits_weight=float(head)))
 
     @property

@@ -111,6 +111,7 @@ _PREMISE, _MATCHED = ("premise", "hypothesis"), ("validation_matched", "validati
 _CORPORA = ("wikitext2", "wikitext103")
 _ACCURACY_F1 = ("accuracy", "f1")
 _CORRELATIONS = ("pearson", "spearman")
+_CLASSES: dict[str, Any] = {"metrics": ("accuracy", "f1_macro"), "score": ("accuracy",)}
 
 
 def _glue(name: str, summary: str, columns: tuple[str, ...], labels: tuple[str, ...] | None, **more: Any) -> Task:
@@ -133,13 +134,7 @@ _ALL = (
     _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
     _glue("qnli", "does a sentence answer a question?", ("question", "sentence"), _RTE),
     _glue("rte", "does a text entail another?", _PAIR, _RTE),
-    Task(
-        "text-classification",
-        "text:TextClassification",
-        "any text, or pair of texts, with a class",
-        metrics=("accuracy", "f1_macro"),
-        score=("accuracy",),
-    ),
+    Task("text-classification", "text:TextClassification", "any text, or pair of texts, with a class", **_CLASSES),
     Task(
         "text-regression",
         "text:TextRegression",
@@ -194,13 +189,7 @@ _ALL = (
         "conversations: the assistant's next tokens, in the tokenizer's chat template",
         columns=("messages",),
     ),
-    Task(
-        "image-classification",
-        "images:ImageClassification",
-        "any images with a class",
-        metrics=("accuracy", "f1_macro"),
-        score=("accuracy",),
-    ),
+    Task("image-classification", "images:ImageClassification", "any images with a class", **_CLASSES),
     Task(
         "cifar10",
         "images:ImageClassification",
