@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper
 
+Name = TypeVar("Name")
 TINY = 1e-12
 LOGITS_AT_ONCE = 1 << 24
 """Most log-probabilities in memory at once (64 MiB of fp32); larger inputs are computed in chunks."""
@@ -362,8 +363,8 @@ def measure(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Cl
 
 
 def summed(
-    terms_of: Callable[[Mapping[str, Tensor], Share], Mapping[str, Any]], batches: Sequence[Mapping[str, Tensor]]
-) -> dict[str, Any]:
+    terms_of: Callable[[Mapping[str, Tensor], Share], Mapping[Name, Any]], batches: Sequence[Mapping[str, Tensor]]
+) -> dict[Name, Any]:
     """Add up the terms of batches, each with its share of all tokens and rows.
 
     Raises:
@@ -373,7 +374,7 @@ def summed(
         raise DataError("alignment: got no held-out batch to measure on; set some rows aside (--holdout)")
     sizes = [size_of(batch) for batch in batches]
     tokens, rows = (sum(column) for column in zip(*sizes, strict=True))
-    sums: dict[str, Any] = {}
+    sums: dict[Name, Any] = {}
     for batch, size in zip(batches, sizes, strict=True):
         for name, term in terms_of(batch, size.of(tokens, rows)).items():
             sums[name] = sums.get(name, 0.0) + term
