@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.rows import Chosen
 from linearize.training.stage_two.splits import Given, located
-from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.stage_two.task_types.base import TaskData, TaskType
 
 if TYPE_CHECKING:
     from linearize.core.heads import Processor
@@ -46,7 +46,8 @@ def prepare(
         raise DataError(f"task {task.name} has no data set; name one (--dataset NAME_OR_PATH)")
     if given == "":
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
-    return task.type(task, processor, options).prepare(located(task, given))
+    reads = cast("type[TaskType]", task.type)
+    return reads(task, processor, options).prepare(located(task, given))
 
 
 def check_extra_pairs(task: Task, options: DataOptions) -> None:

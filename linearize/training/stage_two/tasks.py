@@ -13,17 +13,47 @@ import dataclasses
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linearize.core.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from linearize.core.heads import Head, Modality
-    from linearize.training.stage_two.task_types.base import TaskType
 
 TYPES = "linearize.training.stage_two.task_types"
 Interval = tuple[float, float]
 """The ends of a score's interval."""
+
+
+class Kind:
+    """What every type of task says about itself.
+
+    Attributes:
+        head: the head that a model needs.
+        columns: the largest number of columns that are read.
+        label_fields: the fields of a batch that hold the labels.
+        next_token: whether the prediction at a position is of the next token.
+        numeric: whether labels are numbers, rather than classes.
+        row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
+            added for a teacher to label.
+        lists: whether a row's column holds a list of messages, which stage one cannot read.
+        trains: whether there is something to train; without a head the task can only be measured.
+        train_tokens: the longest row to train on if the user gives no length.
+        most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
+        distance: name of the distance of the logits from a teacher's, in the records of stage two.
+    """
+
+    head: ClassVar[Head]
+    columns: ClassVar[int] = 1
+    label_fields: ClassVar[tuple[str, ...]] = ("labels",)
+    next_token: ClassVar[bool] = False
+    numeric: ClassVar[bool] = False
+    row_labels: ClassVar[bool] = False
+    lists: ClassVar[bool] = False
+    trains: ClassVar[bool] = True
+    train_tokens: ClassVar[int] = 128
+    most_tokens: ClassVar[int | None] = None
+    distance: ClassVar[str] = "divergence from the teacher"
 
 
 @dataclass(frozen=True)
@@ -86,9 +116,9 @@ class Task:
         return f"{100 * score:.2f}" if self.percent else f"{score:.3f}"
 
     @property
-    def type(self) -> type[TaskType]:
-        """The class that reads data for this type of task."""
-        found: type[TaskType] = pkgutil.resolve_name(f"{TYPES}.{self.kind}")
+    def type(self) -> type[Kind]:
+        """The class that reads data for this type of task, a `TaskType`."""
+        found: type[Kind] = pkgutil.resolve_name(f"{TYPES}.{self.kind}")
         return found
 
     @property

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -20,21 +20,19 @@ from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Predictions, Row, RowSet, pad_with_labels
 from linearize.training.stage_two.splits import Given, View
-from linearize.training.stage_two.tasks import Task
+from linearize.training.stage_two.tasks import Kind, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from linearize.core.heads import Head
 
 MOST_CLASSES = 100_000
 """Labels must be below this number: a head with a million outputs would be a mistake."""
 
 
-class TaskType:
+class TaskType(Kind):
     """One type of task: its rows, labels, predictions and metrics. An instance reads one data set.
 
-    A subclass sets `head` and what else differs, and implements `prepare` and `units`; all else has a default.
+    A subclass sets the class attributes of `Kind`, and implements `prepare` and `units`; all else has a default.
 
     Args:
         task: the task.
@@ -42,32 +40,8 @@ class TaskType:
         options: options of the rows.
 
     Attributes:
-        head: the head that a model needs.
-        columns: the largest number of columns that are read.
-        label_fields: the fields of a batch that hold the labels.
-        next_token: whether the prediction at a position is of the next token.
-        numeric: whether labels are numbers, rather than classes.
-        row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
-            added for a teacher to label.
-        lists: whether a row's column holds a list of messages, which stage one cannot read.
-        trains: whether there is something to train; without a head the task can only be measured.
-        train_tokens: the longest row to train on if the user gives no length.
-        most_tokens: the longest row to measure on if the user gives no length; None for the model's limit.
-        distance: name of the distance of the logits from a teacher's, in the records of stage two.
         epoch: the pass over the training rows, from 0, which random changes of a row (masks, crops) depend on.
     """
-
-    head: ClassVar[Head]
-    columns: ClassVar[int] = 1
-    label_fields: ClassVar[tuple[str, ...]] = ("labels",)
-    next_token: ClassVar[bool] = False
-    numeric: ClassVar[bool] = False
-    row_labels: ClassVar[bool] = False
-    lists: ClassVar[bool] = False
-    trains: ClassVar[bool] = True
-    train_tokens: ClassVar[int] = 128
-    most_tokens: ClassVar[int | None] = None
-    distance: ClassVar[str] = "divergence from the teacher"
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
         self.task, self.processor, self.options, self.epoch = task, processor, options or DataOptions(), 0
