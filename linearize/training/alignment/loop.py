@@ -24,7 +24,7 @@ from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
-from linearize.training.alignment.objective import Closeness, Objective, Share, measure, size_of, summed
+from linearize.training.alignment.objective import Closeness, Objective, Share, measure, summed
 from linearize.training.alignment.pair import Pair, make_pair
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import autocast
@@ -100,12 +100,7 @@ class AlignTrainer(Trainer):
             parameter.grad = None
         given = [next(batches) for _ in range(self.config.gradient_accumulation)]
         micro_batches = send_to_device(given, self.accelerator.device, non_blocking=True)
-        sizes = [size_of(batch) for batch in micro_batches]
-        tokens, rows = self.reduce_numbers([sum(column) for column in zip(*sizes, strict=True)])
-        terms: dict[str, float] = {}
-        for batch, size in zip(micro_batches, sizes, strict=True):
-            for name, value in self._backward(batch, size.of(tokens, rows)).items():
-                terms[name] = terms.get(name, 0.0) + value
+        terms: dict[str, float] = summed(self._backward, micro_batches, self.reduce_numbers)
         if self.accelerator.num_processes > 1:
             # The processes compute one step together.
             self.reduce_gradients(self.parameters.values())

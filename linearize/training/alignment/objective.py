@@ -363,9 +363,16 @@ def measure(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Cl
 
 
 def summed(
-    terms_of: Callable[[Mapping[str, Tensor], Share], Mapping[Name, Any]], batches: Sequence[Mapping[str, Tensor]]
+    terms_of: Callable[[Mapping[str, Tensor], Share], Mapping[Name, Any]],
+    batches: Sequence[Mapping[str, Tensor]],
+    over_processes: Callable[[list[Any]], list[Any]] = list,
 ) -> dict[Name, Any]:
     """Add up the terms of batches, each with its share of all tokens and rows.
+
+    Args:
+        terms_of: returns the terms of a batch with a share.
+        batches: model inputs, such as `input_ids` and `attention_mask` [B, T].
+        over_processes: adds up the numbers of tokens and rows over the processes if these share the batches.
 
     Raises:
         DataError: if there is no batch.
@@ -373,7 +380,7 @@ def summed(
     if not batches:
         raise DataError("alignment: got no held-out batch to measure on; set some rows aside (--holdout)")
     sizes = [size_of(batch) for batch in batches]
-    tokens, rows = (sum(column) for column in zip(*sizes, strict=True))
+    tokens, rows = over_processes([sum(column) for column in zip(*sizes, strict=True)])
     sums: dict[Name, Any] = {}
     for batch, size in zip(batches, sizes, strict=True):
         for name, term in terms_of(batch, size.of(tokens, rows)).items():
