@@ -16,7 +16,7 @@ LARGEST = 1e6
 """Largest rate or weight: anything larger is a mistake."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The options that every training run has."""
 
