@@ -73,7 +73,7 @@ def parse_indices(text: str, where: str) -> list[int]:
     """
     indices: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        match = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", part.strip())
         if match is None:
             raise ConfigError(f"{where}: got {text!r}, expected layer numbers such as 0-5 or 0,11")
         start, stop = int(match[1]), int(match[2] or match[1])
@@ -109,8 +109,8 @@ def parse_share(text: str) -> int | None:
     """
     if "/" not in text:
         return None
-    share = re.fullmatch(r"\s*1\s*/\s*(\d+)\s*", text)
-    if share is None or not 2 <= int(share[1]) <= _LARGEST:
+    share = re.fullmatch(r"\s*1\s*/\s*(\d{1,5})\s*", text)
+    if share is None or int(share[1]) < 2:
         raise ConfigError(f"keep_softmax: got {text!r}, expected one layer of every N, such as 1/4")
     return int(share[1])
 
@@ -148,12 +148,13 @@ def parse_heads(text: str) -> dict[int, list[int]]:
     """
     heads: dict[int, list[int]] = {}
     for part in text.split(","):
-        layer, colon, head = (x.strip() for x in part.partition(":"))
-        if not colon or not layer.isdecimal() or not head.isdecimal() or max(int(layer), int(head)) > _LARGEST:
+        pair = re.fullmatch(r"\s*(\d{1,5})\s*:\s*(\d{1,5})\s*", part)
+        if pair is None:
             raise ConfigError(f"softmax-heads: got {text!r}, expected LAYER:HEAD pairs such as 4:0,11:7")
-        if int(head) in heads.setdefault(int(layer), []):
+        layer, head = int(pair[1]), int(pair[2])
+        if head in heads.setdefault(layer, []):
             raise ConfigError(f"softmax-heads: head {part.strip()} is named twice in {text!r}; name it once")
-        heads[int(layer)].append(int(head))
+        heads[layer].append(head)
     return heads
 
 

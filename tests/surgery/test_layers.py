@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from support.tiny import converted, original
 
 import linearize
-from linearize.conversion.layers import ConversionConfig, assign, expand, kept_layers, parse_indices, parse_layers
+from linearize.conversion.layers import (
+    ConversionConfig,
+    assign,
+    expand,
+    kept_layers,
+    parse_heads,
+    parse_indices,
+    parse_layers,
+    parse_share,
+)
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.core.registry import kernel_infos, make_config
 from linearize.modeling.plan import SOFTMAX
@@ -69,6 +80,13 @@ def test_layers_that_stay_softmax(keep, count, kept):
 def test_shares_that_are_none(text):
     with pytest.raises(ConfigError, match="expected one layer of every N, such as 1/4"):
         kept_layers(text, 8)
+
+
+@pytest.mark.parametrize("read", [parse_heads, parse_share, lambda text: parse_indices(text, "layers")])
+@pytest.mark.parametrize("form", ["{}", "1/{}", "{}:1", "1:{}", "0-{}"])
+def test_numbers_of_thousands_of_digits_are_refused_in_one_line(read, form):
+    with contextlib.suppress(ConfigError):
+        read(form.format("9" * 5000))
 
 
 @pytest.mark.parametrize(
