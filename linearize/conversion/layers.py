@@ -18,6 +18,8 @@ from linearize.core.kernel_options import Additions
 from linearize.core.registry import HYBRID, Hybrid, check, kernel_info, make_config
 from linearize.modeling.plan import SOFTMAX
 
+Choice = tuple[str, dict[str, Any]]
+"""The kernel of one layer, and its arguments."""
 _LARGEST = 99_999
 """Largest layer number: anything larger is a mistake, and its range would be a huge list."""
 
@@ -158,7 +160,7 @@ def parse_heads(text: str) -> dict[int, list[int]]:
     return heads
 
 
-def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list[tuple[str, dict[str, object]]]:
+def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list[Choice]:
     """Return kernel and arguments for each of the `count` layers of a model that can be converted.
 
     Raises:
@@ -186,13 +188,13 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
         if chosen[number][0] == SOFTMAX:
             raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
     layers = []
-    for number, (name, arguments) in enumerate(chosen):
+    for number, choice in enumerate(chosen):
         own = {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
-        layers.append(complete(model, name, arguments, {**config.given, **own}, config.max_length))
+        layers.append(complete(model, choice, {**config.given, **own}, config.max_length))
     return layers
 
 
-def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, object]]]:
+def assign(count: int, config: ConversionConfig) -> list[Choice]:
     """Return kernel and arguments for each of `count` layers, without additions.
 
     Raises:
@@ -208,7 +210,7 @@ def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, ob
     if both := sorted(set(named) & set(kept)):
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
     rest = [] if config.kernel is None else expand(count, config.kernel, config.kernel_args or {})
-    chosen: list[tuple[str, dict[str, object]]] = []
+    chosen: list[Choice] = []
     for index in range(count):
         if index in kept:
             chosen.append((SOFTMAX, {}))
@@ -223,20 +225,15 @@ def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, ob
     return chosen
 
 
-def complete(
-    model: PreTrainedModel,
-    kernel: str,
-    arguments: dict[str, object],
-    more: Mapping[str, object],
-    max_length: int | None,
-) -> tuple[str, dict[str, object]]:
+def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object], max_length: int | None) -> Choice:
     """Add the additions of all layers, and the longest input, to a layer's arguments.
 
     Raises:
         ConfigError: for more exact keys than the model takes tokens, or a wrong argument.
     """
+    kernel, arguments = choice
     if kernel == SOFTMAX:
-        return kernel, arguments
+        return choice
     info = kernel_info(kernel)
     if info.windowed:
         arguments = {**more, **arguments}
@@ -252,7 +249,7 @@ def complete(
     return kernel, arguments
 
 
-def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tuple[str, dict[str, object]]]:
+def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[Choice]:
     """Return kernel and arguments for each of `count` layers of one kernel, or of one preset.
 
     Raises:
@@ -264,7 +261,7 @@ def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tup
     return [(kernel, dict(arguments)) for _ in range(count)]
 
 
-def _entry(index: int, entry: Any) -> tuple[str, dict[str, object]]:
+def _entry(index: int, entry: Any) -> Choice:
     """Read the entry of one layer: a name, or a name and arguments."""
     if isinstance(entry, str):
         return entry, {}
