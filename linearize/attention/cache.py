@@ -118,9 +118,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.values = value_states.new_empty(rows, heads, 0, value_states.shape[3])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values [B, K, T, D] unchanged; the attention adds them to the state.
 
         Raises:
