@@ -63,6 +63,9 @@ class ConversionConfig(Additions):
             mapped = isinstance(value, Mapping) and all(isinstance(one, kind) for one in value)
             if not (mapped or value is None or (kind is int and isinstance(value, str))):
                 raise ConfigError(f"{name}: got {value!r}, expected a mapping by {key}")
+        heads = self.softmax_heads
+        if isinstance(heads, Mapping) and not all(isinstance(of_layer, Iterable) for of_layer in heads.values()):
+            raise ConfigError(f"softmax_heads: got {heads!r}, expected lists of heads by layer number")
         if not isinstance(self.keep_softmax, Iterable):
             raise ConfigError(f"keep_softmax: got {self.keep_softmax!r}, expected a list of layer numbers")
 
@@ -183,7 +186,7 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
     text = config.softmax_heads
     heads = parse_heads(text) if isinstance(text, str) else dict(text or {})
     for number in heads:
-        if not 0 <= number < len(chosen):
+        if number not in range(len(chosen)):
             raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
         if chosen[number][0] == SOFTMAX:
             raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
@@ -203,9 +206,9 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
     named = parse_layers(config.layers) if isinstance(config.layers, str) else dict(config.layers or {})
     kept = kept_layers(config.keep_softmax, count)
     for index in [*named, *kept]:
-        if not 0 <= index < count:
+        if index not in range(count):
             raise ConfigError(
-                f"layer {index} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
+                f"layer {index!r} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
             )
     if both := sorted(set(named) & set(kept)):
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
