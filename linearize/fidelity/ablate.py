@@ -152,6 +152,9 @@ class KernelMerit:
             gain = f"a gain of {self.difference:.3f}, on one row and so without an interval"
         elif self.interval[0] > 0:
             gain = f"the kernel lowers it by {with_interval(self.difference, self.interval)}"
+        elif self.interval[1] < 0:
+            raised = -self.interval[1], -self.interval[0]
+            gain = f"the kernel raises it by {with_interval(-self.difference, raised)}"
         else:
             gain = f"the kernel's gain cannot be told from noise ({span(self.interval)})"
         return (
