@@ -18,7 +18,7 @@ from linearize.core.kernel_options import Additions
 from linearize.core.registry import HYBRID, Hybrid, check, kernel_info, make_config
 from linearize.modeling.plan import SOFTMAX
 
-Choice = tuple[str, dict[str, Any]]
+Choice = tuple[str, Mapping[str, Any]]
 """The kernel of one layer, and its arguments."""
 _LARGEST = 99_999
 """Largest layer number: anything larger is a mistake, and its range would be a huge list."""
@@ -234,7 +234,7 @@ def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object],
     Raises:
         ConfigError: for more exact keys than the model takes tokens, or a wrong argument.
     """
-    kernel, arguments = choice
+    kernel, arguments = choice[0], dict(choice[1])
     if kernel == SOFTMAX:
         return choice
     info = kernel_info(kernel)

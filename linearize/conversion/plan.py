@@ -92,7 +92,7 @@ def replan(model: PreTrainedModel, base: Plan, chosen: Mapping[int, Choice], *, 
     return base.with_layers(changed)
 
 
-def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPlan:
+def _decide(layer: LayerPlan, kernel: str, arguments: Mapping[str, Any]) -> LayerPlan:
     if kernel == SOFTMAX:
         return dataclasses.replace(layer, reason="kept on request")
     own = {name: value for name, value in arguments.items() if name not in HYBRID}

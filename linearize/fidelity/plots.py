@@ -89,19 +89,19 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     Raises:
         DataError: if there is no line with losses.
     """
-    log = [line for line in _lines(log, STAGE_ONE) if line.numbers("losses")]
-    if not log:
+    lines = [(step, line) for step, line in _lines(log, STAGE_ONE) if line.numbers("losses")]
+    if not lines:
         raise DataError("curves of stage one: got a log without losses; give the lines of log.jsonl")
     figure = style.new_figure(7.5, 3.2)
     axes = figure.subplots()
-    steps, losses = [line.number("step") for line in log], [line.numbers("losses") for line in log]
+    steps, losses = [step for step, _ in lines], [line.numbers("losses") for _, line in lines]
     for number, layer in enumerate(losses[0]):
         known = [one.get(layer, np.nan) for one in losses]
         label = None if number else "single layers"
         axes.plot(steps, known, color=style.THIRD, linewidth=0.6, alpha=0.6, label=label)
     means = [np.mean(list(one.values())) for one in losses]
     axes.plot(steps, means, color=style.SOFTMAX, linewidth=1.6, label="training batches, mean of the layers")
-    _measured(axes, log, "held_out", "held out")
+    _measured(axes, lines, "held_out", "held out")
     style.tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
     _finish(axes)
     return figure
@@ -136,18 +136,18 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
     return figure
 
 
-def _lines(log: Sequence[Mapping[str, Any]], stage: str) -> list[Record]:
-    """Return the lines of one stage that have a step; lines without a stage belong to any."""
+def _lines(log: Sequence[Mapping[str, Any]], stage: str) -> list[tuple[float, Record]]:
+    """Return the lines of one stage that have a step, with their steps; lines without a stage belong to any."""
     mine = (Record(line) for line in log if line.get("stage", stage) == stage)
-    return [line for line in mine if line.number("step") is not None]
+    return [(step, line) for line in mine if (step := line.number("step")) is not None]
 
 
-def _points(lines: Sequence[Record], key: str) -> list[tuple[float | None, float]]:
+def _points(lines: Sequence[tuple[float, Record]], key: str) -> list[tuple[float, float]]:
     """Return step and figure of the lines that contain the figure."""
-    return [(line.number("step"), figure) for line in lines if (figure := line.number(key)) is not None]
+    return [(step, figure) for step, line in lines if (figure := line.number(key)) is not None]
 
 
-def _measured(axes: Axes, lines: Sequence[Record], key: str, label: str | None = None) -> None:
+def _measured(axes: Axes, lines: Sequence[tuple[float, Record]], key: str, label: str | None = None) -> None:
     """Draw one figure from the lines that contain it."""
     if points := _points(lines, key):
         look: dict[str, Any] = {"color": style.LINEAR, "linestyle": "--", "marker": "s", "markersize": 4}
