@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linearize.attention.cache import LinearStateLayer, Recorded, copied
+from linearize.attention.cache import LinearStateLayer, Recorded, mapped
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
@@ -128,7 +128,7 @@ class LinearAttention(nn.Module):
 
         def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
             q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
-            folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, copied(state), True)
+            folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, mapped(state, torch.clone), True)
             after: MixerState = self.mixer(folded)[1]
             return after
 
