@@ -30,7 +30,7 @@ class HeadShape:
     causal: bool = option()
 
     def __post_init__(self) -> None:
-        check(self, "attention")
+        check(self, "attention sizes and direction")
         if self.heads % self.key_heads:
             raise ConfigError(
                 f"attention sizes: got {self.heads} query heads and {self.key_heads} key/value heads, "
