@@ -9,6 +9,7 @@ import pytest
 from linearize.core.errors import ConfigError, UnknownNameError
 from linearize.core.options import build, check, effective, name_of, option, options_of, recorded
 from linearize.core.parsing import parse_yaml
+from linearize.core.registry import kernel_info, make_config
 from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, InitJob
 from linearize.jobs.task_config import EvaluateJob, TuneJob
@@ -45,6 +46,7 @@ class Example:
         ({"rate": 0}, "example, rate: got 0, expected a number above 0 and below 1"),
         ({"rate": 1.0}, "above 0 and below 1"),
         ({"rate": float("nan")}, "got nan"),
+        ({"rate": 10**400}, "expected a number above 0 and below 1"),
         ({"rate": "0.5"}, "got '0.5'"),
         ({"word": "c"}, "got 'c', expected one of a, b"),
         ({"flag": 1}, "got 1, expected true or false"),
@@ -54,6 +56,13 @@ def test_a_value_that_is_not_allowed_is_named(values, words):
     with pytest.raises(ConfigError) as caught:
         Example(**values)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_number_too_large_for_a_float_is_refused_in_files_and_kernels():
+    with pytest.raises(ConfigError, match="expected a number"):
+        build(Example, {"rate": 10**400}, "file")
+    with pytest.raises(ConfigError, match="kernel polaformer, alpha"):
+        make_config(kernel_info("polaformer"), {"alpha": 10**400})
 
 
 def test_what_is_allowed_passes():

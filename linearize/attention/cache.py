@@ -77,9 +77,9 @@ def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
     return {cache_name(model.forward) or CACHE_NAMES[-1]: cache}
 
 
-def copied(state: State | None) -> State | None:
-    """Return a copy of a state, for use before decoding, which overwrites its input."""
-    return None if state is None else {name: tensor.clone() for name, tensor in state.items()}
+def mapped(state: State | None, change: Callable[[Tensor], Tensor]) -> State | None:
+    """Return a state with changed tensors, such as copies: decoding overwrites its input."""
+    return None if state is None else {name: change(tensor) for name, tensor in state.items()}
 
 
 class LinearStateLayer(CacheLayerMixin):
@@ -118,9 +118,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.values = value_states.new_empty(rows, heads, 0, value_states.shape[3])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys and values [B, K, T, D] unchanged; the attention adds them to the state.
 
         Raises:
@@ -168,7 +166,7 @@ class LinearStateLayer(CacheLayerMixin):
     def record(self, tokens: Recorded, before: State | None, fold: Fold) -> None:
         """Record tokens before they are added to the state `before`; of many tokens, only the last ones are kept."""
         if self.recorded is None:
-            self.base, self.recorded = copied(before), tokens
+            self.base, self.recorded = mapped(before, torch.clone), tokens
         else:
             self.recorded = self.recorded.then(tokens)
         surplus = self.recorded.length - self.window
@@ -202,10 +200,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.base, self.recorded, self._cropped = None, None, False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.state, self.base = (
-            None if state is None else {name: change(tensor) for name, tensor in state.items()}
-            for state in (self.state, self.base)
-        )
+        self.state, self.base = mapped(self.state, change), mapped(self.base, change)
         if self.recorded is not None:
             self.recorded = Recorded(*map(change, self.recorded))
 

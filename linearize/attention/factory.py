@@ -16,20 +16,20 @@ NUMBER = 4
 """Bytes of one number of a state."""
 
 
-def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid | None = None) -> Mixer:
+def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid = PLAIN) -> Mixer:
     """Build an uninitialised mixer for a kernel name and its arguments.
 
     Args:
         kernel: name of the kernel; presets are not allowed, because they are layer plans.
         arguments: the kernel's own arguments.
         shape: sizes and direction of the attention.
-        hybrid: the layer's additions to the kernel, or None.
+        hybrid: the layer's additions to the kernel.
 
     Raises:
         ConfigError: for an unknown kernel or argument, a value out of range, or a kernel that does not work in this
             direction, with this head size or with these additions.
     """
-    info, hybrid = kernel_info(kernel), hybrid or PLAIN
+    info = kernel_info(kernel)
     config = make_config(info, arguments)
     check_shape(info, shape)
     check_hybrid(info, config, hybrid, shape)
@@ -135,9 +135,8 @@ def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> i
     """
     if info.feature_dim is None:
         return None
-    return NUMBER * sum(
-        shape.key_heads * info.feature_dim(config, shape.head_dim) * (shape.value_dim + 1) for shape in shapes
-    )
+    numbers = (one.key_heads * info.feature_dim(config, one.head_dim) * (one.value_dim + 1) for one in shapes)
+    return NUMBER * sum(numbers)
 
 
 def count_parameters(kernel: str, arguments: Mapping[str, object], shape: HeadShape, layers: int = 1) -> int:

@@ -291,10 +291,8 @@ def mask_function(
         hidden = is_tracing() or not bool(attention_mask.all())
         return attention_mask[:, None, None].bool() if hidden else None
     # The skips would return None, which here means "no padding", not "local".
-    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask = sdpa_mask(
-        batch_size, q_length, kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
-    )
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": attention_mask}
+    mask = sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, **kwargs)
     if segments is None or mask is None:
         return mask
     return mask & (segments[:, None, :, None] == segments[:, None, None, :])
@@ -310,15 +308,11 @@ def register_interface() -> None:
 @contextlib.contextmanager
 def observed(model: nn.Module, observer: Observer | None) -> Iterator[None]:
     """Temporarily set the observer of every converted layer of `model`; with None the layers use their kernels."""
-    layers = list(linear_attentions(model).values())
-    before = [layer.observer for layer in layers]
-    try:
-        for layer in layers:
+    with contextlib.ExitStack() as undo:
+        for layer in linear_attentions(model).values():
+            undo.callback(setattr, layer, "observer", layer.observer)
             layer.observer = observer
         yield
-    finally:
-        for layer, earlier in zip(layers, before, strict=True):
-            layer.observer = earlier
 
 
 def linear_attentions(model: nn.Module) -> dict[str, LinearAttention]:

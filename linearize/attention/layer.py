@@ -10,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linearize.attention.cache import LinearStateLayer, Recorded, copied
+from linearize.attention.cache import LinearStateLayer, Recorded, mapped
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
-from linearize.core.registry import Hybrid
+from linearize.core.registry import PLAIN, Hybrid
 from linearize.ops.state import is_tracing, real_tokens
 
-Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
+Mask = Tensor | None
+"""A key padding mask [B, T], true at tokens; None if there is no padding."""
+
+Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Mask, float], Tensor | None]
 """Called with (layer, q [B, H, T, D], k [B, K, T, D], v [B, K, T, V], key padding mask [B, T] or None, scaling).
 
 It returns the layer's output [B, H, T, V], or None to use the output of softmax."""
@@ -47,9 +50,7 @@ class LinearAttention(nn.Module):
         cache_index: index of its state in a generation cache; None if it has none.
     """
 
-    def __init__(
-        self, kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid | None = None
-    ) -> None:
+    def __init__(self, kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid = PLAIN) -> None:
         super().__init__()
         self.kernel, self.shape = kernel, shape
         self.mixer: Mixer = build_mixer(kernel, arguments, shape, hybrid)
@@ -127,7 +128,7 @@ class LinearAttention(nn.Module):
 
         def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
             q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
-            folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, copied(state), True)
+            folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, mapped(state, torch.clone), True)
             after: MixerState = self.mixer(folded)[1]
             return after
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError
+from linearize.core.registry import check, option
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,14 @@ class HeadShape:
         ConfigError: on construction, if a size is out of range, or `key_heads` does not divide `heads`.
     """
 
-    heads: int
-    key_heads: int
-    head_dim: int
-    value_dim: int
-    causal: bool
+    heads: int = option(low=1, high=65536)
+    key_heads: int = option(low=1, high=65536)
+    head_dim: int = option(low=1, high=65536)
+    value_dim: int = option(low=1, high=65536)
+    causal: bool = option()
 
     def __post_init__(self) -> None:
-        sizes = (self.heads, self.key_heads, self.head_dim, self.value_dim)
-        if not all(type(size) is int and 1 <= size <= 65536 for size in sizes):
-            raise ConfigError(f"attention sizes: got {sizes}, expected whole numbers from 1 to 65536")
-        if not isinstance(self.causal, bool):
-            raise ConfigError(f"attention direction: got causal {self.causal!r}, expected true or false")
+        check(self, "attention sizes and direction")
         if self.heads % self.key_heads:
             raise ConfigError(
                 f"attention sizes: got {self.heads} query heads and {self.key_heads} key/value heads, "

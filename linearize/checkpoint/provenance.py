@@ -23,6 +23,7 @@ from linearize.checkpoint.ownership import check_links
 from linearize.core.errors import CheckpointError
 from linearize.core.options import name_of
 from linearize.core.parsing import parse_json, read_text
+from linearize.core.registry import fits
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -95,10 +96,8 @@ class Record:
         return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _number(value: object) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # False for NaN as well.
-    return float(value) if is_number and abs(value) <= sys.float_info.max else None  # type: ignore[arg-type]
+def _number(value: Any) -> float | None:
+    return float(value) if fits(value, float) else None
 
 
 class Provenance(Record):

@@ -27,7 +27,7 @@ from linearize.conversion.plan import expectations, set_trained_length
 from linearize.conversion.positions import current_length, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError, printable
 from linearize.core.figures import span, with_interval
-from linearize.core.heads import Head, Processor, head_of_class
+from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
@@ -41,6 +41,8 @@ TEMPLATE = Path(__file__).with_name("card.md")
 MOST_COMMANDS, LONGEST_COMMAND = 20, 4000
 """Limits on what a checkpoint's record adds to its card, so that a forged record cannot make the card huge."""
 _KEPT = ("license", "license_name", "license_link", "language", "base_model")
+Facts = Mapping[str, str | list[str]]
+"""Metadata of an original's card."""
 _MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 
@@ -119,7 +121,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
         (folder / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
-def base_facts(name: str) -> dict[str, str | list[str]]:
+def base_facts(name: str) -> Facts:
     """Return licence, language and base model from the metadata of the original's card.
 
     Args:
@@ -147,7 +149,7 @@ def _is_fact(value: object) -> bool:
     return bool(value) and len(values) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in values)
 
 
-def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] | None = None, name: str = "") -> str:
+def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str = "") -> str:
     """Write the card of a converted model.
 
     Args:
@@ -161,8 +163,6 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     config: Any = model.config
     plan = Plan.from_dict(config.linearize)
     provenance = Provenance(config.linearize.get("provenance"))
-    auto = auto_class(model)
-    head = head_of_class(auto)
     base = provenance.text("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
     kernels = sorted({layer.kernel for layer in plan.converted})
     length = current_length(model)
@@ -170,11 +170,11 @@ def model_card(model: PreTrainedModel, *, facts: Mapping[str, str | list[str]] |
     lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
     card = ModelCard.from_template(
-        _card_data(model, kernels, head, facts or {}, name, tuned),
+        _card_data(model, kernels, facts or {}, name, tuned),
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
-        auto_class=auto,
+        auto_class=auto_class(model),
         kernels=[kernel_info(kernel) for kernel in kernels],
         name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
         packages=sorted(set(outside_packages(plan).values())),
@@ -227,15 +227,9 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
     return sentences
 
 
-def _card_data(
-    model: PreTrainedModel,
-    kernels: list[str],
-    head: Head | None,
-    facts: Mapping[str, str | list[str]],
-    called: str,
-    tuned: Record,
-) -> ModelCardData:
+def _card_data(model: PreTrainedModel, kernels: list[str], facts: Facts, called: str, tuned: Record) -> ModelCardData:
     """Return a card's metadata for the Hub; the original's Hub name takes precedence over its card's facts."""
+    head = head_of_class(auto_class(model))
     values: dict[str, Any] = {
         key: [_fact(text) for text in value] if isinstance(value, list) else _fact(value)
         for key, value in facts.items()

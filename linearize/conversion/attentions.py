@@ -78,8 +78,7 @@ def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = Non
             runs, calls, failure = [], [], error
         parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
         for part in parts if model.config.model_type not in REDIRECTED else ():
-            reached = {id(call.module) for call in calls}
-            if not any(id(module) in reached for module in part.modules()):
+            if {call.module for call in calls}.isdisjoint(part.modules()):
                 with contextlib.suppress(UnsupportedModelError):
                     more, found = _first(model, part, candidates(part))
                     runs, calls = (runs + more, calls + found) if found else (runs, calls)
@@ -270,14 +269,12 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
         inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
         if around or inside:
             continue
-        kind = type(module)
+        kind = type(module).__name__
         host: tuple[str, ...] = (MASKED, OWN)
-        reason = f"its own attention code ({kind.__name__}), which cannot be reached"
-        if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward):
+        reason = f"its own attention code ({kind}), which cannot be reached"
+        if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module).forward):
             host = (MASKED,)
-            reason = (
-                f"did not run in the trial run ({kind.__name__}); pass example inputs that reach it (--example-inputs)"
-            )
+            reason = f"did not run in the trial run ({kind}); pass example inputs that reach it (--example-inputs)"
         layers.append(LayerPlan(name, None, SOFTMAX, UNKNOWN, reason=reason, host=host))
     return layers
 

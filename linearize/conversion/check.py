@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed, register_interface
 from linearize.attention.mixer import IMPLEMENTATION
-from linearize.conversion.attentions import Run, trial_runs
+from linearize.conversion.attentions import Run
 from linearize.conversion.inputs import Inputs, text_config
 from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.compat import implementation_of, set_implementation, use_implementations
@@ -48,32 +48,20 @@ class Recorded(NamedTuple):
     outputs: Sequence[Tensor | None]
 
 
-def record(
-    model: PreTrainedModel,
-    inputs: Mapping[str, Tensor] | None = None,
-    longest: int | None = None,
-    runs: Iterable[Run] | None = None,
-) -> list[Recorded]:
-    """Run the original on a batch, with padding if it takes a padding mask.
+def record(runs: Iterable[Run], longest: int | None = None, *, padded: bool = True) -> list[Recorded]:
+    """Return runs of the original for `check`.
 
     Args:
-        model: the original, not yet converted.
-        inputs: keyword arguments for its forward; None to make them up from the config.
+        runs: trial runs of the original, not yet converted.
         longest: the most tokens for which layers that lose their window still compute the same.
-        runs: its trial runs on these inputs, if there were any.
-
-    Returns:
-        The runs for `check`; empty if the model does not run on made-up inputs.
+        padded: whether to add padding if the model takes a padding mask; only for made-up inputs.
     """
     if longest is not None and longest <= PADDED:
         return []
-    with contextlib.suppress(UnsupportedModelError):
-        runs = trial_runs(model, inputs)[0] if runs is None else runs
-        return [recorded for run in runs for recorded in _record(run, longest, padded=inputs is None)]
-    return []
+    return [recorded for run in runs for recorded in _record(run, longest, padded)]
 
 
-def _record(run: Run, longest: int | None = None, padded: bool = True) -> list[Recorded]:
+def _record(run: Run, longest: int | None, padded: bool) -> list[Recorded]:
     # Cut the rows to `longest` tokens.
     texts = {
         key: x for key, x in run.inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()
@@ -151,20 +139,17 @@ def keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run])
     for run in runs:
         modules = set(run.module.modules())
         inside = {name for name, module in model.base_model.named_modules() if module in modules}
-        if run.module is model or all(layer.reason or layer.module not in inside for layer in layers):
+        free = [layer for layer in layers if not layer.reason and layer.module in inside]
+        if run.module is model or not free:
             continue
         # No kernel is chosen yet; any name other than softmax's marks the layers that can be converted.
         chosen = tuple(layer if layer.reason else dataclasses.replace(layer, kernel="any") for layer in layers)
-        recorded = _record(run)
+        recorded = record([run])
         with _as_converted(model, Plan("", model.config.model_type, chosen)):
             why = next(filter(None, map(_why_differs, recorded)), "")
         if why:
-            layers = [
-                layer
-                if layer.reason or layer.module not in inside
-                else dataclasses.replace(layer, reason=why, host=(*layer.host, OWN))
-                for layer in layers
-            ]
+            kept = {x.module: dataclasses.replace(x, reason=why, host=(*x.host, OWN)) for x in free}
+            layers = [kept.get(layer.module, layer) for layer in layers]
     return layers
 
 

@@ -18,6 +18,8 @@ from linearize.core.kernel_options import Additions
 from linearize.core.registry import HYBRID, Hybrid, check, kernel_info, make_config
 from linearize.modeling.plan import SOFTMAX
 
+Choice = tuple[str, Mapping[str, Any]]
+"""The kernel of one layer, and its arguments."""
 _LARGEST = 99_999
 """Largest layer number: anything larger is a mistake, and its range would be a huge list."""
 
@@ -61,6 +63,9 @@ class ConversionConfig(Additions):
             mapped = isinstance(value, Mapping) and all(isinstance(one, kind) for one in value)
             if not (mapped or value is None or (kind is int and isinstance(value, str))):
                 raise ConfigError(f"{name}: got {value!r}, expected a mapping by {key}")
+        heads = self.softmax_heads
+        if isinstance(heads, Mapping) and not all(isinstance(of_layer, Iterable) for of_layer in heads.values()):
+            raise ConfigError(f"softmax_heads: got {heads!r}, expected lists of heads by layer number")
         if not isinstance(self.keep_softmax, Iterable):
             raise ConfigError(f"keep_softmax: got {self.keep_softmax!r}, expected a list of layer numbers")
 
@@ -73,7 +78,7 @@ def parse_indices(text: str, where: str) -> list[int]:
     """
     indices: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        match = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", part.strip())
         if match is None:
             raise ConfigError(f"{where}: got {text!r}, expected layer numbers such as 0-5 or 0,11")
         start, stop = int(match[1]), int(match[2] or match[1])
@@ -109,8 +114,8 @@ def parse_share(text: str) -> int | None:
     """
     if "/" not in text:
         return None
-    share = re.fullmatch(r"\s*1\s*/\s*(\d+)\s*", text)
-    if share is None or not 2 <= int(share[1]) <= _LARGEST:
+    share = re.fullmatch(r"\s*1\s*/\s*(\d{1,5})\s*", text)
+    if share is None or int(share[1]) < 2:
         raise ConfigError(f"keep_softmax: got {text!r}, expected one layer of every N, such as 1/4")
     return int(share[1])
 
@@ -148,16 +153,17 @@ def parse_heads(text: str) -> dict[int, list[int]]:
     """
     heads: dict[int, list[int]] = {}
     for part in text.split(","):
-        layer, colon, head = (x.strip() for x in part.partition(":"))
-        if not colon or not layer.isdecimal() or not head.isdecimal() or max(int(layer), int(head)) > _LARGEST:
+        pair = re.fullmatch(r"\s*(\d{1,5})\s*:\s*(\d{1,5})\s*", part)
+        if pair is None:
             raise ConfigError(f"softmax-heads: got {text!r}, expected LAYER:HEAD pairs such as 4:0,11:7")
-        if int(head) in heads.setdefault(int(layer), []):
+        layer, head = int(pair[1]), int(pair[2])
+        if head in heads.setdefault(layer, []):
             raise ConfigError(f"softmax-heads: head {part.strip()} is named twice in {text!r}; name it once")
-        heads[int(layer)].append(int(head))
+        heads[layer].append(head)
     return heads
 
 
-def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list[tuple[str, dict[str, object]]]:
+def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list[Choice]:
     """Return kernel and arguments for each of the `count` layers of a model that can be converted.
 
     Raises:
@@ -180,18 +186,18 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
     text = config.softmax_heads
     heads = parse_heads(text) if isinstance(text, str) else dict(text or {})
     for number in heads:
-        if not 0 <= number < len(chosen):
+        if number not in range(len(chosen)):
             raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
         if chosen[number][0] == SOFTMAX:
             raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
     layers = []
-    for number, (name, arguments) in enumerate(chosen):
+    for number, choice in enumerate(chosen):
         own = {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
-        layers.append(complete(model, name, arguments, {**config.given, **own}, config.max_length))
+        layers.append(complete(model, choice, {**config.given, **own}, config.max_length))
     return layers
 
 
-def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, object]]]:
+def assign(count: int, config: ConversionConfig) -> list[Choice]:
     """Return kernel and arguments for each of `count` layers, without additions.
 
     Raises:
@@ -200,14 +206,14 @@ def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, ob
     named = parse_layers(config.layers) if isinstance(config.layers, str) else dict(config.layers or {})
     kept = kept_layers(config.keep_softmax, count)
     for index in [*named, *kept]:
-        if not 0 <= index < count:
+        if index not in range(count):
             raise ConfigError(
-                f"layer {index} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
+                f"layer {index!r} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
             )
     if both := sorted(set(named) & set(kept)):
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
     rest = [] if config.kernel is None else expand(count, config.kernel, config.kernel_args or {})
-    chosen: list[tuple[str, dict[str, object]]] = []
+    chosen: list[Choice] = []
     for index in range(count):
         if index in kept:
             chosen.append((SOFTMAX, {}))
@@ -222,20 +228,15 @@ def assign(count: int, config: ConversionConfig) -> list[tuple[str, dict[str, ob
     return chosen
 
 
-def complete(
-    model: PreTrainedModel,
-    kernel: str,
-    arguments: dict[str, object],
-    more: Mapping[str, object],
-    max_length: int | None,
-) -> tuple[str, dict[str, object]]:
+def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object], max_length: int | None) -> Choice:
     """Add the additions of all layers, and the longest input, to a layer's arguments.
 
     Raises:
         ConfigError: for more exact keys than the model takes tokens, or a wrong argument.
     """
+    kernel, arguments = choice[0], dict(choice[1])
     if kernel == SOFTMAX:
-        return kernel, arguments
+        return choice
     info = kernel_info(kernel)
     if info.windowed:
         arguments = {**more, **arguments}
@@ -251,7 +252,7 @@ def complete(
     return kernel, arguments
 
 
-def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tuple[str, dict[str, object]]]:
+def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[Choice]:
     """Return kernel and arguments for each of `count` layers of one kernel, or of one preset.
 
     Raises:
@@ -263,7 +264,7 @@ def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[tup
     return [(kernel, dict(arguments)) for _ in range(count)]
 
 
-def _entry(index: int, entry: Any) -> tuple[str, dict[str, object]]:
+def _entry(index: int, entry: Any) -> Choice:
     """Read the entry of one layer: a name, or a name and arguments."""
     if isinstance(entry, str):
         return entry, {}

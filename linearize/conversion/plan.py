@@ -15,7 +15,7 @@ from linearize.attention.factory import build_mixer
 from linearize.conversion.attentions import CROSS, LOCAL_KEPT, Run, find_attentions, find_unreached, trial_runs
 from linearize.conversion.check import check, keep_parts, record, why_not_built
 from linearize.conversion.inputs import Call
-from linearize.conversion.layers import ConversionConfig, choose, complete
+from linearize.conversion.layers import Choice, ConversionConfig, choose, complete
 from linearize.conversion.positions import PositionReport, extend_positions
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
@@ -73,13 +73,7 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
     return found.with_layers(_decide(layer, *choice) for layer, choice in zip(numbered, chosen, strict=True))
 
 
-def replan(
-    model: PreTrainedModel,
-    base: Plan,
-    chosen: Mapping[int, tuple[str, Mapping[str, Any]]],
-    *,
-    max_length: int | None = None,
-) -> Plan:
+def replan(model: PreTrainedModel, base: Plan, chosen: Mapping[int, Choice], *, max_length: int | None = None) -> Plan:
     """Return a plan with other kernels in some layers; the model is not run again.
 
     Args:
@@ -94,12 +88,11 @@ def replan(
     changed = []
     for layer in base.layers:
         if layer.index is not None and layer.index in chosen:
-            kernel, arguments = chosen[layer.index]
-            changed.append(_decide(layer.bare(), *complete(model, kernel, dict(arguments), {}, max_length)))
+            changed.append(_decide(layer.bare(), *complete(model, chosen[layer.index], {}, max_length)))
     return base.with_layers(changed)
 
 
-def _decide(layer: LayerPlan, kernel: str, arguments: dict[str, Any]) -> LayerPlan:
+def _decide(layer: LayerPlan, kernel: str, arguments: Mapping[str, Any]) -> LayerPlan:
     if kernel == SOFTMAX:
         return dataclasses.replace(layer, reason="kept on request")
     own = {name: value for name, value in arguments.items() if name not in HYBRID}
@@ -255,7 +248,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     if plan.local_as_full:
         # Up to this length, local layers converted as full attention compute the same as before.
         longest = min((call.window for call in calls if call.window is not None), default=None)
-    recorded = record(model, example_inputs, longest, runs)
+    recorded = record(runs, longest, padded=example_inputs is None)
     if any(output is not None and output.is_meta for run in recorded for output in run.outputs):
         raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
     could_be_built = not why_not_built(model)

@@ -380,9 +380,8 @@ def _described(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return "a section of keys"
     if origin is tuple:
-        return {str: "a list of texts", int: "a list of whole numbers", float: "a list of numbers"}.get(
-            inner[0], "a list"
-        )
+        kinds = {str: "a list of texts", int: "a list of whole numbers", float: "a list of numbers"}
+        return kinds.get(inner[0], "a list")
     if dict in (hint, origin) or origin is Mapping:
         return "keys with values"
     return KINDS.get(hint, "another value")

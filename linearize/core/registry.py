@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import math
 import operator
+import sys
 import threading
 import types
 import typing
@@ -320,7 +320,7 @@ def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
 def _from_text(value: Any, hint: Any) -> Any:
     """Convert a text to the annotated type; leave a text that cannot be converted for `check` to refuse."""
     kinds = kinds_of(hint)
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int and fits(value, float):
         return float(value)
     if not isinstance(value, str):
         return value
@@ -370,7 +370,8 @@ def fits(value: object, kind: type) -> bool:
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
+        # False for NaN, infinity, and whole numbers too large for a float.
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, kind)
 
 

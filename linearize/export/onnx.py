@@ -61,8 +61,7 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
     level = quiet.level
     try:
         quiet.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             exported: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
             _remove_repeated(exported.model)
             exported.optimize()

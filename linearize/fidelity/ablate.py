@@ -15,7 +15,7 @@ from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.core.figures import span, with_interval
-from linearize.fidelity.teacher import exact_states, within_limit
+from linearize.fidelity.teacher import Batch, exact_states, within_limit
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.kernels.none import nothing
 
@@ -118,9 +118,7 @@ _REMOVE: Mapping[str, Callable[[LinearAttention], Callable[[], None] | None]] = 
         changed(layer, window=None, sinks=0, exact_keys=0) if _has_kernel_and_window(layer) else None
     ),
     "exact-keys": lambda layer: changed(layer, exact_keys=0) if layer.hybrid.exact_keys else None,
-    "attention": lambda layer: (
-        layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)).remove
-    ),
+    "attention": lambda layer: layer.register_forward_hook(lambda *call: torch.zeros_like(call[-1])).remove,
 }
 """How to remove each part from a layer; returns a function that restores it, or None if the layer lacks the part."""
 
@@ -154,6 +152,9 @@ class KernelMerit:
             gain = f"a gain of {self.difference:.3f}, on one row and so without an interval"
         elif self.interval[0] > 0:
             gain = f"the kernel lowers it by {with_interval(self.difference, self.interval)}"
+        elif self.interval[1] < 0:
+            raised = -self.interval[1], -self.interval[0]
+            gain = f"the kernel raises it by {with_interval(-self.difference, raised)}"
         else:
             gain = f"the kernel's gain cannot be told from noise ({span(self.interval)})"
         return (
@@ -164,7 +165,7 @@ class KernelMerit:
 
 
 def kernel_merit(
-    model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], original: PreTrainedModel | None = None
+    model: PreTrainedModel, batches: Iterable[Batch], original: PreTrainedModel | None = None
 ) -> KernelMerit | None:
     """Measure how much the kernels add to their windows, compared with softmax.
 

@@ -11,8 +11,8 @@ those to train on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from linearize.attention.interface import linear_attentions, observed
-from linearize.attention.layer import LinearAttention
+from linearize.attention.layer import LinearAttention, Mask
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Callback, Started, ignore
 from linearize.fidelity.ablate import changed, undone, without_kernel
-from linearize.fidelity.teacher import last_states, softmax_heads_output
+from linearize.fidelity.teacher import Batch, last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
 from linearize.modeling.plan import Plan
 
@@ -45,13 +45,13 @@ LONGEST, SEGMENT = 4_096, 32
 """Most tokens of the one long row of a causal model, and tokens of the segments that it repeats."""
 
 
-def shortened(batch: Mapping[str, Tensor], causal: bool) -> dict[str, Tensor]:
+def shortened(batch: Batch, causal: bool) -> dict[str, Tensor]:
     """Return the first `ROWS` rows of a batch; for a causal model, fields [B, T] are cut to `TOKENS` tokens."""
     rows = {name: value[:ROWS] for name, value in batch.items()}
     return {name: x[:, :TOKENS] if causal and x.ndim == 2 else x for name, x in rows.items()}
 
 
-def repeated(batch: Mapping[str, Tensor], segment: int | None = None) -> dict[str, Tensor]:
+def repeated(batch: Batch, segment: int | None = None) -> dict[str, Tensor]:
     """Return rows [B, T] whose second half repeats the first, so that a model must copy; padded rows are unchanged.
 
     With `segment`, the second half has the segments of that many tokens in reverse order, so that distances vary.
@@ -65,7 +65,7 @@ def repeated(batch: Mapping[str, Tensor], segment: int | None = None) -> dict[st
     return {"input_ids": twice} | ({} if mask is None else {"attention_mask": torch.ones_like(twice)})
 
 
-def longest_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def longest_row(batch: Batch) -> dict[str, Tensor]:
     """Return the longest row [1, T] of a batch of texts without its padding, up to `LONGEST` tokens; {} for images."""
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None:
@@ -81,22 +81,17 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 
     Gradient checkpointing of transformers needs training mode, with its dropout.
     """
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    # Accelerate's hooks replace `forward` of the instance.
-    hooked = [vars(block).get("forward") for block in blocks]
-    try:
-        for block in blocks:
+    with ExitStack() as undo:
+        for block in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+            # Accelerate's hooks replace `forward` of the instance.
+            undo.callback(vars(block).update, {name: x for name, x in vars(block).items() if name == "forward"})
+            undo.callback(delattr, block, "forward")
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         yield
-    finally:
-        for block, forward in zip(blocks, hooked, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
 
 
 def head_shares(
-    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback = ignore, points: int = POINTS
+    model: PreTrainedModel, batches: Sequence[Batch], on_event: Callback = ignore, points: int = POINTS
 ) -> dict[str, Tensor]:
     """Return the share of each head in the error of a conversion whose kernels are untrained.
 
@@ -130,9 +125,7 @@ def head_shares(
                     for name, share in shares.items()
                 }
 
-                def mix(
-                    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-                ) -> Tensor:
+                def mix(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor:
                     gate = gates[names[id(layer)]][:, None, None]  # noqa: B023
                     softmax = softmax_heads_output(layer, q, k, v, mask, scaling)
                     return torch.lerp(softmax, layer(q, k, v, mask, scaling), gate.to(v.dtype))
@@ -155,10 +148,10 @@ def keep_heads(
     model: PreTrainedModel,
     plan: Plan,
     count: int,
-    batches: Sequence[Mapping[str, Tensor]],
+    batches: Sequence[Batch],
     on_event: Callback = ignore,
     *,
-    trained_on: Mapping[str, Tensor] | None = None,
+    trained_on: Batch | None = None,
     points: int = POINTS,
 ) -> Plan:
     """Make the heads with the largest shares in the error keep softmax, in place, and return the changed plan.
@@ -185,15 +178,13 @@ def keep_heads(
         row = longest_row(trained_on or {})
         if row and row["input_ids"].shape[1] > TOKENS:
             groups.append([repeated(row, SEGMENT)])
-    layers = linear_attentions(model.base_model)
-    found = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
-    for group in groups:
-        for name, share in _shares_by_window(model, group, on_event, points).items():
-            found[name] += share
-    shares = {name: x for name, x in found.items() if hasattr(layers[name].mixer, "softmax_heads")}
-    ranked = sorted(
-        ((float(share), name, head) for name, of in shares.items() for head, share in enumerate(of)), reverse=True
-    )
+    found = [_shares_by_window(model, group, on_event, points) for group in groups]
+    ranked: list[tuple[float, str, int]] = []
+    for name, layer in linear_attentions(model.base_model).items():
+        if hasattr(layer.mixer, "softmax_heads"):
+            share = torch.stack([shares[name] for shares in found]).sum(dim=0)
+            ranked += [(value, name, head) for head, value in enumerate(share.tolist())]
+    ranked.sort(reverse=True)
     if count > len(ranked):
         raise too_many_heads(count, len(ranked))
     chosen: dict[str, list[int]] = {}
@@ -208,7 +199,7 @@ def keep_heads(
 
 
 def _shares_by_window(
-    model: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]], on_event: Callback, points: int
+    model: PreTrainedModel, batches: Sequence[Batch], on_event: Callback, points: int
 ) -> dict[str, Tensor]:
     """Return `head_shares` with windows of at most an eighth of the longest row."""
     tokens = max((x.shape[1] for batch in batches for x in batch.values() if x.ndim == 2), default=None)
@@ -221,7 +212,7 @@ def _shares_by_window(
         return head_shares(model, batches, on_event, points)
 
 
-def _states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+def _states(model: PreTrainedModel, batch: Batch) -> Tensor:
     states = last_states(model, batch)
     if states is None:
         raise ConfigError(

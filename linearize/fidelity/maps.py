@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.layer import LinearAttention
+from linearize.attention.layer import LinearAttention, Mask
 from linearize.attention.masks import softmax_weights
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher import show
+from linearize.fidelity.teacher import Batch, show
 
 MAX_TOKENS = 1024
 """Largest number of tokens of the input, because there are T x T numbers per layer and head."""
@@ -52,7 +51,7 @@ class LayerMaps:
 
 
 @torch.no_grad()
-def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[LayerMaps]:
+def attention_maps(model: PreTrainedModel, batch: Batch) -> list[LayerMaps]:
     """Return the weights of every converted layer on one input without padding.
 
     Args:
@@ -67,9 +66,7 @@ def attention_maps(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[
     """
     maps: list[LayerMaps] = []
 
-    def visit(
-        name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-    ) -> None:
+    def visit(name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> None:
         tokens = k.shape[2]
         if q.shape[0] != 1 or tokens > MAX_TOKENS:
             raise DataError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
 from linearize.fidelity import teacher
 from linearize.fidelity.ablate import merit_of, without_kernel
+from linearize.fidelity.teacher import Batch
 from linearize.ops import Mapped, Window, kernel_weights
 from linearize.ops.state import group_queries
 from linearize.ops.window import NearKeys
@@ -102,9 +103,7 @@ class Fidelity:
         }
 
 
-def measure(
-    original: PreTrainedModel | None, converted: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
-) -> Fidelity:
+def measure(original: PreTrainedModel | None, converted: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity:
     """Measure how close a converted model is to its original.
 
     First, layer by layer, the kernels are compared with the converted model's own softmax, on the hidden states of that
@@ -154,7 +153,7 @@ def check_original(original: PreTrainedModel, converted: PreTrainedModel, name: 
 
 
 def output_difference(
-    original: PreTrainedModel, converted: PreTrainedModel, batches: Sequence[Mapping[str, Tensor]]
+    original: PreTrainedModel, converted: PreTrainedModel, batches: Sequence[Batch]
 ) -> OutputDifference | None:
     """Compare the last hidden states [B, T, C] at all real tokens; None if a model returns none, or their sizes differ.
 
@@ -223,7 +222,7 @@ class _Sums:
 
 
 @torch.no_grad()
-def measure_layers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Fidelity:
+def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity:
     """Compare kernel and softmax in every converted layer, on the hidden states of the frozen softmax model.
 
     Args:

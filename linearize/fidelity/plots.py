@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from linearize.checkpoint.provenance import STAGE_ONE, STAGE_TWO, Record
 from linearize.core.errors import DataError
 from linearize.fidelity import plots_style as style
 from linearize.fidelity.measure import Fidelity
@@ -88,19 +89,19 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     Raises:
         DataError: if there is no line with losses.
     """
-    log = [entry for entry in log if entry.get("losses")]
-    if not log:
+    lines = [(step, line) for step, line in _lines(log, STAGE_ONE) if line.numbers("losses")]
+    if not lines:
         raise DataError("curves of stage one: got a log without losses; give the lines of log.jsonl")
     figure = style.new_figure(7.5, 3.2)
     axes = figure.subplots()
-    steps = [entry["step"] for entry in log]
-    for number, layer in enumerate(log[0]["losses"]):
-        known = [entry["losses"].get(layer, np.nan) for entry in log]
+    steps, losses = [step for step, _ in lines], [line.numbers("losses") for _, line in lines]
+    for number, layer in enumerate(losses[0]):
+        known = [one.get(layer, np.nan) for one in losses]
         label = None if number else "single layers"
         axes.plot(steps, known, color=style.THIRD, linewidth=0.6, alpha=0.6, label=label)
-    means = [np.mean(list(entry["losses"].values())) for entry in log]
+    means = [np.mean(list(one.values())) for one in losses]
     axes.plot(steps, means, color=style.SOFTMAX, linewidth=1.6, label="training batches, mean of the layers")
-    _measured(axes, log, "held_out", "held out")
+    _measured(axes, lines, "held_out", "held out")
     style.tidy(axes, "Stage one: how far each layer is from softmax", "step", "loss")
     _finish(axes)
     return figure
@@ -116,16 +117,17 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
     Raises:
         DataError: if there is no line with a loss or a metric.
     """
-    losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
-    if not losses and not any("eval_loss" in entry or "eval_score" in entry for entry in log):
+    lines = _lines(log, STAGE_TWO)
+    losses = _points(lines, "loss")
+    if not (losses or _points(lines, "eval_loss") or _points(lines, "eval_score")):
         raise DataError("curves of stage two: got a log without losses; give the lines of log.jsonl")
     figure = style.new_figure(7.5, 3.2)
     left, right = figure.subplots(1, 2)
     if losses:
         left.plot(*zip(*losses, strict=True), color=style.SOFTMAX, linewidth=1.4, label="training")
-    _measured(left, log, "eval_loss", "validation")
+    _measured(left, lines, "eval_loss", "validation")
     style.tidy(left, "Stage two: loss", "step", "loss")
-    _measured(right, log, "eval_score")
+    _measured(right, lines, "eval_score")
     if chance is not None:
         right.axhline(chance, color=style.THIRD, linestyle=":", linewidth=1.2, label="chance")
     style.tidy(right, "the task's score on validation rows", "step", "score")
@@ -134,10 +136,20 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
     return figure
 
 
-def _measured(axes: Axes, log: Sequence[Mapping[str, Any]], key: str, label: str | None = None) -> None:
+def _lines(log: Sequence[Mapping[str, Any]], stage: str) -> list[tuple[float, Record]]:
+    """Return the lines of one stage that have a step, with their steps; lines without a stage belong to any."""
+    mine = (Record(line) for line in log if line.get("stage", stage) == stage)
+    return [(step, line) for line in mine if (step := line.number("step")) is not None]
+
+
+def _points(lines: Sequence[tuple[float, Record]], key: str) -> list[tuple[float, float]]:
+    """Return step and figure of the lines that contain the figure."""
+    return [(step, figure) for step, line in lines if (figure := line.number(key)) is not None]
+
+
+def _measured(axes: Axes, lines: Sequence[tuple[float, Record]], key: str, label: str | None = None) -> None:
     """Draw one figure from the lines that contain it."""
-    points = [(entry["step"], entry[key]) for entry in log if entry.get(key) is not None]
-    if points:
+    if points := _points(lines, key):
         look: dict[str, Any] = {"color": style.LINEAR, "linestyle": "--", "marker": "s", "markersize": 4}
         axes.plot(*zip(*points, strict=True), label=label, **look)
 

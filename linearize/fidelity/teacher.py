@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions, observed
-from linearize.attention.layer import LinearAttention
+from linearize.attention.layer import LinearAttention, Mask
 from linearize.attention.redirect import REDIRECTED
 from linearize.conversion.inputs import MAIN, text_config
 from linearize.core.errors import DataError, LinearizeError, first_line
 from linearize.modeling.model import evaluating
 
+Batch = Mapping[str, Tensor]
+"""A model's inputs by name, such as `input_ids` [B, T]."""
 BLOCK_NUMBERS = 1 << 19
 """Number of elements in one block of a matrix (2 MiB of fp32): small enough for the cache, large enough to be fast."""
 
@@ -35,12 +37,12 @@ def body_of(model: PreTrainedModel) -> Any:
     return model if kind in REDIRECTED else model.base_model
 
 
-def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Any:
+def run_body(model: PreTrainedModel, batch: Batch) -> Any:
     """Run the model without its head on a batch (such as `input_ids` [B, T]), as `run_module` does."""
     return run_module(body_of(model), model.config, batch)
 
 
-def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
+def run_module(module: Any, config: Any, batch: Batch) -> Any:
     """Run a model or its body on a batch (such as `input_ids` [B, T]), without cache, labels and unknown columns.
 
     Raises:
@@ -78,7 +80,7 @@ def run_module(module: Any, config: Any, batch: Mapping[str, Tensor]) -> Any:
         ) from error
 
 
-def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+def last_states(model: PreTrainedModel, batch: Batch) -> Tensor | None:
     """Run the body on a batch; return its last hidden states [B, T, D], zero at padding, or None if it returns none."""
     states = getattr(run_body(model, batch), "last_hidden_state", None)
     if not torch.is_tensor(states):
@@ -87,7 +89,7 @@ def last_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor |
     return states if mask is None or states.ndim != 3 else states * mask[:, : states.shape[1], None].to(states)
 
 
-def within_limit(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def within_limit(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
     """Return a batch whose texts [B, T] are cut to the longest input of a model."""
     from linearize.conversion.positions import current_length
 
@@ -96,7 +98,7 @@ def within_limit(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[st
 
 
 @torch.no_grad()
-def exact_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+def exact_states(model: PreTrainedModel, batch: Batch) -> Tensor | None:
     """Return `last_states` in evaluation mode, moved to the model's device, as fp64 [B, T, D] on the CPU."""
     device = next(model.parameters()).device
     with evaluating(model):
@@ -104,12 +106,12 @@ def exact_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor 
     return None if states is None or states.ndim != 3 else states.double().cpu()
 
 
-Visit = Callable[[str, LinearAttention, Tensor, Tensor, Tensor, Tensor | None, float], Tensor | None]
+Visit = Callable[[str, LinearAttention, Tensor, Tensor, Tensor, Mask, float], Tensor | None]
 """Called with a layer's name, the layer, q, k, v, the key padding mask and the scaling; returns the layer's output, or
 None to use the output of softmax."""
 
 
-def show(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], visit: Visit) -> None:
+def show(model: PreTrainedModel, batches: Iterable[Batch], visit: Visit) -> None:
     """Run batches through a converted model's body, in evaluation mode and without autocast, and visit its layers.
 
     Args:
@@ -141,9 +143,7 @@ def has_rows(layer: LinearAttention) -> bool:
     return isinstance(layer.mixer, FeatureMapMixer)
 
 
-def softmax_heads_output(
-    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor:
+def softmax_heads_output(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor:
     """Return softmax's head outputs [B, H, T, V] in v's dtype, zero at padding, computed with SDPA.
 
     Memory is linear in T whatever the mask: padding is removed first, because SDPA needs a T x T mask for causal rows
@@ -165,9 +165,7 @@ softmax_output = torch.no_grad()(softmax_heads_output)
 """`softmax_heads_output` without a gradient."""
 
 
-def frozen_output(
-    layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor | None:
+def frozen_output(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor | None:
     """Return softmax's output [B, H, T, V], for an observer; None leaves bidirectional layers to the host.
 
     For a causal layer with padding, the host would build a T x T mask.

@@ -178,7 +178,5 @@ def keep_tokens(model: nn.Module) -> None:
             setattr(module, _SLICING, _unsliced)
 
 
-def _unsliced(
-    hidden: Tensor, per_layer: object, positions: object, masks: object, *args: object, **kwargs: object
-) -> Any:
+def _unsliced(hidden: Tensor, per_layer: object, positions: object, masks: object, *args: Any, **kwargs: Any) -> Any:
     return hidden, per_layer, positions, masks

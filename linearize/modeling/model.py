@@ -110,9 +110,7 @@ class LinearizedModel(_Original):
         finally:
             self.__class__ = inner
 
-    def set_attn_implementation(
-        self, attn_implementation: str | dict[str, str], *args: object, **kwargs: object
-    ) -> None:
+    def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
         """Accept only linear attention: a converted model has no other.
 
         Raises:
@@ -150,11 +148,7 @@ class LinearizedModel(_Original):
         return prepare(*args, **kwargs)
 
     def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any] | None = None,
-        *args: object,
-        **kwargs: object,
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         check_generation(generation_config)
         if not isinstance(self, LinearizedModel):

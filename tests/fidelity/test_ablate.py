@@ -9,7 +9,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.provenance import Provenance
 from linearize.checkpoint.save import _fidelity, limits
 from linearize.core.errors import ConfigError
-from linearize.fidelity.ablate import PARTS, ablated, kernel_merit
+from linearize.fidelity.ablate import PARTS, KernelMerit, ablated, kernel_merit
 from linearize.fidelity.measure import measure_layers
 from linearize.modeling.plan import Plan
 
@@ -112,7 +112,9 @@ def test_merit_is_the_difference_of_two_errors():
     assert found.difference == pytest.approx(found.window_only - found.error)
     assert found.interval[0] <= found.difference + 1e-9
     assert found.difference <= found.interval[1] + 1e-9
-    assert ("cannot be told from noise" in found.text) == (found.interval[0] <= 0)
+    assert ("cannot be told from noise" in found.text) == (found.interval[0] <= 0 <= found.interval[1])
+    worse = KernelMerit(0.5, 0.3, -0.2, (-0.3, -0.1))
+    assert worse.text.endswith("with it: the kernel raises it by 0.200 (0.100 to 0.300)")
     assert kernel_merit(model, batches, original("llama", CAUSAL)) == found
     short = kernel_merit(model, [{"input_ids": batch["input_ids"][:, :3]} for batch in batches])
     assert short.text.startswith("the last hidden state has no error even without the kernel")

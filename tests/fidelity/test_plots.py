@@ -91,6 +91,15 @@ def test_curves():
     # A log holds the lines of both stages.
     assert len(plots.stage_one_curves(log + tuned).axes[0].lines) == len(plots.stage_one_curves(log).axes[0].lines)
     assert len(plots.stage_two_curves(log + tuned).axes[0].lines) == 2
+    # The alignment's lines also have losses, and steps from 1 on.
+    staged = [{"stage": "distillation", **line} for line in log]
+    aligned = [{"stage": "alignment", "step": 1, "losses": {"states": 9.0}, "held_out": 9.0}]
+    for line in plots.stage_one_curves(staged + aligned).axes[0].lines:
+        assert 9.0 not in line.get_ydata() and list(line.get_xdata()) == sorted(line.get_xdata())
+    # A log comes from whoever made the checkpoint.
+    broken = [{"step": 1, "losses": 5, "loss": {}}, {"step": "x", "losses": {"a": 1.0}, "loss": 1.0}, {"step": [1]}]
+    assert len(plots.stage_one_curves([*broken, *log]).axes[0].lines) >= 3
+    assert len(plots.stage_two_curves([*broken, *tuned]).axes[1].lines) == 1
     for empty in (plots.stage_one_curves, plots.stage_two_curves):
         with pytest.raises(DataError, match="log"):
             empty([])

@@ -9,6 +9,7 @@ from support.tiny import IMAGE, original
 
 import linearize
 from linearize.attention.interface import linear_attentions, observed
+from linearize.conversion.attentions import trial_runs
 from linearize.conversion.check import check, record
 from linearize.core.errors import UnsupportedModelError
 
@@ -18,7 +19,7 @@ HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "i
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "bart", "clip"])
 def test_ordinary_models_are_held_against_themselves(name):
     model = original(name)
-    recorded = record(model)
+    recorded = record(trial_runs(model)[0])
     assert len(recorded) == 1
     module, batch, before = recorded[0]
     assert module is model
@@ -79,7 +80,7 @@ def test_a_model_that_draws_numbers_is_held_against_itself():
     sizes = {"decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4, "decoder_hidden_size": 32}
     config = transformers.ViTMAEConfig(**IMAGE, **sizes, decoder_intermediate_size=37, norm_pix_loss=False)
     model = transformers.ViTMAEForPreTraining(config).eval()
-    recorded = record(model)
+    recorded = record(trial_runs(model)[0])
     assert len(recorded) == 1
     check(linearize.convert(model), recorded)
 
@@ -130,12 +131,12 @@ def test_what_stands_at_padding_does_not_count_in_outputs_of_other_shapes():
         **sizes, num_codebooks=9, backbone_hidden_size=32, num_key_value_heads=2
     )
     model = transformers.CsmDepthDecoderForCausalLM(config).eval()
-    recorded = record(model)
+    recorded = record(trial_runs(model)[0])
     assert recorded[0].batch["attention_mask"].shape == (2, 7) and recorded[0].outputs[0].shape[:2] == (2, 6)
     linearize.convert(model)
     config = transformers.MusicgenMelodyDecoderConfig(**sizes, ffn_dim=37, num_codebooks=2, is_decoder=True)
     model = transformers.MusicgenMelodyForCausalLM(config).eval()
-    assert record(model)[0].batch["input_ids"].shape[1] == 7
+    assert record(trial_runs(model)[0])[0].batch["input_ids"].shape[1] == 7
     assert len(linear_attentions(linearize.convert(model))) == 2
 
 
@@ -144,7 +145,7 @@ def test_a_head_that_reads_a_token_of_padding_is_no_reason():
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "pad_token_id": 0}
     model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**sizes)).eval()
-    padded, whole = record(model)
+    padded, whole = record(trial_runs(model)[0])
     assert [x is None for x in padded.outputs] == [False, True] and None not in whole.outputs
     assert "attention_mask" in padded.batch and "attention_mask" not in whole.batch
     converted = linearize.convert(model)
@@ -158,7 +159,7 @@ def test_a_head_that_looks_for_the_padding_is_compared_with_padding():
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "pad_token_id": 0}
     model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes)).eval()
-    (padded,) = record(model)
+    (padded,) = record(trial_runs(model)[0])
     assert "attention_mask" in padded.batch and None not in padded.outputs
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from support.tiny import converted, original
 
 import linearize
-from linearize.conversion.layers import ConversionConfig, assign, expand, kept_layers, parse_indices, parse_layers
+from linearize.conversion.layers import (
+    ConversionConfig,
+    assign,
+    expand,
+    kept_layers,
+    parse_heads,
+    parse_indices,
+    parse_layers,
+    parse_share,
+)
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.core.registry import kernel_infos, make_config
 from linearize.modeling.plan import SOFTMAX
@@ -71,11 +82,20 @@ def test_shares_that_are_none(text):
         kept_layers(text, 8)
 
 
+@pytest.mark.parametrize("read", [parse_heads, parse_share, lambda text: parse_indices(text, "layers")])
+@pytest.mark.parametrize("form", ["{}", "1/{}", "{}:1", "1:{}", "0-{}"])
+def test_numbers_of_thousands_of_digits_are_refused_in_one_line(read, form):
+    with contextlib.suppress(ConfigError):
+        read(form.format("9" * 5000))
+
+
 @pytest.mark.parametrize(
     ("layers", "kept", "kernel", "message"),
     [
         ({4: "elu"}, [], "elu", "layer 4 does not exist: this model has 4 that can be converted, 0 to 3"),
         ({}, [-1], "elu", "layer -1 does not exist"),
+        ({}, ["0"], "elu", "layer '0' does not exist"),
+        ({}, [0.5], "elu", "layer 0.5 does not exist"),
         ({1: "elu"}, [1], "elu", "layer 1 is in layers and in keep_softmax; name it in one of them"),
         ({0: "elu"}, [2], None, "layer 1 has no kernel: name it in layers or keep_softmax, or give a kernel"),
         ({0: 7}, [], "elu", r"layer 0: got 7, expected a kernel or \(kernel, arguments\)"),
@@ -85,6 +105,11 @@ def test_plans_that_miss_repeat_or_exceed(layers, kept, kernel, message):
     with pytest.raises(ConfigError, match=message) as caught:
         assign(4, ConversionConfig(kernel, layers=layers, keep_softmax=kept))
     assert "\n" not in str(caught.value)
+
+
+def test_heads_that_are_no_lists_are_refused():
+    with pytest.raises(ConfigError, match=r"softmax_heads: got \{0: 1\}, expected lists of heads by layer number"):
+        ConversionConfig("elu", softmax_heads={0: 1})
 
 
 @pytest.mark.parametrize("info", PRESETS, ids=lambda info: info.name)

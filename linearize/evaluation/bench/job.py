@@ -15,17 +15,8 @@ from linearize.checkpoint.loading import check_device
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.registry import PLAIN, Hybrid, kernel_info, make_config
+from linearize.evaluation.bench import meter
 from linearize.evaluation.bench.memory import memory_of, out_of_memory
-from linearize.evaluation.bench.meter import (
-    Call,
-    Machine,
-    Noise,
-    NoiseWatch,
-    check_dtype,
-    describe,
-    in_turns,
-    seconds_of,
-)
 from linearize.evaluation.bench.models import BERT_BASE, BenchModel, DecodeModelSuite, ModelSuite
 from linearize.evaluation.bench.rows import Row, Variant
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite, Suite
@@ -45,8 +36,8 @@ class BenchResult:
         notes: caveats for the reader.
     """
 
-    machine: Machine
-    noise: Noise
+    machine: meter.Machine
+    noise: meter.Noise
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
 
@@ -102,7 +93,7 @@ def checked(options: BenchOptions) -> BenchOptions:
             other = "leave --lengths out" if options.suite == "model" else "measure a MODEL's forward"
             raise ConfigError(f"image-size: only the forward pass of an image MODEL has image sizes; {other}")
     device = check_device(options.device)
-    return replace(options, device=device, dtype=check_dtype(options.dtype, device))
+    return replace(options, device=device, dtype=meter.check_dtype(options.dtype, device))
 
 
 def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
@@ -142,13 +133,13 @@ def run_tasks(tasks: Iterable[tuple[Suite, int, bool]], options: BenchOptions, o
         options: device, dtype and repeats.
         on_event: called with every event.
     """
-    watch = NoiseWatch(options.device)
+    watch = meter.NoiseWatch(options.device)
     rows = []
     for suite, tokens, memory in tasks:
         on_event(Started(f"{suite.what}, {tokens:,} tokens"))
         rows.append(measure(suite, tokens, repeats=options.repeats, memory=memory))
         watch.probe()
-    return BenchResult(describe(options.device, options.dtype), watch.stop(), rows)
+    return BenchResult(meter.describe(options.device, options.dtype), watch.stop(), rows)
 
 
 def measure(suite: Suite, tokens: int, *, repeats: int | None = None, memory: bool = True) -> Row:
@@ -165,16 +156,16 @@ def measure(suite: Suite, tokens: int, *, repeats: int | None = None, memory: bo
     """
     tried = suite.memory_variants if memory else suite.may_run_out_of_memory
     variants = {name: memory_of(suite, name, tokens) if name in tried else Variant() for name in suite.variants}
-    calls: dict[str, Call] = {}
+    calls: dict[str, meter.Call] = {}
     warm_up = 0.0
     for name in [name for name, variant in variants.items() if variant.problem is None]:
         try:
             calls[name] = suite.prepare(name, tokens)
-            warm_up += seconds_of(calls[name])
+            warm_up += meter.seconds_of(calls[name])
         except (RuntimeError, MemoryError) as error:
             calls.pop(name, None)
             variants[name] = out_of_memory(error)
-    for name, timing in in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls).items():
+    for name, timing in meter.in_turns(calls, repeats, warm_up=warm_up, calls=suite.calls).items():
         variants[name] = Variant(timing, variants[name].bytes)
     calls.clear()
     gc.collect()

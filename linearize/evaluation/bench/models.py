@@ -21,14 +21,8 @@ from linearize.attention.cache import cache_argument, cache_nbytes
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
 from linearize.checkpoint.loading import load_converted, load_model, model_type, move
+from linearize.conversion import positions
 from linearize.conversion.plan import convert
-from linearize.conversion.positions import (
-    current_image_size,
-    current_length,
-    extend_image_size,
-    extend_positions,
-    runs_beyond_limit,
-)
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.kernel_options import ADDITIONS
 from linearize.core.registry import PLAIN, Hybrid
@@ -120,11 +114,11 @@ class BenchModel:
             loaded = load_model(self.model)
             self._check_reads(loaded.modality)
             model = loaded.model
-        length = current_length(model)
+        length = positions.current_length(model)
         if self.image_size is not None:
-            extend_image_size(model, self.image_size)
-        elif length is not None and length < self.longest and not runs_beyond_limit(model):
-            extend_positions(model, self.longest)
+            positions.extend_image_size(model, self.image_size)
+        elif length is not None and length < self.longest and not positions.runs_beyond_limit(model):
+            positions.extend_positions(model, self.longest)
         return move(model.eval(), self.device, DTYPES[self.dtype])
 
     def _check_reads(self, modality: str) -> None:
@@ -146,7 +140,7 @@ class BenchModel:
     @property
     def note(self) -> str | None:
         """A caveat about inputs longer than the model was trained for; None if there are no such inputs."""
-        length = None if self.image_size is not None else current_length(self.linear)
+        length = None if self.image_size is not None else positions.current_length(self.linear)
         if length is None or length >= self.longest:
             return None
         return (
@@ -161,7 +155,7 @@ class BenchModel:
         Raises:
             UnsupportedModelError: if it is not known.
         """
-        length = current_length(self.linear)
+        length = positions.current_length(self.linear)
         if length is None:
             raise UnsupportedModelError(
                 f"bench: the number of tokens per image of {self.model!r} is not known; choose another model"
@@ -180,14 +174,14 @@ class BenchModel:
             return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **additions).eval()
         loaded = load_converted(self.model, device=self.device)
         self._check_reads(loaded.modality)
-        length, size = current_length(loaded.model), current_image_size(loaded.model)
+        length, size = positions.current_length(loaded.model), positions.current_image_size(loaded.model)
         if self.image_size is not None:
             if size is not None and size != (self.image_size, self.image_size):
                 raise ConfigError(
                     f"image-size: got {self.image_size}, but {self.model!r} takes images of {size[0]} x {size[1]} "
                     "pixels; leave it out, or convert with --image-size"
                 )
-        elif length is not None and length < self.longest and not runs_beyond_limit(loaded.model):
+        elif length is not None and length < self.longest and not positions.runs_beyond_limit(loaded.model):
             raise ConfigError(
                 f"lengths: got {self.longest:,}, but {self.model!r} takes at most {length:,} tokens; leave it out, or "
                 "convert with --max-length"

@@ -64,13 +64,13 @@ class Row:
         """Return a variant's time divided by another's (by default ours)."""
         return ratio(self.seconds(variant), self.seconds(over or self.pair[1]))
 
-    def timing(self, variant: str) -> Timing | None:
-        """Return a variant's times, or None."""
-        return self.variants.get(variant, Variant()).timing
+    def timing(self, variant: str, figure: str) -> Any:
+        """Return a figure of a variant's times (a field of `Timing`), or None."""
+        return getattr(self.variants.get(variant, Variant()).timing, figure, None)
 
     def seconds(self, variant: str) -> float | None:
         """Return a variant's median time, or None."""
-        return getattr(self.timing(variant), "seconds", None)
+        return self.timing(variant, "seconds")
 
     def memory(self, variant: str) -> int | None:
         """Return a variant's peak memory in bytes, or None."""
@@ -78,7 +78,7 @@ class Row:
 
     def first_speedup(self) -> float | None:
         """Return the speed-up of each turn's first call (median times); None if either variant did not run."""
-        return ratio(*(getattr(self.timing(name), "first", None) for name in self.pair))
+        return ratio(*(self.timing(name, "first") for name in self.pair))
 
     def side_by_side(self) -> dict[str, Any]:
         """Return time and memory of the two variants that are compared, as flat plain data."""
@@ -86,8 +86,8 @@ class Row:
             "tokens": self.tokens,
             **{f"{name}_seconds": self.seconds(name) for name in self.pair},
             **{f"{name}_bytes": self.memory(name) for name in self.pair},
-            "repeats": getattr(self.timing(self.pair[1]), "repeats", None),
-            **{f"{name}_spread": getattr(self.timing(name), "spread", None) for name in self.pair},
+            "repeats": self.timing(self.pair[1], "repeats"),
+            **{f"{name}_spread": self.timing(name, "spread") for name in self.pair},
             "speedup": self.speedup,
         }
 
@@ -96,7 +96,7 @@ class Row:
         reference, ours = self.pair
         times = {"seconds": "seconds", "spread": "spread", "repeats": "repeats", "first_seconds": "first"}
         sides = {
-            name: {key: getattr(variant.timing, figure, None) for key, figure in times.items()}
+            name: {key: self.timing(name, figure) for key, figure in times.items()}
             | {"bytes": variant.bytes, "problem": variant.problem}
             for name, variant in self.variants.items()
         }

@@ -247,11 +247,9 @@ def _speed(found: Gathered) -> Iterator[Section]:
     rows = [
         [
             f"{row.tokens:,}",
-            _number(row.seconds("softmax")),
-            _number(row.seconds("linear")),
+            *(_number(row.seconds(side)) for side in row.pair),
             "-" if row.speedup is None else f"{row.speedup:.2f}",
-            mebibytes(row.memory("softmax")),
-            mebibytes(row.memory("linear")),
+            *(mebibytes(row.memory(side)) for side in row.pair),
         ]
         for row in found.speeds
     ]
