@@ -228,7 +228,7 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise TypeError(f"got a {type(values).__name__}, expected an object")
         classes = values.get("architectures") or []
-        if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        if not isinstance(classes, str | list) or not all(isinstance(one, str) for one in classes):
             raise TypeError(f"got architectures {repr(classes)[:80]}, expected a list of class names")
         return values
 

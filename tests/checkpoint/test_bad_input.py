@@ -162,7 +162,7 @@ def test_the_home_of_an_unknown_user_is_one_line():
         read_config("~no-such-user/model")
 
 
-@pytest.mark.parametrize("value", [5, {"a": 1}, "BertModel", [5], [None]], ids=repr)
+@pytest.mark.parametrize("value", [5, {"a": 1}, [5], [None]], ids=repr)
 def test_architectures_that_are_no_list_of_names_are_one_line(value, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": value}))
     with pytest.raises(CheckpointError, match=r"its config.json: got architectures .*expected a list of class names"):

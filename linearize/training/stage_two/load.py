@@ -94,7 +94,7 @@ def load_for_task(
     if head_labels is not None and (order := label_order(head_labels, task.labels or ())):
         reorder_outputs(model, order)
     fit_tokenizer(model, data.type.processor)
-    if task.modality == "image":
+    if task.modality == "image" and len(data.validation):
         with torch.no_grad(), evaluating(model):
             run_module(model, model.config, data.collate([data.validation[0]]))
     return ready(model)
