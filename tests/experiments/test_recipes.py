@@ -177,6 +177,23 @@ def test_missing_keys_and_other_files(tiny, write, tmp_path):
             load_recipe(str(tmp_path / "bad.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("values", "change", "message"),
+    [
+        ({}, "tasks=5", "unknown task '5'"),
+        ({"tasks": {"cola": {}}}, "tasks=[[cola], {a: 1}]", "unknown task"),
+        ({"tasks": 5}, "tasks.cola.label=x", "'tasks' is not a section of keys"),
+        ({"kernels": None}, "kernels=[nothing]", "unknown kernel 'nothing'"),
+        ({"tasks": {5: {}}}, "needs=time", "tasks.5: unknown task '5'"),
+        ({"figures": {"elu": {5: 1.0}}}, "needs=time", "figures.elu: unknown task 5"),
+    ],
+)
+def test_names_that_are_no_text_are_an_error_in_one_line(values, change, message, tiny, write):
+    """A number or a list in place of a name ended in a traceback."""
+    with pytest.raises(LinearizeError, match=message):
+        load_recipe(write({**tiny, **values}), [change])
+
+
 @pytest.mark.parametrize("change", ["data", "=3", "finetune..epochs=1", "kernels=[", "summary.x=1", "finetun.epochs=1"])
 def test_wrong_changes(tiny, write, change):
     with pytest.raises(LinearizeError):

@@ -252,17 +252,18 @@ def _change(values: dict[str, Any], change: str) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: got {text!r}, expected a YAML value such as 1, text or [a,b]") from error
     tasks = values.get("tasks")
-    if parts[0] == "tasks" and len(parts) > 1 and not isinstance(tasks, dict):
-        values["tasks"] = {name: {} for name in tasks or []}
+    if parts[0] == "tasks" and len(parts) > 1 and isinstance(tasks, list):
+        values["tasks"] = {str(name): {} for name in tasks}
     if parts in (["kernels"], ["tasks"], ["seeds"], ["sources"]) and not isinstance(value, list | dict):
         value = [value]
     # A row or task given by name keeps its options from the recipe.
     if parts == ["kernels"] and isinstance(value, list):
-        rows = values.get("kernels", [])
-        known = {row.get("label") or row.get("name") if isinstance(row, dict) else row: row for row in rows}
+        before = values.get("kernels")
+        rows = [row for row in before if isinstance(row, dict)] if isinstance(before, list) else []
+        known = {str(row.get("label") or row.get("name")): row for row in rows}
         value = [known.get(row, row) if isinstance(row, str) else row for row in value]
     if parts == ["tasks"] and isinstance(value, list) and isinstance(tasks, dict):
-        value = {name: tasks.get(name, {}) for name in value}
+        value = {str(name): tasks.get(str(name), {}) for name in value}
     place = values
     for part in parts[:-1]:
         place = place.setdefault(part, {})
