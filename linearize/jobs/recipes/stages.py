@@ -39,13 +39,7 @@ from linearize.jobs.synthetic.tokenizers import LEARNED, make_tokenizer
 from linearize.training.alignment.loop import align
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import (
-    beyond_training,
-    check_length,
-    fit_tokenizer,
-    load_for_task,
-    load_teacher,
-)
+from linearize.training.stage_two.load import beyond_training, check_length, fit_tokenizer, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record
 from linearize.training.stage_two.splits import Given, located, raw_table
@@ -345,17 +339,13 @@ def _embeds_segments(config: dict[str, object]) -> bool:
 
 def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, object]:
     """Complete a config from the data: vocabulary size, special tokens, and positions for the longest row."""
-    values = dict(config)
     if not hasattr(processor, "convert_tokens_to_ids"):
-        return values
-    values.setdefault("vocab_size", len(processor))
-    values.setdefault("pad_token_id", processor.pad_token_id)
-    if values.get("model_type") == "gpt2":
-        values.setdefault("n_positions", length)
-        values.setdefault("bos_token_id", processor.eos_token_id)
-        values.setdefault("eos_token_id", processor.eos_token_id)
+        return config
+    padding, end, kind = processor.pad_token_id, processor.eos_token_id, config.get("model_type")
+    sizes: dict[str, object] = {"vocab_size": len(processor), "pad_token_id": padding}
+    if kind == "gpt2":
+        sizes |= {"n_positions": length, "bos_token_id": end, "eos_token_id": end}
     else:
         # RoBERTa numbers its positions starting after the padding token's id.
-        extra = (processor.pad_token_id or 0) + 1 if values.get("model_type") == "roberta" else 0
-        values.setdefault("max_position_embeddings", length + extra)
-    return values
+        sizes["max_position_embeddings"] = length + ((padding or 0) + 1 if kind == "roberta" else 0)
+    return {**sizes, **config}
