@@ -16,7 +16,7 @@ from linearize.core.events import Callback, Event, ignore
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
-from linearize.jobs.convert import ConvertResult, align_checkpoint, convert_checkpoint, distill_checkpoint
+from linearize.jobs.convert import ConvertResult, continue_checkpoint, convert_checkpoint
 from linearize.jobs.demo import run_demo
 from linearize.jobs.dry_run import AnyJob, dry_run
 from linearize.jobs.finetune import finetune_checkpoint
@@ -52,12 +52,12 @@ def convert(job: ConvertJob, args: argparse.Namespace, out: Screen) -> object:
 
 def distill(job: DistillJob, args: argparse.Namespace, out: Screen) -> object:
     """Continue stage one."""
-    return _train(job, args, out, distill_checkpoint)
+    return _train(job, args, out, continue_checkpoint)
 
 
 def align(job: AlignJob, args: argparse.Namespace, out: Screen) -> object:
     """Align with the original."""
-    return _train(job, args, out, align_checkpoint)
+    return _train(job, args, out, continue_checkpoint)
 
 
 def _train(
@@ -70,16 +70,10 @@ def _train(
     """Run a job and show its progress, or its estimated cost; after that, `also` gets each event."""
     if args.dry_run:
         return show_bill(job, args, out, also)
-    with at_work(out, "loading the model", lambda: kept_states(job.target())) as work:
-
-        def on_event(event: Event) -> None:
-            work(event)
-            also(event)
-
-        result = run(job, on_event)
+    with at_work(out, "loading the model", lambda: kept_states(job.target()), also) as work:
+        result = run(job, work)
     out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
-    if result.findings is not None:
-        show_findings(out, result.findings)
+    show_findings(out, result.findings)
     return result.to_dict()
 
 
@@ -88,7 +82,7 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     if args.dry_run:
         return show_bill(job, args, out)
     with at_work(out, "loading the model and its data", lambda: kept_checkpoint(job)) as work:
-        target, result = finetune_checkpoint(job, work)
+        target, result, findings = finetune_checkpoint(job, work)
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     chosen = result.selection
     kept = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
@@ -98,13 +92,11 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
         out.print(f"Not above chance, which has a score of {result.chance:.4f}.")
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
-    if work.findings is not None:
-        show_findings(out, work.findings)
+    show_findings(out, findings)
     figures = {
         name: getattr(result, name) for name in (*MEASURED, "steps", "best_step", "stopped", "selection", "seconds")
     }
-    findings = {} if work.findings is None else asdict(work.findings)
-    return {"output": str(target), **figures, "findings": findings}
+    return {"output": str(target), **figures, "findings": asdict(findings)}
 
 
 def kept_checkpoint(job: TuneJob) -> str:
@@ -162,9 +154,8 @@ def show_bill(job: AnyJob, args: argparse.Namespace, out: Screen, also: Callback
             plans.append(event.plan)
         if not isinstance(event, events.DataOpened):
             work(event)
-            also(event)
 
-    with at_work(out, "checking") as work:
+    with at_work(out, "checking", also=also) as work:
         bill = dry_run(job, on_event)
     for text in bill.lines():
         out.print(text, soft_wrap=True)

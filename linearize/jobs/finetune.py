@@ -14,23 +14,16 @@ from linearize.checkpoint.provenance import add_command, read_log
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of
-from linearize.jobs.advice import after_tuning
-from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
+from linearize.jobs.advice import Findings, after_tuning
+from linearize.jobs.events import Callback, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.stages import note_exact_rows, reserved
 from linearize.jobs.task_config import TuneJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
+from linearize.training.stage_two import save as saving
 from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher, other_classes
 from linearize.training.stage_two.prepare import hold_out, prepare
-from linearize.training.stage_two.save import (
-    check_work,
-    last_checkpoint,
-    remove_work,
-    save_model,
-    tuning_files,
-    tuning_record,
-)
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import TuneResult, check_options, check_trainable, finetune
 from linearize.training.trackers import check_report_to
@@ -39,12 +32,15 @@ ADAPTER = "adapter"
 """Subfolder for low-rank updates; if they were next to the weights, transformers would apply them a second time."""
 
 
-def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
+def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult, Findings]:
     """Tune a checkpoint on a task and save the result atomically.
 
     The trainer's own checkpoints stay in `<output>.training` until the result is saved; with `resume` an interrupted
     run continues from there. The output may be the checkpoint itself, if linearize wrote it. Several processes
     (torchrun, accelerate launch) train together, and one of them writes.
+
+    Returns:
+        The output folder, the result, and the findings, which name the next command.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct.
@@ -57,7 +53,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
             check_room(target, size_of(model))
             if not job.resume:
                 # Last, after all checks.
-                remove_work(opened.work)
+                saving.remove_work(opened.work)
         result = finetune(
             model,
             data,
@@ -75,8 +71,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
         wait_for_all()
         findings = after_tuning(model, job, data)
     on_event(Saved(target))
-    on_event(Concluded(findings))
-    return target, result
+    return target, result, findings
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
             f"extra_pairs: got {data_options.extra_pairs!r}, but new pairs have no label; name a teacher (--teacher)"
         )
     work = target.with_name(f"{target.name}.training")
-    check_work(work, resume=job.resume, overwrite=job.overwrite)
+    saving.check_work(work, resume=job.resume, overwrite=job.overwrite)
     # A damaged log is refused before the first slow step; the output may be the same folder.
     earlier = read_log(job.model)
     data = prepare(job.task, load_processor(job.model, job.task.modality), data_options, data=job.dataset)
@@ -155,17 +150,19 @@ def _save(job: TuneJob, opened: Opened, result: TuneResult) -> None:
     Raises:
         NotSavedError: if it cannot be written; the trainer's checkpoints are then kept.
     """
-    record = tuning_record(opened.data, job.tune, result, job.teacher)
-    files: dict[str, str | bytes] = {**tuning_files(record, result, opened.earlier)}
+    record = saving.tuning_record(opened.data, job.tune, result, job.teacher)
+    files: dict[str, str | bytes] = {**saving.tuning_files(record, result, opened.earlier)}
     files |= {f"{ADAPTER}/{name}": content for name, content in (result.adapter or {}).items()}
     section = getattr(opened.model.config, "linearize", None) or {}
     stage = {"finetuning": record, **add_command(section.get("provenance") or {})}
     processor = opened.data.type.processor
     try:
-        save_model(opened.model, job.target(), processor, overwrite=job.overwrite, stage=stage, extra_files=files)
+        saving.save_model(
+            opened.model, job.target(), processor, overwrite=job.overwrite, stage=stage, extra_files=files
+        )
     except CheckpointError as error:
-        if last_checkpoint(opened.work) is None:
+        if saving.last_checkpoint(opened.work) is None:
             raise
         raise NotSavedError(str(error), str(opened.work)) from error
     with contextlib.suppress(CheckpointError, OSError):
-        remove_work(opened.work)
+        saving.remove_work(opened.work)

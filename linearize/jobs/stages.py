@@ -97,11 +97,6 @@ class Context:
         """The output folder, without a slash at its end."""
         return str(self.job.target()).rstrip("/")
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the job began."""
-        return time.perf_counter() - self.start
-
 
 def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
     """Return the tokens of the longest row without padding; None if the batches hold no text."""
@@ -120,7 +115,7 @@ def reserved(job: StageOneJob | AlignJob | TuneJob) -> Iterator[None]:
     target, sources = job.target(), job.sources()
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():
-        if is_main() and isinstance(job, TrainingJob):
+        if isinstance(job, TrainingJob):
             check_states(job)
         yield
 
@@ -136,13 +131,13 @@ def resumes(job: AnyJob) -> bool:
 
 
 def check_states(job: AnyJob) -> None:
-    """Refuse to start a run where an interrupted one left its states.
+    """Refuse, in the main process, to start a run where an interrupted one left its states.
 
     Raises:
         ConfigError: if there are states and the job neither resumes nor overwrites.
         CheckpointError: if a state folder holds something else.
     """
-    for folder in states_of(job) if not job.stage.resume else []:
+    for folder in states_of(job) if is_main() and not job.stage.resume else []:
         folder.check_free(overwrite=job.overwrite)
 
 
@@ -196,14 +191,14 @@ def keep_choices(context: Context) -> None:
 
 
 def clear_states(job: AnyJob) -> None:
-    """Remove the states of an earlier run, unless the job resumes it."""
-    for folder in states_of(job) if not job.stage.resume else []:
+    """Remove the states of an earlier run, in the main process, unless the job resumes it."""
+    for folder in states_of(job) if is_main() and not job.stage.resume else []:
         folder.remove()
 
 
 def drop_states(job: AnyJob) -> None:
-    """Remove the states of a finished run."""
-    for folder in states_of(job):
+    """Remove the states of a finished run, in the main process."""
+    for folder in states_of(job) if is_main() else []:
         # A folder that holds something else is kept.
         with contextlib.suppress(CheckpointError):
             folder.remove()

@@ -14,7 +14,7 @@ from typing import Any
 from linearize.core import kernel_options
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.kernel_options import Additions
-from linearize.core.options import MOST_SEED, check, option, parse_names, section
+from linearize.core.options import MOST_SEED, option, parse_names, section
 from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, WINDOWS, Job
 from linearize.jobs.presets import STEP_ROWS, parse_window, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -69,10 +69,7 @@ class TuneJob(Job):
     )
     data: DataOptions = section(
         DataOptions,
-        only=(
-            *("max_length", "limit", "validation_limit", "stride", "mask_share", "augment"),
-            *("extra_pairs", "seed"),
-        ),
+        only=("max_length", "limit", "validation_limit", "stride", "mask_share", "augment", "extra_pairs", "seed"),
     )
     tune: TuneConfig = section(
         TuneConfig,
@@ -149,7 +146,7 @@ class EvaluateJob(Job):
     memory: bool = option(False, "with --compare: peak memory of the longest row, in one process per side")
 
     def __post_init__(self) -> None:
-        check(self, "options")
+        super().__post_init__()
         if self.chunk_length is not None and (self.compare is None or not self.chunks):
             raise ConfigError(
                 f"options, chunk_length: got {self.chunk_length}, but only an original is read in chunks; give "
@@ -222,7 +219,7 @@ class LongdocJob(Job):
     device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
 
     def __post_init__(self) -> None:
-        check(self, "options")
+        super().__post_init__()
         if not self.task.type.row_labels:
             raise ConfigError(
                 f"task: got {self.task.name}, expected one that predicts a class or a number for each text, such as "
