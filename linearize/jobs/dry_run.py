@@ -369,7 +369,8 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     few = replace(
         data, type=without_metrics, validation=Chosen(data.validation, range(measured), still=True), selection=None
     )
-    steps = min(TIMED, total)
+    # Without epochs nothing is trained; one step is timed nevertheless.
+    steps = max(1, min(TIMED, total))
     seconds, evaluation = list[float](), 0.0
 
     def on_log(entry: dict[str, float]) -> None:
