@@ -62,6 +62,7 @@ LOCAL_AS_FULL = (
     "also convert layers with a sliding window or chunks (Mistral, Gemma), without their window: they then see all "
     "tokens, so the result can equal the original only up to the window's length"
 )
+LAYERS = "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n"
 HEAD = "head to load, such as fill-mask; by default the one that the checkpoint names"
 PLAN_OUT = "write the plan to a YAML file, to edit and pass to `convert --plan`"
 
@@ -96,10 +97,6 @@ def parse_layers(text: str) -> tuple[int, ...] | str:
 def _folder(values: Mapping[str, Any], ending: str) -> str:
     """Return the output folder: the one given, or `<model-name>-<ending>`."""
     return values.get("output") or f"{Path(values['model']).name.removesuffix('.gguf')}-{ending}"
-
-
-def _layers() -> Any:
-    return option(None, "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n", metavar="PLAN")
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:
@@ -202,7 +199,7 @@ class ConvertJob(StageOneJob):
     kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     preset: str | None = option(None, PRESET, metavar="NAME")
-    layers: str | None = _layers()
+    layers: str | None = option(None, LAYERS, metavar="PLAN")
     keep_softmax: tuple[int, ...] | str = option((), KEPT, metavar="LAYERS", parse=parse_layers)
     plan: str | None = option(
         None, "a plan for every layer: a file written by --plan-out, which may be edited", metavar="FILE.yaml"
@@ -380,7 +377,7 @@ class InitJob(Job):
     task: str = option("causal-lm", "task that determines the head, as in `linearize finetune`", metavar="T")
     kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
-    layers: str | None = _layers()
+    layers: str | None = option(None, LAYERS, metavar="PLAN")
     tokenizer: str | None = option(
         None,
         "tokenizer or image processor to save with the model: folder or Hub name; by default the config's folder",

@@ -20,6 +20,7 @@ from linearize.jobs.presets import STEP_ROWS, parse_window, preset_options, rows
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
 
+DATASET = "Hub data set, file, folder, or folder with one folder per task"
 STAGE_TWO_TOKENS = 4096
 """Default upper limit on the tokens per forward pass of stage two."""
 
@@ -45,10 +46,6 @@ class TaskChoice:
         return task(self.task, columns=self.columns, label=self.label_column, labels=self.labels, validation=self.split)
 
 
-def _dataset() -> Any:
-    return option(None, "Hub data set, file, folder, or folder with one folder per task", metavar="NAME_OR_PATH")
-
-
 @dataclass(frozen=True)
 class TuneJob(Job):
     """Options of `finetune`; `task` is a `linearize.training.stage_two.tasks.Task`."""
@@ -57,7 +54,7 @@ class TuneJob(Job):
         help="converted or ordinary transformers checkpoint; folder or Hub name", positional=True, metavar="DIR"
     )
     task: Task = section(TaskChoice)
-    dataset: str | None = _dataset()
+    dataset: str | None = option(None, DATASET, metavar="NAME_OR_PATH")
     output: str | None = option(None, "output folder (<model>-<task>)", metavar="DIR")
     overwrite: bool = option(False, OVERWRITE)
     resume: bool = option(False, "continue an interrupted run of the same output")
@@ -119,7 +116,7 @@ class EvaluateJob(Job):
         help="checkpoint with a trained head; folder or Hub name", positional=True, metavar="DIR_OR_MODEL"
     )
     task: Task = section(TaskChoice)
-    dataset: str | None = _dataset()
+    dataset: str | None = option(None, DATASET, metavar="NAME_OR_PATH")
     compare: str | None = option(
         None,
         "the softmax model it was made from, tuned the same way; each side reads at its own length",

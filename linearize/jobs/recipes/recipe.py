@@ -209,9 +209,9 @@ def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
 
 def cells(recipe: Recipe) -> list[Cell]:
     """Return the cells of a recipe's table in the order in which they run, grouped by task."""
-    jobs = resolve(recipe)
     table = []
     for seed in recipe.seeds:
+        jobs = {name: job.reading(seed=seed) for name, job in resolve(recipe).items()}
         for name in recipe.columns:
             for row in recipe.kernels:
                 sources: list[Job | None] = [None]

@@ -96,31 +96,33 @@ class Runner:
         Returns:
             The folder of the cell's result, and the folder of its conversion if it has one.
         """
-        recipe, job, seed, row = self.recipe, cell.job, cell.seed, cell.kernel
+        recipe, job, row = self.recipe, cell.job, cell.kernel
         target, softmax = self.folder / "cells" / cell.key, None
         if recipe.flow == "scratch":
-            first, place = resolve(recipe).get(PRETRAIN), self.folder / f"pretrained/{row.called}-s{seed}"
-            base = None if first is None else self._tune(place, first, seed, first.finetune, row=row)
-            return self._tune(target, cell.read, seed, job.finetune, base=base, row=row), None
+            first, base = resolve(recipe).get(PRETRAIN), None
+            if first is not None:
+                place = self.folder / f"pretrained/{row.called}-s{cell.seed}"
+                base = self._tune(place, first.reading(seed=cell.seed), first.finetune, row=row)
+            return self._tune(target, cell.read, job.finetune, base=base, row=row), None
         tuned_first, teacher = recipe.flow == "finetuned", bool(job.finetune.teacher)
         if recipe.flow != "untuned" and (row.name == SOFTMAX or tuned_first or teacher):
             tune = job.teacher if tuned_first else job.finetune
-            softmax = self._tune(self.folder / softmax_folder(recipe, cell), job, seed, tune)
+            softmax = self._tune(self.folder / softmax_folder(recipe, cell), job, tune)
         if row.name == SOFTMAX:
             if softmax is None or row.rows:
-                return self._measure(target, cell.read, seed, softmax), None
+                return self._measure(target, cell.read, softmax), None
             return softmax, None
         converted = self._convert(self.folder / cell.converted_folder, cell, softmax if tuned_first else None)
         if recipe.flow == "untuned":
-            return self._measure(target, cell.read, seed, converted), converted
+            return self._measure(target, cell.read, converted), converted
         guide = softmax if teacher else None
-        return self._tune(target, cell.read, seed, job.finetune, base=converted, teacher=guide), converted
+        return self._tune(target, cell.read, job.finetune, base=converted, teacher=guide), converted
 
-    def _data(self, job: Job, seed: int) -> TaskData:
+    def _data(self, job: Job) -> TaskData:
         """Return a task's rows; the most recent ones are cached for the next stage."""
-        key = (job.name, seed, job.rows)
+        key = (job.name, job.rows)
         if key not in self._opened:
-            self._opened = {key: open_job(self.recipe.model, job, seed)}
+            self._opened = {key: open_job(self.recipe.model, job)}
             self.on_event(DataOpened(self._opened[key].description))
         return self._opened[key]
 
@@ -129,7 +131,6 @@ class Runner:
         self,
         target: Path,
         job: Job,
-        seed: int,
         tune: TuneConfig,
         *,
         base: Path | None = None,
@@ -140,16 +141,15 @@ class Runner:
 
         Args:
             target: the folder.
-            job: the task, with its rows.
-            seed: seed of everything random.
+            job: the task, with its rows; their seed is that of everything random.
             tune: the options.
             base: folder of the model; None: the recipe's own model.
             row: the row of the table whose kernels a model from scratch gets.
             teacher: folder of the teacher, or None.
         """
-        data = self._data(job, seed)
-        config = dataclasses.replace(tune, seed=seed)
-        model = move(self._load(job, seed, data, base, row, new_head=True), self.device)
+        data = self._data(job)
+        config = dataclasses.replace(tune, seed=job.rows.seed)
+        model = move(self._load(job, data, base, row, new_head=True), self.device)
         check_length(model, job.task, job.rows.max_length)
         guide = None if teacher is None else load_teacher(str(teacher), data, model)
         name = target.relative_to(self.folder)
@@ -171,11 +171,9 @@ class Runner:
         with contextlib.suppress(CheckpointError, OSError):
             remove_work(work)
 
-    def _load(
-        self, job: Job, seed: int, data: TaskData, base: Path | None, row: Row | None, *, new_head: bool
-    ) -> PreTrainedModel:
+    def _load(self, job: Job, data: TaskData, base: Path | None, row: Row | None, *, new_head: bool) -> PreTrainedModel:
         """Load the result of the previous stage, or the recipe's checkpoint; or build a model from scratch."""
-        model = self.recipe.model
+        model, seed = self.recipe.model, job.rows.seed
         if base is not None:
             return load_for_task(str(base), data, new_head=new_head, seed=seed)
         if model.pretrained:
@@ -195,8 +193,8 @@ class Runner:
             return job if length is None else job.reading(max_length=min(length, cell.read.rows.max_length))
 
         stage_one = reading(job.distil.max_length)
-        data = self._data(stage_one, seed)
-        model = self._load(job, seed, data, base, None, new_head=False)
+        data = self._data(stage_one)
+        model = self._load(job, data, base, None, new_head=False)
         lengthen(model, data.type.processor, row)
         check_length(model, job.task, stage_one.rows.max_length)
         model = move(convert(model, row, seed), self.device)
@@ -212,7 +210,7 @@ class Runner:
         lines = log_lines(STAGE_ONE, result.history)
         provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
         if job.align.steps and row.align:
-            batches = batches_of(self._data(reading(job.align.max_length), seed), job.align, seed)
+            batches = batches_of(self._data(reading(job.align.max_length)), job.align, seed)
             options = dataclasses.replace(job.align, seed=seed)
             aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
             provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
@@ -221,9 +219,9 @@ class Runner:
         save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
 
     @once
-    def _measure(self, target: Path, job: Job, seed: int, base: Path | None) -> None:
+    def _measure(self, target: Path, job: Job, base: Path | None) -> None:
         """Measure a model."""
-        data = self._data(job, seed)
+        data = self._data(job)
         model = load_for_task(self.recipe.model.checkpoint if base is None else str(base), data)
         model = move(model, self.device).eval()
         beyond_training(model, data.task, job.rows.max_length)
@@ -281,7 +279,7 @@ def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:
     )
 
 
-def open_job(model: Model, job: Job, seed: int) -> TaskData:
+def open_job(model: Model, job: Job) -> TaskData:
     """Open a task's data and return its rows, made with the checkpoint's processor, or with one made for the data.
 
     Raises:
@@ -291,7 +289,7 @@ def open_job(model: Model, job: Job, seed: int) -> TaskData:
     processor: Processor | None = None
     if job.column.make is not None:
         source = None if job.data is None else str(located(job.task, job.data))
-        seeded = {"seed": seed} if "seed" in options_of(SETS[job.column.make]) else {}
+        seeded = {"seed": job.rows.seed} if "seed" in options_of(SETS[job.column.make]) else {}
         given, processor = make(job.column.make, seeded | job.column.options, source)
     if model.pretrained:
         processor = load_processor(model.checkpoint, job.task.modality)
@@ -304,7 +302,7 @@ def open_job(model: Model, job: Job, seed: int) -> TaskData:
         processor = ViTImageProcessor(size={"height": size, "width": size})
     elif processor is None:
         processor = _tokenizer_for(model, job, given)
-    return prepare(job.task, processor, dataclasses.replace(job.rows, seed=seed), data=given)
+    return prepare(job.task, processor, job.rows, data=given)
 
 
 def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTokenizerBase:
