@@ -14,6 +14,7 @@ from support.tiny import SMALLER, original
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.jobs.recipes.recipe import cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import SOFTMAX
+from linearize.jobs.recipes.stages import softmax_folder
 
 FILES = sorted(Path(str(resources.files("linearize.recipes"))).rglob("*.y*ml"))
 NAMED = {
@@ -146,6 +147,10 @@ def load(tiny, write, **changes):
         ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got true, but flow scratch"),
         ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
         ({"tasks": ["cola", {"name": "cola"}]}, r"tasks\[1\]: got a section of keys, expected text"),
+        (
+            {"kernels": [{"name": "elu", "label": "a/b"}, {"name": "elu", "label": "a b"}]},
+            r"two cells are called 'a_b-cola-s0'; give a row or a task another name",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tiny, write, changes, message):
@@ -163,6 +168,14 @@ def test_kernels_of_single_layers(tiny, write):
     assert [layer["kernel"] for layer in model.config.linearize["layers"]] == ["softmax", "hedgehog", "elu"]
     assert model.config.linearize["layers"][1]["window"] == 4
     assert model.config.linearize["layers"][1]["arguments"]["tied"] is False
+
+
+@pytest.mark.parametrize("flow", ["finetuned", "pretrained"])
+def test_folders_stay_in_that_of_the_run(tiny, write, flow):
+    """The softmax model of a task called ../../mine was written two folders above the run."""
+    recipe = load(tiny, write, flow=flow, tasks={"../../mine": {"task": "cola"}}, teacher={}, figures={})
+    for cell in cells(recipe):
+        assert softmax_folder(recipe, cell).count("/") == 1 and "/" not in cell.key
 
 
 def test_missing_keys_and_other_files(tiny, write, tmp_path):

@@ -82,15 +82,16 @@ class Cell:
     @property
     def key(self) -> str:
         """Name of the cell's folder."""
-        return _file_name(f"{self.row}-{self.job.name}-s{self.seed}")
+        return file_name(f"{self.row}-{self.job.name}-s{self.seed}")
 
     @property
     def converted_folder(self) -> str:
         """Folder of its converted model, which cells with the same source share."""
-        return f"distilled/{self.key if self.source is None else _file_name(f'{self.row}-s{self.seed}')}"
+        return f"distilled/{self.key if self.source is None else file_name(f'{self.row}-s{self.seed}')}"
 
 
-def _file_name(text: str) -> str:
+def file_name(text: str) -> str:
+    """Return the name of a row or a task as part of a file's name."""
     return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in text)
 
 
@@ -158,6 +159,10 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
             check_extra_pairs(job.task, job.rows)
         except ConfigError as error:
             raise ConfigError(f"{here}.rows: {error}") from error
+    keys = [cell.key for cell in cells(recipe)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{where}: two cells are called {twice!r}; give a row or a task another name")
     for row_name, figures in recipe.figures.items():
         for name in figures:
             if name not in jobs and name != AVERAGE:

@@ -31,7 +31,7 @@ from linearize.data.source import RowBatches
 from linearize.jobs.evaluate import rows_per_batch
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.init import fresh_model
-from linearize.jobs.recipes.recipe import PRETRAIN, Cell, Job, resolve
+from linearize.jobs.recipes.recipe import PRETRAIN, Cell, Job, file_name, resolve
 from linearize.jobs.recipes.schema import SOFTMAX, Batches, Model, Recipe, Row
 from linearize.jobs.stages import alignment_record, distillation_record, without_heads
 from linearize.jobs.synthetic.sets import SETS, make
@@ -56,7 +56,7 @@ RECORD = "stage.json"
 
 def softmax_folder(recipe: Recipe, cell: Cell) -> str:
     """Return the folder of the softmax model that a cell is compared with: same task, same seed."""
-    name = f"{cell.job.name}-s{cell.seed}"
+    name = file_name(f"{cell.job.name}-s{cell.seed}")
     return f"teachers/{name}" if recipe.flow == "finetuned" else f"cells/{SOFTMAX}-{name}"
 
 
@@ -101,7 +101,7 @@ class Runner:
         if recipe.flow == "scratch":
             first, base = resolve(recipe).get(PRETRAIN), None
             if first is not None:
-                place = self.folder / f"pretrained/{row.called}-s{cell.seed}"
+                place = self.folder / "pretrained" / file_name(f"{row.called}-s{cell.seed}")
                 base = self._tune(place, first.reading(seed=cell.seed), first.finetune, row=row)
             return self._tune(target, cell.read, job.finetune, base=base, row=row), None
         tuned_first, teacher = recipe.flow == "finetuned", bool(job.finetune.teacher)
