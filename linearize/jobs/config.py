@@ -153,10 +153,6 @@ class TrainingJob(Job):
         """Return the output folder: the one given, or `<model-name>-<ending>`."""
         return self.folder(vars(self))
 
-    def state_folders(self) -> list[str]:
-        """Return the state folders."""
-        return [f"{self.target().rstrip('/')}{ending}" for ending in self.endings.values()]
-
     def sources(self) -> list[str | None]:
         """Return the inputs, which the output must not replace."""
         return [self.model, *(name for name, _ in self.data.sources)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import time
@@ -63,17 +62,12 @@ def softmax_folder(recipe: Recipe, cell: Cell) -> str:
 P = ParamSpec("P")
 
 
-def once(method: Callable[Concatenate[Runner, Path, P], None]) -> Callable[Concatenate[Runner, Path, P], Path]:
-    """Turn a method that writes a result to a folder into one that keeps an existing result and returns the folder."""
-
-    @functools.wraps(method)
-    def run(runner: Runner, target: Path, *args: P.args, **options: P.kwargs) -> Path:
-        if not (target / RECORD).is_file():
-            with claim(target):
-                method(runner, target, *args, **options)
-        return target
-
-    return run
+def once(stage: Callable[Concatenate[Path, P], None], target: Path, *args: P.args, **options: P.kwargs) -> Path:
+    """Return the folder of a stage's result, after running the stage if it has none."""
+    if not (target / RECORD).is_file():
+        with claim(target):
+            stage(target, *args, **options)
+    return target
 
 
 class Runner:
@@ -102,21 +96,22 @@ class Runner:
             first, base = resolve(recipe).get(PRETRAIN), None
             if first is not None:
                 place = self.folder / "pretrained" / file_name(f"{row.called}-s{cell.seed}")
-                base = self._tune(place, first.reading(seed=cell.seed), first.finetune, row=row)
-            return self._tune(target, cell.read, job.finetune, base=base, row=row), None
+                base = once(self._tune, place, first.reading(seed=cell.seed), first.finetune, row=row)
+            return once(self._tune, target, cell.read, job.finetune, base=base, row=row), None
         tuned_first, teacher = recipe.flow == "finetuned", bool(job.finetune.teacher)
         if recipe.flow != "untuned" and (row.name == SOFTMAX or tuned_first or teacher):
             tune = job.teacher if tuned_first else job.finetune
-            softmax = self._tune(self.folder / softmax_folder(recipe, cell), job, tune)
+            softmax = once(self._tune, self.folder / softmax_folder(recipe, cell), job, tune)
         if row.name == SOFTMAX:
             if softmax is None or row.rows:
-                return self._measure(target, cell.read, softmax), None
+                return once(self._measure, target, cell.read, softmax), None
             return softmax, None
-        converted = self._convert(self.folder / cell.converted_folder, cell, softmax if tuned_first else None)
+        base = softmax if tuned_first else None
+        converted = once(self._convert, self.folder / cell.converted_folder, cell, base)
         if recipe.flow == "untuned":
-            return self._measure(target, cell.read, converted), converted
+            return once(self._measure, target, cell.read, converted), converted
         guide = softmax if teacher else None
-        return self._tune(target, cell.read, job.finetune, base=converted, teacher=guide), converted
+        return once(self._tune, target, cell.read, job.finetune, base=converted, teacher=guide), converted
 
     def _data(self, job: Job) -> TaskData:
         """Return a task's rows; the most recent ones are cached for the next stage."""
@@ -126,7 +121,6 @@ class Runner:
             self.on_event(DataOpened(self._opened[key].description))
         return self._opened[key]
 
-    @once
     def _tune(
         self,
         target: Path,
@@ -184,7 +178,6 @@ class Runner:
         fit_tokenizer(fresh, processor)
         return fresh if row is None or row.name == SOFTMAX else convert(fresh, row, seed)
 
-    @once
     def _convert(self, target: Path, cell: Cell, base: Path | None) -> None:
         """Convert a model, and train and align its kernels."""
         job, row, seed = cell.source or cell.job, cell.kernel, cell.seed
@@ -218,7 +211,6 @@ class Runner:
         files = _record_file(record) | log_file(STAGE_TWO, [], lines)
         save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
 
-    @once
     def _measure(self, target: Path, job: Job, base: Path | None) -> None:
         """Measure a model."""
         data = self._data(job)
