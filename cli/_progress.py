@@ -207,26 +207,22 @@ class Work:
                 self.now(what)
             case events.Advanced(done, total):
                 self.now(self._what, f", {done}/{total}")
-            case events.Searched() | events.Distilled() | events.Aligned():
-                self.progress.stop()
-                self._show_stage(event)
-        self.also(event)
-
-    def _show_stage(self, event: events.Searched | events.Distilled | events.Aligned) -> None:
-        """Show the result of a stage."""
-        match event:
             case events.Searched(searched):
-                show_search(self.out, searched)
+                self.progress.stop()
+                show_search(out, searched)
                 self.now("continuing after the search")
             case events.Distilled(distilled):
-                self.out.print(summary_of(distilled))
+                self.progress.stop()
+                out.print(summary_of(distilled))
                 queries = f"({distilled.before.queries} held-out queries)"
                 title = f"Kernel against softmax, before > after stage one {queries}"
-                self.out.print(fidelity_table(title, distilled.after, distilled.before))
+                out.print(fidelity_table(title, distilled.after, distilled.before))
                 self.now("continuing after stage one")
             case events.Aligned(aligned):
-                self.out.print(closeness_table(aligned))
+                self.progress.stop()
+                out.print(closeness_table(aligned))
                 self.now("continuing after the alignment")
+        self.also(event)
 
 
 @contextlib.contextmanager
