@@ -29,7 +29,7 @@ from linearize.training.stage_one.processes import is_main
 
 if TYPE_CHECKING:
     from linearize.fidelity.measure import Fidelity
-    from linearize.jobs.advice import Findings
+    from linearize.jobs.events import Findings
     from linearize.kernel_search.result import SearchResult
     from linearize.training.alignment.loop import AlignResult
 

@@ -16,6 +16,7 @@ from linearize.jobs import events
 from linearize.jobs.events import Callback, Event, ignore
 
 if TYPE_CHECKING:
+    from linearize.jobs.events import Findings
     from linearize.kernel_search.result import SearchStep
     from linearize.training.alignment.loop import AlignStep
     from linearize.training.stage_one.loop import DistillResult, StepReport
@@ -165,12 +166,14 @@ class Work:
         also: called with each event after it was shown.
         beat: prints to a log what is still running.
         progress: the progress bar; between stages, what is running.
+        findings: the job's findings, available at its end.
         saved: whether its result was written.
     """
 
     def __init__(self, out: Screen, what: str, also: Callback = ignore) -> None:
         self.out, self.also = out, also
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
+        self.findings: Findings | None = None
         self.saved = False
         self._last: Report | None = None
         self._what = what
@@ -207,22 +210,28 @@ class Work:
                 self.now(what)
             case events.Advanced(done, total):
                 self.now(self._what, f", {done}/{total}")
-            case events.Searched(searched):
+            case events.Searched() | events.Distilled() | events.Aligned():
                 self.progress.stop()
-                show_search(out, searched)
+                self._show_stage(event)
+            case events.Concluded(findings):
+                self.findings = findings
+        self.also(event)
+
+    def _show_stage(self, event: events.Searched | events.Distilled | events.Aligned) -> None:
+        """Show the result of a stage."""
+        match event:
+            case events.Searched(searched):
+                show_search(self.out, searched)
                 self.now("continuing after the search")
             case events.Distilled(distilled):
-                self.progress.stop()
-                out.print(summary_of(distilled))
+                self.out.print(summary_of(distilled))
                 queries = f"({distilled.before.queries} held-out queries)"
                 title = f"Kernel against softmax, before > after stage one {queries}"
-                out.print(fidelity_table(title, distilled.after, distilled.before))
+                self.out.print(fidelity_table(title, distilled.after, distilled.before))
                 self.now("continuing after stage one")
             case events.Aligned(aligned):
-                self.progress.stop()
-                out.print(closeness_table(aligned))
+                self.out.print(closeness_table(aligned))
                 self.now("continuing after the alignment")
-        self.also(event)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from linearize.core.events import Callback, Event, ignore
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
-from linearize.jobs.convert import ConvertResult, continue_checkpoint, convert_checkpoint
+from linearize.jobs.convert import ConvertResult, align_checkpoint, convert_checkpoint, distill_checkpoint
 from linearize.jobs.demo import run_demo
 from linearize.jobs.dry_run import AnyJob, dry_run
 from linearize.jobs.finetune import finetune_checkpoint
@@ -52,12 +52,12 @@ def convert(job: ConvertJob, args: argparse.Namespace, out: Screen) -> object:
 
 def distill(job: DistillJob, args: argparse.Namespace, out: Screen) -> object:
     """Continue stage one."""
-    return _train(job, args, out, continue_checkpoint)
+    return _train(job, args, out, distill_checkpoint)
 
 
 def align(job: AlignJob, args: argparse.Namespace, out: Screen) -> object:
     """Align with the original."""
-    return _train(job, args, out, continue_checkpoint)
+    return _train(job, args, out, align_checkpoint)
 
 
 def _train(
@@ -82,7 +82,7 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     if args.dry_run:
         return show_bill(job, args, out)
     with at_work(out, "loading the model and its data", lambda: kept_checkpoint(job)) as work:
-        target, result, findings = finetune_checkpoint(job, work)
+        target, result = finetune_checkpoint(job, work)
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     chosen = result.selection
     kept = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
@@ -92,11 +92,12 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
         out.print(f"Not above chance, which has a score of {result.chance:.4f}.")
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
-    show_findings(out, findings)
+    assert work.findings is not None
+    show_findings(out, work.findings)
     figures = {
         name: getattr(result, name) for name in (*MEASURED, "steps", "best_step", "stopped", "selection", "seconds")
     }
-    return {"output": str(target), **figures, "findings": asdict(findings)}
+    return {"output": str(target), **figures, "findings": asdict(work.findings)}
 
 
 def kept_checkpoint(job: TuneJob) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from linearize.checkpoint.loading import auto_class
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.options import effective, options_of
-from linearize.fidelity.ablate import EXACT, KernelMerit
+from linearize.fidelity.ablate import EXACT
 from linearize.jobs.config import ConvertJob, StageOneJob
+from linearize.jobs.events import Findings, Lengths, WorstLayer
 from linearize.modeling.model import is_linearized, kernel_parameters
 from linearize.modeling.plan import Plan
 
@@ -22,73 +22,6 @@ if TYPE_CHECKING:
     from linearize.jobs.stages import Context
     from linearize.jobs.task_config import TuneJob
     from linearize.training.stage_two.task_types.base import TaskData
-
-
-@dataclass(frozen=True)
-class WorstLayer:
-    """The layer that is furthest from softmax.
-
-    Attributes:
-        module: name of the host module.
-        index: its number, as `--keep-softmax` takes it; None if unknown.
-        figure: name of the figure that ranks layers.
-        value: the layer's figure.
-        mean: mean over all layers.
-    """
-
-    module: str
-    index: int | None
-    figure: str
-    value: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of the longest held-out row (`seen`, without padding) and of the longest input (`promised`)."""
-
-    seen: int
-    promised: int
-
-
-@dataclass(frozen=True)
-class Findings:
-    """The findings of a stage.
-
-    Attributes:
-        worst: the worst layer; None if layers were not measured, or if there is only one.
-        lengths: longest measured row and longest input; None if the model reads no text or has no limit.
-        load: Python code that loads the checkpoint.
-        command: the suggested next command.
-        why: its purpose in a few words.
-        merit: the benefit of the kernels over their windows alone; None without windows.
-    """
-
-    worst: WorstLayer | None
-    lengths: Lengths | None
-    load: str
-    command: str
-    why: str
-    merit: KernelMerit | None = None
-
-    def lines(self) -> list[str]:
-        """Return the findings as sentences."""
-        lines = [f"Control, after stage one: {self.merit.text}."] if self.merit else []
-        if self.worst:
-            name, index = self.worst.module, self.worst.index
-            keep = "" if index is None else f"; --keep-softmax {index} keeps it softmax"
-            name = name if index is None else f"{index} ({name})"
-            figures = f"{self.worst.figure} {self.worst.value:.3f}, {self.worst.mean:.3f} on average"
-            lines.append(f"Worst layer: {name}, {figures}{keep}.")
-        if self.lengths:
-            seen, promised = self.lengths.seen, self.lengths.promised
-            lines.append(
-                f"Lengths: measured up to the longest input that the model takes, {promised:,} tokens."
-                if seen >= promised
-                else f"Lengths: measured on rows of up to {seen:,} tokens; longer inputs, up to the {promised:,} that "
-                "the model takes, were not measured."
-            )
-        return [*lines, f"Load it: {self.load}", f"Next, {self.why}: {self.command}"]
 
 
 def worst_layer(figures: Mapping[str, float], figure: str, plan: Plan) -> WorstLayer | None:

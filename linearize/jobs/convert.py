@@ -24,9 +24,9 @@ from linearize.core.parsing import finite
 from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import POINTS, keep_heads, too_many_heads
 from linearize.jobs import stages
-from linearize.jobs.advice import Findings, after_training
+from linearize.jobs.advice import after_training
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.events import Callback, Noted, Planned, Saved, Started, ignore
+from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
 from linearize.jobs.presets import AUTO, check_preset, fitting, width_of
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
@@ -111,8 +111,8 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
         return save_result(context)
 
 
-def continue_checkpoint(job: DistillJob | AlignJob, on_event: Callback = ignore) -> ConvertResult:
-    """Continue stage one on a converted checkpoint, or align it with its original, and save the result atomically.
+def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertResult:
+    """Continue stage one on a converted checkpoint and save the result atomically.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
@@ -120,10 +120,20 @@ def continue_checkpoint(job: DistillJob | AlignJob, on_event: Callback = ignore)
     with stages.reserved(job):
         context = open_converted(job, on_event)
         stages.make_room(context)
-        if isinstance(job, DistillJob):
-            stages.run_stage_one(context, job.distill)
-        else:
-            stages.run_alignment(context, job.align)
+        stages.run_stage_one(context, job.distill)
+        return save_result(context)
+
+
+def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResult:
+    """Align a converted checkpoint with its original and save the result atomically.
+
+    Raises:
+        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
+    """
+    with stages.reserved(job):
+        context = open_converted(job, on_event)
+        stages.make_room(context)
+        stages.run_alignment(context, job.align)
         return save_result(context)
 
 
@@ -388,4 +398,5 @@ def save_result(context: Context) -> ConvertResult:
         raise TrainingError(f"{context.failure}; {str(output)!r} holds that state") from context.failure
     added = sum(p.numel() for p in kernel_parameters(context.loaded.model))
     seconds, findings = time.perf_counter() - context.start, after_training(context)
+    context.on_event(Concluded(findings))
     return ConvertResult(output, context.plan, done, context.positions, data, added, seconds, aligned, findings)

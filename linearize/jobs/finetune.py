@@ -14,8 +14,8 @@ from linearize.checkpoint.provenance import add_command, read_log
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of
-from linearize.jobs.advice import Findings, after_tuning
-from linearize.jobs.events import Callback, DataOpened, Logged, Noted, Saved, StepDone, ignore
+from linearize.jobs.advice import after_tuning
+from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.stages import note_exact_rows, reserved
 from linearize.jobs.task_config import TuneJob
 from linearize.modeling.model import is_linearized
@@ -32,15 +32,12 @@ ADAPTER = "adapter"
 """Subfolder for low-rank updates; if they were next to the weights, transformers would apply them a second time."""
 
 
-def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult, Findings]:
+def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
     """Tune a checkpoint on a task and save the result atomically.
 
     The trainer's own checkpoints stay in `<output>.training` until the result is saved; with `resume` an interrupted
     run continues from there. The output may be the checkpoint itself, if linearize wrote it. Several processes
     (torchrun, accelerate launch) train together, and one of them writes.
-
-    Returns:
-        The output folder, the result, and the findings, which name the next command.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct.
@@ -71,7 +68,8 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
         wait_for_all()
         findings = after_tuning(model, job, data)
     on_event(Saved(target))
-    return target, result, findings
+    on_event(Concluded(findings))
+    return target, result
 
 
 @dataclass(frozen=True)

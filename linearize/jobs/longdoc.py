@@ -25,7 +25,7 @@ from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
 from linearize.core.options import name_of, recorded
 from linearize.jobs import evaluate
 from linearize.jobs.config import AlignJob, ConvertJob
-from linearize.jobs.convert import check_kernel, continue_checkpoint, convert_checkpoint, make_plan
+from linearize.jobs.convert import align_checkpoint, check_kernel, convert_checkpoint, make_plan
 from linearize.jobs.evaluate import SideDifference, SideResult, Times
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
@@ -163,7 +163,7 @@ def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str,
     return [
         (ORIGINAL, f"tuning the original at {short:,} tokens", finetune_checkpoint, original),
         (CONVERTED, converting, convert_checkpoint, conversion),
-        (ALIGNED, f"alignment on rows of up to {aligned_at:,} tokens", continue_checkpoint, alignment),
+        (ALIGNED, f"alignment on rows of up to {aligned_at:,} tokens", align_checkpoint, alignment),
         (LINEAR, f"tuning the linear model at {long:,} tokens", finetune_checkpoint, linear),
     ]
 

@@ -285,7 +285,7 @@ def test_only_places_with_a_prediction_count():
 
 def test_a_job_with_a_teacher(bert, glue, tmp_path):
     tune = TuneConfig(learning_rate=1e-3, batch_size=16, epochs=1)
-    teacher, *_ = finetune_checkpoint(
+    teacher, _ = finetune_checkpoint(
         TuneJob(bert, task("mrpc"), str(glue), str(tmp_path / "teacher"), data=SHORT, tune=tune)
     )
     assert main(["convert", bert, "--kernel", "hedgehog", "--distill-steps", "0", "--output", str(tmp_path / "s")]) == 0

@@ -68,7 +68,7 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
         data=SHORT,
         tune=TuneConfig(learning_rate=1e-2, epochs=10, batch_size=8, seed=1),
     )
-    target, result, _ = finetune_checkpoint(job)
+    target, result = finetune_checkpoint(job)
     assert result.metrics["matthews"] == result.score == 1.0
     record = json.loads((target / "finetuning.json").read_text())
     assert record["metrics"]["matthews"] == 1.0 and str(glue) not in json.dumps(record)
@@ -566,7 +566,7 @@ def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
     )
     options = {"data": SHORT, "tune": config, "keep_adapter": True}
     job = TuneJob(base, task("cola"), str(glue), str(tmp_path / "out"), **options)
-    target, *_ = finetune_checkpoint(job)
+    target, _ = finetune_checkpoint(job)
     assert sorted(path.name for path in (target / "adapter").iterdir()) == [
         "adapter_config.json", "adapter_model.safetensors"
     ]  # fmt: skip
@@ -644,7 +644,7 @@ def test_converted_models_are_tuned_saved_and_loaded(bert, glue, tmp_path):
     log = log_file(STAGE_ONE, [{"step": 1, "losses": {"a": 2.0}}])
     linearize.save(model, tmp_path / "linear", processor=load_processor(bert, "text"), extra_files=log)
     job = TuneJob(str(tmp_path / "linear"), task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
-    target, result, _ = finetune_checkpoint(job)
+    target, result = finetune_checkpoint(job)
     found = evaluate_checkpoint(EvaluateJob(str(target), task("cola"), str(glue), data=SHORT))
     assert found.figures == pytest.approx(result.metrics, abs=1e-6)
     config = json.loads((target / "config.json").read_text())
@@ -687,7 +687,7 @@ def test_init_takes_the_tokenizer_of_the_configs_folder(bert, tmp_path):
 
 def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
     job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
-    target, *_ = finetune_checkpoint(job)
+    target, _ = finetune_checkpoint(job)
     # The folder of all tasks' data is no data set for the next command.
     tuned = load_for_task(str(target), data_for("cola", bert, glue))
     command = after_tuning(tuned, job, data_for("cola", bert, glue))

@@ -13,7 +13,7 @@ from linearize.jobs.task_config import TuneJob
 def main(model: str, dataset: str, output: str, options: dict[str, object]) -> None:
     """Tune; all processes end with one result."""
     torch.set_num_threads(1)
-    _, result, _ = finetune_checkpoint(TuneJob.of(model=model, dataset=dataset, output=output, **options))
+    _, result = finetune_checkpoint(TuneJob.of(model=model, dataset=dataset, output=output, **options))
     seen = f"{result.score} {result.best_step} {result.selection['value']}"
     print(f"process {os.environ.get('RANK', '0')}: {seen}")
     if "RANK" in os.environ:
