@@ -208,14 +208,14 @@ class Verb:
         summary: its line in the overview.
         module: the module of `linearize.cli` with a function of the verb's name, which takes the job (if there is one),
             the parsed arguments and the console for people, runs the verb, and returns an exit code or the data that
-            --json prints.
+            --json prints; by default the module with the verb's name.
         job: the config whose fields are its options.
         flags: the members of `FLAGS` that it has.
         arguments: its options that are not in the config.
     """
 
     summary: ClassVar[str]
-    module: ClassVar[str]
+    module: ClassVar[str] = ""
     job: ClassVar[type | None] = None
     flags: ClassVar[tuple[str, ...]] = ("--json",)
     arguments: ClassVar[tuple[Argument, ...]] = ()

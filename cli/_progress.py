@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from linearize.cli._output import ROOMY, Screen, closeness_table, fidelity_table, plan_table, show_search
 from linearize.jobs import events
-from linearize.jobs.events import Callback, Event
+from linearize.jobs.events import Callback, Event, ignore
 
 if TYPE_CHECKING:
     from linearize.jobs.events import Findings
@@ -163,15 +163,15 @@ class Work:
 
     Attributes:
         out: the console.
-        says: whether it prints a line at the start of slow work.
+        also: called with each event after it was shown.
         beat: prints to a log what is still running.
         progress: the progress bar; between stages, what is running.
         findings: the job's findings, available at its end.
         saved: whether its result was written.
     """
 
-    def __init__(self, out: Screen, what: str) -> None:
-        self.out, self.says = out, False
+    def __init__(self, out: Screen, what: str, also: Callback = ignore) -> None:
+        self.out, self.also = out, also
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
         self.findings: Findings | None = None
         self.saved = False
@@ -208,8 +208,6 @@ class Work:
                 out.print(text)
             case events.Started(what):
                 self.now(what)
-                if self.says:
-                    out.print(f"... {what}")
             case events.Advanced(done, total):
                 self.now(self._what, f", {done}/{total}")
             case events.Searched() | events.Distilled() | events.Aligned():
@@ -217,6 +215,7 @@ class Work:
                 self._show_stage(event)
             case events.Concluded(findings):
                 self.findings = findings
+        self.also(event)
 
     def _show_stage(self, event: events.Searched | events.Distilled | events.Aligned) -> None:
         """Show the result of a stage."""
@@ -236,9 +235,14 @@ class Work:
 
 
 @contextlib.contextmanager
-def at_work(out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written") -> Iterator[Work]:
-    """Show long work: its events, what is running (initially `what`), and the results kept on Ctrl-C."""
-    work = Work(out, what)
+def at_work(
+    out: Screen, what: str, kept: Callable[[], str] = lambda: "nothing was written", also: Callback = ignore
+) -> Iterator[Work]:
+    """Show long work: its events, what is running (initially `what`), and the results kept on Ctrl-C.
+
+    After an event was shown, `also` gets it.
+    """
+    work = Work(out, what, also)
     try:
         with work.beat, on_interrupt(kept):
             work.now(what)

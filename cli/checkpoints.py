@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from linearize.checkpoint import push as hub
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.cli._output import Screen, plan_table
-from linearize.cli._progress import at_work, on_interrupt
+from linearize.cli._progress import as_lines, at_work, on_interrupt
 from linearize.core.errors import UnsupportedModelError
 from linearize.jobs.config import ExportJob, InitJob
 
@@ -53,8 +53,7 @@ def export(job: ExportJob, args: argparse.Namespace, out: Screen) -> object:
     """Export and print the difference from PyTorch."""
     from linearize.jobs.export import export_checkpoint
 
-    with at_work(out, "exporting") as work:
-        work.says = True
+    with at_work(out, "exporting", also=as_lines(out)) as work:
         result = export_checkpoint(job, work)
     out.print(f"Saved {result.output}.")
     return asdict(result)

@@ -52,14 +52,13 @@ def longdoc(job: LongdocJob, args: argparse.Namespace, out: Screen) -> object:
             return "nothing was written"
         return f"finished steps are in {folder}; continue with the same line and --resume"
 
-    def on_event(event: Event) -> None:
-        work(event)
+    def announce(event: Event) -> None:
         if isinstance(event, events.Started):
             what = event.what[0].upper() + event.what[1:]
             out.print(what, style="bold" if event.what.startswith("step") else None)
 
-    with at_work(out, "inspecting model and data", kept) as work:
-        result = run_longdoc(job, on_event)
+    with at_work(out, "inspecting model and data", kept, announce) as work:
+        result = run_longdoc(job, work)
     title = f"{job.model} on {result.task}: {result.rows:,} rows, the longest of {result.longest_row:,} tokens"
     out.print(sides_table(title, result.sides, job.task, result.times, chance=result.chance))
     for line in [*(one.sentence for one in result.differences), *result.notes, result.times.text]:

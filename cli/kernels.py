@@ -118,7 +118,7 @@ def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[Hea
     }
 
 
-def _list_for(model: str, out: Screen, *, as_json: bool) -> dict[str, object] | None:
+def _list_for(model: str, out: Screen, *, as_json: bool) -> dict[str, object]:
     """Print the kernels that fit a model, with their sizes in it, the closest to softmax first."""
     from linearize.checkpoint.inspect import inspect_checkpoint
     from linearize.checkpoint.loading import load_model
@@ -142,16 +142,15 @@ def _list_for(model: str, out: Screen, *, as_json: bool) -> dict[str, object] | 
     # Figures of different experiments are not comparable; within an experiment the closest comes first.
     rows.sort(key=lambda row: (row["experiment"] or "z", row["kl"] or 0.0, row["name"]))
     sizes = sorted({shape.head_dim for shape in shapes})
-    if as_json:
-        facts = {"model": model, "attentions": len(layers), "causal": causal, "head_dims": sizes, "longest": longest}
-        return facts | {"kernels": rows, "refused": refused}
-    takes = "any number of" if longest is None else f"{longest:,}"
-    heads = f"heads of size {', '.join(map(str, sizes))}"
-    direction = "causal" if causal else "bidirectional"
-    _print(f"{model}: {len(layers)} attentions, {direction}, {heads}, takes {takes} tokens", rows, out)
-    for name, why in refused.items():
-        out.print(f"{name} does not fit: {why}")
-    return None
+    if not as_json:
+        takes = "any number of" if longest is None else f"{longest:,}"
+        heads = f"heads of size {', '.join(map(str, sizes))}"
+        direction = "causal" if causal else "bidirectional"
+        _print(f"{model}: {len(layers)} attentions, {direction}, {heads}, takes {takes} tokens", rows, out)
+        for name, why in refused.items():
+            out.print(f"{name} does not fit: {why}")
+    facts = {"model": model, "attentions": len(layers), "causal": causal, "head_dims": sizes, "longest": longest}
+    return facts | {"kernels": rows, "refused": refused}
 
 
 def _explain(facts: dict[str, Any], out: Screen) -> None:

@@ -14,15 +14,8 @@ from collections.abc import Sequence
 
 from linearize.cli._options import take_options
 from linearize.cli.verbs import VERBS, build_parser
-from linearize.core.errors import (
-    FULL,
-    LinearizeError,
-    NotSavedError,
-    first_line,
-    missing_package,
-    printable,
-    unknown_name,
-)
+from linearize.core import errors
+from linearize.core.errors import LinearizeError, NotSavedError, first_line, printable
 
 EPILOG = """examples:
   linearize convert roberta-base --kernel hedgehog --max-length 4096
@@ -74,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
         except ModuleNotFoundError as error:
-            raise missing_package(error) or error from error
+            raise errors.missing_package(error) or error from error
     except LinearizeError as error:
         text = f"linearize: error: {' '.join(str(error).split())}"
         if isinstance(error, NotSavedError):
@@ -113,7 +106,7 @@ def _explained(error: Exception) -> str | None:
     """Return what to say of a full disk or of memory that ran out, which need no traceback; None for other errors."""
     from linearize.checkpoint.output import is_write_error
 
-    if is_write_error(error) and (not isinstance(error, OSError) or error.errno in FULL):
+    if is_write_error(error) and (not isinstance(error, OSError) or error.errno in errors.FULL):
         return f"cannot write ({first_line(error)}); free some space, then run it again"
     from linearize.evaluation.bench.memory import is_out_of_memory
 
@@ -172,7 +165,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"linearize {__version__}")
         return 0
     if name not in VERBS:
-        raise unknown_name("verb", name, VERBS)
+        raise errors.unknown_name("verb", name, VERBS)
     try:
         parsed = build_parser(name).parse_args(arguments[1:])
     except SystemExit as stop:
@@ -185,7 +178,7 @@ def _dispatch(arguments: list[str]) -> int:
     # With --json stdout is for programs, and people read stderr.
     out = console(to_stderr=parsed.json)
     # A verb returns its exit code, or the data that --json prints.
-    result = getattr(importlib.import_module(f"linearize.cli.{verb.module}"), name)(*given, out)
+    result = getattr(importlib.import_module(f"linearize.cli.{verb.module or name}"), name)(*given, out)
     if result is not None and not isinstance(result, int) and parsed.json:
         print_json(result)
     return result if isinstance(result, int) else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from linearize.attention.backends.choose import Explanation, explain
+from linearize.attention.backends.choose import explain
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import SWITCH, engine
@@ -114,16 +114,11 @@ def explain_plan(out: Screen, plan: Plan, tokens: int, device: str) -> None:
     """Print the backends of a plan's layers, with equal layers grouped."""
     device = check_device(device)
     layers: dict[str, Mixer] = {}
-    built: dict[str, Mixer] = {}
     for number, layer in enumerate(plan.layers):
-        if not layer.converted:
-            continue
-        key = repr(layer.mixer)
-        if key not in built:
-            built[key] = build_mixer(*layer.mixer)
-            built[key].reset_parameters(torch.Generator().manual_seed(0))
-            built[key].to(device)
-        layers[str(number if layer.index is None else layer.index)] = built[key]
+        if layer.converted:
+            mixer = build_mixer(*layer.mixer)
+            mixer.reset_parameters(torch.Generator().manual_seed(0))
+            layers[str(number if layer.index is None else layer.index)] = mixer.to(device)
     explain_layers(out, layers, tokens, device)
 
 
@@ -131,15 +126,13 @@ def explain_layers(
     out: Screen, layers: Mapping[str, Mixer], tokens: int, device: str, dtype: torch.dtype | None = None
 ) -> None:
     """Print the backends of layers by name, with equal layers grouped."""
-    known: dict[int, list[Explanation]] = {}
     folded: dict[tuple[Any, ...], list[str]] = {}
     for name, mixer in layers.items():
-        if id(mixer) not in known:
-            known[id(mixer)] = explain(mixer, tokens, device=device, dtype=dtype or torch.float32)
-        folded.setdefault((mixer.info.name, *known[id(mixer)]), []).append(name)
-    for (kernel, *explanations), names in folded.items():
+        explanations = explain(mixer, tokens, device=device, dtype=dtype or torch.float32)
+        folded.setdefault((mixer.info.name, *explanations), []).append(name)
+    for (kernel, *found), names in folded.items():
         out.print(f"Backends of {_ranges(names)}, {kernel}:")
-        for explanation in explanations:
+        for explanation in found:
             out.print(f"  {explanation.call}: {explanation.backend}")
             reasons: dict[str, list[str]] = {}
             for backend, why in explanation.declined:

@@ -32,12 +32,11 @@ def recipes(args: argparse.Namespace, out: Screen) -> object:
         paper = "" if recipe.paper is None else f"{recipe.paper.title}, {recipe.paper.table}"
         sizes = {"cells": len(cells(recipe)), "needs": recipe.needs}
         facts.append({"name": name, "summary": recipe.summary, "paper": paper, **sizes})
-    if args.json:
-        return facts
-    columns = ["recipe", "what", "paper", "cells", "needs"]
-    rows = [list(fact.values()) for fact in facts]
-    out.print(table(f"{len(rows)} recipes (linearize run NAME)", columns, rows, right=(3,)))
-    return None
+    if not args.json:
+        columns = ["recipe", "what", "paper", "cells", "needs"]
+        rows = [list(fact.values()) for fact in facts]
+        out.print(table(f"{len(rows)} recipes (linearize run NAME)", columns, rows, right=(3,)))
+    return facts
 
 
 def run(args: argparse.Namespace, out: Screen) -> object:
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace, out: Screen) -> object:
         return plain(recipe)
     folder = args.output or f"runs/{name}"
 
-    def on_event(event: Event) -> None:
+    def announce(event: Event) -> None:
         match event:
             case CellStarted(number, count, key):
                 out.print(f"[{number}/{count}] {key}")
@@ -63,12 +62,11 @@ def run(args: argparse.Namespace, out: Screen) -> object:
                 if row["recovered"] is None and row["original"] is not None:
                     share = ", softmax is not above chance"
                 out.print(f"{row['cell']}: score {row['score']:.4f}{share}")
-            case _:
-                work(event)
 
-    with at_work(out, "opening the run", lambda: f"finished stages are in {folder}; continue with --resume") as work:
-        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=on_event)
-    out.print(results_table(make_table(recipe, rows, name)))
+    kept = f"finished stages are in {folder}; continue with --resume"
+    with at_work(out, "opening the run", lambda: kept, announce) as work:
+        rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=work)
+    out.print(results_table(make_table(recipe, name, rows)))
     out.print(f"Results: {folder}/results.jsonl")
     return rows
 

@@ -70,16 +70,10 @@ def _train(
     """Run a job and show its progress, or its estimated cost; after that, `also` gets each event."""
     if args.dry_run:
         return show_bill(job, args, out, also)
-    with at_work(out, "loading the model", lambda: kept_states(job.target())) as work:
-
-        def on_event(event: Event) -> None:
-            work(event)
-            also(event)
-
-        result = run(job, on_event)
+    with at_work(out, "loading the model", lambda: kept_states(job.target()), also) as work:
+        result = run(job, work)
     out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
-    if result.findings is not None:
-        show_findings(out, result.findings)
+    show_findings(out, result.findings)
     return result.to_dict()
 
 
@@ -98,13 +92,12 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
         out.print(f"Not above chance, which has a score of {result.chance:.4f}.")
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
-    if work.findings is not None:
-        show_findings(out, work.findings)
+    assert work.findings is not None
+    show_findings(out, work.findings)
     figures = {
         name: getattr(result, name) for name in (*MEASURED, "steps", "best_step", "stopped", "selection", "seconds")
     }
-    findings = {} if work.findings is None else asdict(work.findings)
-    return {"output": str(target), **figures, "findings": findings}
+    return {"output": str(target), **figures, "findings": asdict(work.findings)}
 
 
 def kept_checkpoint(job: TuneJob) -> str:
@@ -162,9 +155,8 @@ def show_bill(job: AnyJob, args: argparse.Namespace, out: Screen, also: Callback
             plans.append(event.plan)
         if not isinstance(event, events.DataOpened):
             work(event)
-            also(event)
 
-    with at_work(out, "checking") as work:
+    with at_work(out, "checking", also=also) as work:
         bill = dry_run(job, on_event)
     for text in bill.lines():
         out.print(text, soft_wrap=True)

@@ -123,7 +123,6 @@ class Kernels(Verb):
     """
 
     summary = "list the kernels, explain one, or those that fit a model"
-    module = "kernels"
     arguments = (
         argument("name", nargs="?", metavar="NAME", help="kernel to explain"),
         argument("--for", dest="model", metavar="MODEL", help="kernels that fit a model: Hub name or folder"),
@@ -250,7 +249,6 @@ class Bench(Verb):
     """
 
     summary = "measure speed and memory of softmax and kernels"
-    module = "bench"
     job = BenchOptions
     flags = ("--no-native", "--explain-backend", "--json")
     arguments = (
@@ -277,7 +275,6 @@ class Native(Verb):
     """
 
     summary = "compile the optional native op for the CPU, or show its state"
-    module = "native"
     arguments = (
         switch("--build", "compile it, and compare it with the ops in PyTorch"),
         switch("--remove", "delete the compiled library"),
@@ -296,7 +293,6 @@ class Completion(Verb):
     """
 
     summary = "print a script for shell completion of verbs, options and names"
-    module = "completion"
     arguments = (argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS)),)
 
 

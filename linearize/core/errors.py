@@ -114,7 +114,7 @@ def interrupted_run(folder: object) -> ConfigError:
 
 def suggestion(got: str, known: Iterable[str], form: str = "{!r}") -> str:
     """Return a sentence that names the nearest known name; empty if none is near."""
-    near = get_close_matches(got, list(known), n=1, cutoff=0.5)
+    near = get_close_matches(str(got), list(known), n=1, cutoff=0.5)
     return f" Did you mean {form.format(*near)}?" if near else ""
 
 

@@ -96,8 +96,7 @@ def next_command(context: Context) -> tuple[str, str]:
         return "to bring the whole model closer", line("align", target, data)
     # By default `report` finds the original that the checkpoint records, whose folder is not recorded.
     original = job.model if isinstance(job, ConvertJob) else getattr(job, "teacher", None)
-    options: dict[str, object] = {"original": original}
-    options |= {name: data[name] for name in ("dataset", "image_column", "device") if name in data}
+    options = {"original": original, **{name: data.get(name) for name in ("dataset", "image_column", "device")}}
     if "text_column" in data:
         options["text_column"] = str(data["text_column"]).partition(",")[0]
     return "to look at every layer", line("report", target, options)

@@ -6,7 +6,7 @@ The command line builds its help from them, so importing this module loads nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,20 +15,8 @@ from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import MOST_SEED, check, make, option, section
 from linearize.data.config import DataConfig
-from linearize.jobs.presets import (
-    AUTO,
-    PRESETS,
-    ROW_TOKENS,
-    ROW_WINDOWS,
-    STEP_ROWS,
-    WINDOW,
-    parse_window,
-    preset_options,
-    rows_for,
-    rows_of,
-    rows_of_training,
-    width_of,
-)
+from linearize.jobs import presets
+from linearize.jobs.presets import AUTO, PRESETS, ROW_TOKENS, ROW_WINDOWS, STEP_ROWS, WINDOW
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, RunConfig
@@ -39,10 +27,7 @@ ALIGN_SHARE = 0.4
 """Default steps of the alignment, as a share of stage one's."""
 STAGE_ONE_TOKENS = 8192
 """Default upper limit on the tokens per step of stage one or of the alignment."""
-OF_DATA = (
-    *("dataset", "text_column", "image_column", "holdout", "packing", "streaming"),
-    *("batch_size", "seed"),
-)
+OF_DATA = ("dataset", "text_column", "image_column", "holdout", "packing", "streaming", "batch_size", "seed")
 """The options of `DataConfig` for stage one and the alignment, which read no labels."""
 SAME = ("gradient_accumulation", "precision", "save_every", "keep", "resume", "seed")
 """Options that the stages inside `convert` share."""
@@ -77,12 +62,18 @@ LOCAL_AS_FULL = (
     "also convert layers with a sliding window or chunks (Mistral, Gemma), without their window: they then see all "
     "tokens, so the result can equal the original only up to the window's length"
 )
+LAYERS = "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n"
 HEAD = "head to load, such as fill-mask; by default the one that the checkpoint names"
 PLAN_OUT = "write the plan to a YAML file, to edit and pass to `convert --plan`"
 
 
 class Job:
     """Base class of a job's options; `of` takes them by name, like the command line and config files."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __post_init__(self) -> None:
+        check(self, "options")
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -106,10 +97,6 @@ def parse_layers(text: str) -> tuple[int, ...] | str:
 def _folder(values: Mapping[str, Any], ending: str) -> str:
     """Return the output folder: the one given, or `<model-name>-<ending>`."""
     return values.get("output") or f"{Path(values['model']).name.removesuffix('.gguf')}-{ending}"
-
-
-def _layers() -> Any:
-    return option(None, "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n", metavar="PLAN")
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:
@@ -151,9 +138,6 @@ class TrainingJob(Job):
     overwrite: bool = option(False, OVERWRITE, group=OUTPUT)
     device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
 
-    def __post_init__(self) -> None:
-        check(self, "options")
-
     @property
     def stage(self) -> RunConfig:
         """The options of the job's stage, including how states are kept."""
@@ -168,10 +152,6 @@ class TrainingJob(Job):
     def target(self) -> str:
         """Return the output folder: the one given, or `<model-name>-<ending>`."""
         return self.folder(vars(self))
-
-    def state_folders(self) -> list[str]:
-        """Return the state folders."""
-        return [f"{self.target().rstrip('/')}{ending}" for ending in self.endings.values()]
 
     def sources(self) -> list[str | None]:
         """Return the inputs, which the output must not replace."""
@@ -188,8 +168,10 @@ class TrainingJob(Job):
         base = cls.folder(values).rstrip("/")
         keeps = values.get("save_every") is not None or values.get("resume")
         derived = {part: {"folder": f"{base}{ending}" if keeps else None} for part, ending in cls.endings.items()}
-        usual = rows_of_training(values, cls.row_length) if cls.continues and cls.row_length not in values else {}
-        rows = rows_of({**usual, **values}.get(cls.row_length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)
+        usual: dict[str, object] = {}
+        if cls.continues and cls.row_length not in values:
+            usual = presets.rows_of_training(values, cls.row_length)
+        rows = presets.rows_of({**usual, **values}.get(cls.row_length) or DISTILL_LENGTH, STAGE_ONE_TOKENS)
         return {**derived, "": usual, "data": {"batch_size": rows}}
 
 
@@ -213,14 +195,14 @@ class ConvertJob(StageOneJob):
     kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
     preset: str | None = option(None, PRESET, metavar="NAME")
-    layers: str | None = _layers()
+    layers: str | None = option(None, LAYERS, metavar="PLAN")
     keep_softmax: tuple[int, ...] | str = option((), KEPT, metavar="LAYERS", parse=parse_layers)
     plan: str | None = option(
         None, "a plan for every layer: a file written by --plan-out, which may be edited", metavar="FILE.yaml"
     )
     example_inputs: str | None = option(None, EXAMPLE_INPUTS, metavar="FILE")
     local_as_full: bool = option(False, LOCAL_AS_FULL)
-    window: str | int | None = option(None, WINDOWS, metavar="W", parse=parse_window)
+    window: str | int | None = option(None, WINDOWS, metavar="W", parse=presets.parse_window)
     additions: Additions = section(Additions, leave_out=("window",))
     keep_softmax_heads: str | None = option(None, KEPT_HEADS, metavar="N_OR_HEADS")
     task: str | None = option(None, HEAD, metavar="TASK")
@@ -252,11 +234,6 @@ class ConvertJob(StageOneJob):
     def chooses_windows(self) -> bool:
         """Whether a window is chosen for each layer."""
         return isinstance(self.window, str)
-
-    @property
-    def usual_window(self) -> int | None:
-        """The window of every layer, or of the reference when windows are chosen."""
-        return width_of(self.window)
 
     @property
     def chooses_heads(self) -> bool:
@@ -310,9 +287,9 @@ class ConvertJob(StageOneJob):
     @classmethod
     def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that depend on other options, including a preset's and the alignment's steps."""
-        usual = dict(preset_options(values, rows=True))
+        usual = dict(presets.preset_options(values, rows=True))
         if "distill_length" not in {**usual, **values}:
-            usual |= rows_for(values.get("window", usual.get("window")))
+            usual |= presets.rows_for(values.get("window", usual.get("window")))
         derived = super().derive({"kernel": KERNEL, **usual, **values})
         steps = values.get("distill_steps", DistillConfig.steps)
         # Steps of another type are refused by stage one's own checks.
@@ -396,7 +373,7 @@ class InitJob(Job):
     task: str = option("causal-lm", "task that determines the head, as in `linearize finetune`", metavar="T")
     kernel: str | None = option(None, "kernel for all layers; see `linearize kernels` (hedgehog)", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
-    layers: str | None = _layers()
+    layers: str | None = option(None, LAYERS, metavar="PLAN")
     tokenizer: str | None = option(
         None,
         "tokenizer or image processor to save with the model: folder or Hub name; by default the config's folder",
@@ -409,9 +386,6 @@ class InitJob(Job):
     overwrite: bool = option(False, OVERWRITE)
     seed: int = option(0, "seed of all weights", metavar="S", low=0, high=MOST_SEED)
 
-    def __post_init__(self) -> None:
-        check(self, "init")
-
 
 @dataclass(frozen=True)
 class ExportJob(Job):
@@ -422,9 +396,6 @@ class ExportJob(Job):
     format: str = option("onnx", "output format", choices=("onnx",), metavar="F")
     last_logits: bool = option(False, "for causal models: only the logits of a prompt's last token")
     overwrite: bool = option(False, OVERWRITE)
-
-    def __post_init__(self) -> None:
-        check(self, "options")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from linearize.jobs import stages
 from linearize.jobs.advice import after_training
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
-from linearize.jobs.presets import AUTO, check_preset, fitting
+from linearize.jobs.presets import AUTO, check_preset, fitting, width_of
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
 from linearize.kernel_search.windows import choose_windows
@@ -56,8 +57,8 @@ class ConvertResult:
     data: str | None
     parameters_added: int
     seconds: float
-    alignment: AlignResult | None = None
-    findings: Findings | None = None
+    alignment: AlignResult | None
+    findings: Findings
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
@@ -70,7 +71,7 @@ class ConvertResult:
             "distillation": None if self.distillation is None else stages.distillation_record(self.distillation),
             "alignment": None if self.alignment is None else stages.alignment_record(self.alignment),
             "seconds": self.seconds,
-            "findings": None if self.findings is None else asdict(self.findings),
+            "findings": asdict(self.findings),
         }
 
 
@@ -117,21 +118,45 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
     with stages.reserved(job):
-        context = open_distillation(job, on_event)
+        context = open_converted(job, on_event)
         stages.make_room(context)
         stages.run_stage_one(context, job.distill)
         return save_result(context)
 
 
-def open_distillation(job: DistillJob, on_event: Callback) -> Context:
-    """Load the checkpoint and open the data: everything before the first step.
+def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResult:
+    """Align a converted checkpoint with its original and save the result atomically.
 
     Raises:
-        ConfigError: if the checkpoint was aligned, as its own softmax is then no longer the original's.
+        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
-    context = _open_converted(job, on_event)
+    with stages.reserved(job):
+        context = open_converted(job, on_event)
+        stages.make_room(context)
+        stages.run_alignment(context, job.align)
+        return save_result(context)
+
+
+def open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
+    """Load a converted checkpoint with its plan, provenance and log, and open the data: all before the first step.
+
+    Raises:
+        ConfigError: for stage one, if the checkpoint was aligned, as its own softmax is then no longer the original's;
+            for the alignment, if its weights were trained and no teacher is named, or the teacher does not fit.
+    """
+    earlier = read_log(job.model)
+    loaded = load_converted(job.model, device=stages.first_device(job))
+    section = loaded.model.config.linearize
+    provenance = dict(section.get("provenance") or {})
+    if tuned := Provenance(provenance).part("finetuning").values:
+        # The scores are those of the weights before this stage.
+        provenance["finetuning"] = without_scores(tuned)
+    context = Context(job, loaded, Plan.from_dict(section), on_event, provenance, earlier)
+    if isinstance(job, AlignJob):
+        open_teacher(context, job)
+        return context
     on_event(Planned(context.plan))
-    if Provenance(context.provenance).weights_were_trained and "finetuning" not in context.provenance:
+    if Provenance(provenance).weights_were_trained and "finetuning" not in provenance:
         raise ConfigError(
             f"{job.model!r} was aligned with its original, so its own softmax, which stage one imitates, is no longer "
             f"the original's; continue with: linearize align {job.model} --teacher ORIGINAL"
@@ -140,16 +165,32 @@ def open_distillation(job: DistillJob, on_event: Callback) -> Context:
     return context
 
 
-def _open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
-    """Load a converted checkpoint with its plan, provenance and log."""
-    earlier = read_log(job.model)
-    loaded = load_converted(job.model, device=stages.first_device(job))
-    section = loaded.model.config.linearize
-    provenance = dict(section.get("provenance") or {})
-    if tuned := Provenance(provenance).part("finetuning").values:
-        # The scores are those of the weights before this stage.
-        provenance["finetuning"] = without_scores(tuned)
-    return Context(job, loaded, Plan.from_dict(section), on_event, provenance, earlier)
+def open_teacher(context: Context, job: AlignJob) -> None:
+    """Load the teacher, if one is named, and open the data of an alignment."""
+    loaded = context.loaded
+    if job.teacher is not None:
+        if model_type(job.teacher) == "linearize":
+            raise ConfigError(f"teacher: {job.teacher!r} is itself converted; give the original that it was made from")
+        original = load_model(job.teacher)
+        context.teacher = original.model
+        check_teacher(loaded.model, original.model)
+        if hasattr(loaded.processor, "get_vocab") and hasattr(original.processor, "get_vocab"):
+            check_processor(job.teacher, original.processor, loaded.processor)
+    elif Provenance(context.provenance).weights_were_trained:
+        tuned = "finetuning" in context.provenance
+        name = "TUNED-ORIGINAL" if tuned else context.provenance.get("base_model", "ORIGINAL")
+        raise ConfigError(
+            f"this checkpoint was {'tuned on a task' if tuned else 'aligned'}, so its own softmax is no longer the "
+            f"original's; name the model to align it with: --teacher {name}"
+        )
+    stages.open_data(context, job.length, "a model that reads text or images")
+    length = context.source.options["max_length"]
+    most = current_length(context.teacher) if context.teacher is not None and loaded.modality == "text" else None
+    if most is not None and length > most:
+        raise ConfigError(
+            f"teacher: got rows of {length} tokens, but it takes at most {most}; lower --length, or leave --teacher "
+            "out: the checkpoint's own softmax has the extended positions"
+        )
 
 
 def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False) -> Context:
@@ -273,7 +314,7 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         layers=job.layers,
         keep_softmax=job.keep_softmax,
         **fitting(job.preset, job.additions.given, longest or takes),
-        window=job.usual_window,
+        window=width_of(job.window),
         softmax_heads=None if job.chooses_heads else job.keep_softmax_heads,
         max_length=longest,
         seed=job.seed,
@@ -328,7 +369,6 @@ def save_result(context: Context) -> ConvertResult:
         TrainingError: if the alignment failed; the checkpoint then holds the state before the failure.
     """
     job, done, aligned, record = context.job, context.distillation, context.alignment, context.provenance
-    added = sum(p.numel() for p in kernel_parameters(context.loaded.model))
     data = None if context.source is None else context.source.description
     if done is not None and isinstance(job, StageOneJob):
         distillation = stages.without_heads(stages.distillation_record(done))
@@ -356,55 +396,7 @@ def save_result(context: Context) -> ConvertResult:
     context.on_event(Saved(output))
     if context.failure is not None:
         raise TrainingError(f"{context.failure}; {str(output)!r} holds that state") from context.failure
-    seconds = context.seconds
-    findings = after_training(context)
+    added = sum(p.numel() for p in kernel_parameters(context.loaded.model))
+    seconds, findings = time.perf_counter() - context.start, after_training(context)
     context.on_event(Concluded(findings))
     return ConvertResult(output, context.plan, done, context.positions, data, added, seconds, aligned, findings)
-
-
-def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResult:
-    """Align a converted checkpoint with its original and save the result atomically.
-
-    Raises:
-        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
-    """
-    with stages.reserved(job):
-        context = open_alignment(job, on_event)
-        stages.make_room(context)
-        stages.run_alignment(context, job.align)
-        return save_result(context)
-
-
-def open_alignment(job: AlignJob, on_event: Callback) -> Context:
-    """Load checkpoint and teacher and open the data: everything before the first step.
-
-    Raises:
-        ConfigError: if the checkpoint's weights were trained later and no teacher is named, or if the teacher does not
-            fit.
-    """
-    context = _open_converted(job, on_event)
-    loaded, provenance = context.loaded, context.provenance
-    if job.teacher is not None:
-        if model_type(job.teacher) == "linearize":
-            raise ConfigError(f"teacher: {job.teacher!r} is itself converted; give the original that it was made from")
-        original = load_model(job.teacher)
-        context.teacher = original.model
-        check_teacher(loaded.model, original.model)
-        if hasattr(loaded.processor, "get_vocab") and hasattr(original.processor, "get_vocab"):
-            check_processor(job.teacher, original.processor, loaded.processor)
-    elif Provenance(provenance).weights_were_trained:
-        tuned = "finetuning" in provenance
-        name = "TUNED-ORIGINAL" if tuned else provenance.get("base_model", "ORIGINAL")
-        raise ConfigError(
-            f"this checkpoint was {'tuned on a task' if tuned else 'aligned'}, so its own softmax is no longer the "
-            f"original's; name the model to align it with: --teacher {name}"
-        )
-    stages.open_data(context, job.length, "a model that reads text or images")
-    length = context.source.options["max_length"]
-    most = current_length(context.teacher) if context.teacher is not None and loaded.modality == "text" else None
-    if most is not None and length > most:
-        raise ConfigError(
-            f"teacher: got rows of {length} tokens, but it takes at most {most}; lower --length, or leave --teacher "
-            "out: the checkpoint's own softmax has the extended positions"
-        )
-    return context

@@ -29,15 +29,8 @@ from linearize.core.parsing import user_path
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.fidelity.heads import POINTS
 from linearize.fidelity.measure import measure_layers
+from linearize.jobs import convert
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.convert import (
-    choose_heads,
-    longest_input,
-    open_alignment,
-    open_conversion,
-    open_distillation,
-    put_in_kernels,
-)
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import Opened, open_tuning
 from linearize.jobs.presets import AUTO
@@ -260,9 +253,9 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
     with reporter(job.report_to, job.target()):
         pass
     if isinstance(job, ConvertJob):
-        context = open_conversion(job, on_event, trial=True)
+        context = convert.open_conversion(job, on_event, trial=True)
     else:
-        context = open_distillation(job, on_event) if isinstance(job, DistillJob) else open_alignment(job, on_event)
+        context = convert.open_converted(job, on_event)
     model, source = context.loaded.model, context.source
     trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
     if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
@@ -291,22 +284,21 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
 
 def _search(context: Context, job: ConvertJob) -> StageBill:
     """Return the cost of the search from a short one, and carry out its plan for the stages that follow."""
-    config, seconds, start = job.search, [0.0], time.perf_counter()
+    config, seconds, start = job.search, list[float](), time.perf_counter()
     result = search(
         context.loaded.model,
         context.source,
         replace(config, **NO_STATES, steps=min(TIMED_IN_SEARCH, config.steps)),
         plan=context.plan,
-        max_length=longest_input(job, context.loaded),
+        max_length=convert.longest_input(job, context.loaded),
         on_step=lambda report: seconds.append(report.seconds),
         on_event=context.on_event,
     )
     wall = time.perf_counter() - start
     context.plan = result.plan
-    put_in_kernels(context)
-    choose_heads(context)
-    timed = len(seconds) - 1
-    step = (seconds[-1] - seconds[0]) / timed
+    convert.put_in_kernels(context)
+    convert.choose_heads(context)
+    timed, step = len(seconds), seconds[-1] / len(seconds)
     training = (config.steps - timed) * step
     rows = context.source.options["batch_size"] * config.gradient_accumulation
     return StageBill("the search", config.steps, rows, step, timed, 0, wall + training)
@@ -377,8 +369,9 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
     few = replace(
         data, type=without_metrics, validation=Chosen(data.validation, range(measured), still=True), selection=None
     )
-    steps = min(TIMED, total)
-    seconds, evaluation = [0.0], 0.0
+    # Without epochs nothing is trained; one step is timed nevertheless.
+    steps = max(1, min(TIMED, total))
+    seconds, evaluation = list[float](), 0.0
 
     def on_log(entry: dict[str, float]) -> None:
         nonlocal evaluation
@@ -396,7 +389,7 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
             on_step=lambda step: seconds.append(step.seconds),
             teacher=opened.teacher,
         )
-    first = seconds[1]
+    first = seconds[0]
     step = (seconds[-1] - first) / (steps - 1) if steps > 1 else first
     evaluation *= len(data.validation) + (0 if data.selection is None else len(data.selection))
     rows = config.batch_size * config.gradient_accumulation

@@ -24,16 +24,9 @@ from linearize.jobs.task_config import EvaluateJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import check_alone, under_fsdp
+from linearize.training.stage_two import load
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.intervals import BALANCED, Measured
-from linearize.training.stage_two.load import (
-    beyond_training,
-    check_trained,
-    length_limit,
-    load_for_task,
-    other_classes,
-    whole_length,
-)
 from linearize.training.stage_two.metrics import PositionLoss
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.rows import Facts
@@ -186,14 +179,14 @@ class Sides:
         )
         model = next((read.model for read in self.read if read.result.model == checkpoint), None)
         if model is None:
-            check_trained(checkpoint, task)
-            model = move(load_for_task(checkpoint, data), self.device).eval()
+            load.check_trained(checkpoint, task)
+            model = move(load.load_for_task(checkpoint, data), self.device).eval()
         facts = {"context": options.max_length, **data.facts}
         length = facts.get("max_length", facts["context"])
         tokens = min(length, facts.get("longest_row", length))
         exact = _within_window(model, tokens) if task.modality == "text" else None
         left_out = _left_out(checkpoint, data)
-        found = (beyond_training(model, task, length), other_classes(checkpoint, data), exact, left_out)
+        found = (load.beyond_training(model, task, length), load.other_classes(checkpoint, data), exact, left_out)
         note = " ".join(text for text in found if text is not None) or None
         with ablated(model, without) if without is not None else nullcontext():
             measured = measure_with_interval(
@@ -312,8 +305,8 @@ def original_options(name: str, options: DataOptions, task: Task) -> DataOptions
     if task.modality != "text":
         return options
     if options.auto_length:
-        return replace(options, max_length=whole_length(name, task))
-    return replace(options, max_length=min(options.max_length, length_limit(name) or options.max_length))
+        return replace(options, max_length=load.whole_length(name, task))
+    return replace(options, max_length=min(options.max_length, load.length_limit(name) or options.max_length))
 
 
 def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOptions:
@@ -327,7 +320,7 @@ def chunk_options(name: str, options: DataOptions, length: int | None) -> DataOp
     Raises:
         ConfigError: if the chunks are longer than the original takes.
     """
-    most = length_limit(name)
+    most = load.length_limit(name)
     if length is not None and most is not None and length > most:
         raise ConfigError(
             f"chunk_length: got {length}, but {name!r} takes at most {most} tokens; lower it, or leave it out"

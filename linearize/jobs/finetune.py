@@ -21,16 +21,9 @@ from linearize.jobs.task_config import TuneJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 from linearize.training.stage_one.processes import is_main, own_device, wait_for_all
+from linearize.training.stage_two import save as saving
 from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher, other_classes
 from linearize.training.stage_two.prepare import hold_out, prepare
-from linearize.training.stage_two.save import (
-    check_work,
-    last_checkpoint,
-    remove_work,
-    save_model,
-    tuning_files,
-    tuning_record,
-)
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import TuneResult, check_options, check_trainable, finetune
 from linearize.training.trackers import check_report_to
@@ -57,7 +50,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
             check_room(target, size_of(model))
             if not job.resume:
                 # Last, after all checks.
-                remove_work(opened.work)
+                saving.remove_work(opened.work)
         result = finetune(
             model,
             data,
@@ -113,7 +106,7 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
             f"extra_pairs: got {data_options.extra_pairs!r}, but new pairs have no label; name a teacher (--teacher)"
         )
     work = target.with_name(f"{target.name}.training")
-    check_work(work, resume=job.resume, overwrite=job.overwrite)
+    saving.check_work(work, resume=job.resume, overwrite=job.overwrite)
     # A damaged log is refused before the first slow step; the output may be the same folder.
     earlier = read_log(job.model)
     data = prepare(job.task, load_processor(job.model, job.task.modality), data_options, data=job.dataset)
@@ -155,17 +148,19 @@ def _save(job: TuneJob, opened: Opened, result: TuneResult) -> None:
     Raises:
         NotSavedError: if it cannot be written; the trainer's checkpoints are then kept.
     """
-    record = tuning_record(opened.data, job.tune, result, job.teacher)
-    files: dict[str, str | bytes] = {**tuning_files(record, result, opened.earlier)}
+    record = saving.tuning_record(opened.data, job.tune, result, job.teacher)
+    files: dict[str, str | bytes] = {**saving.tuning_files(record, result, opened.earlier)}
     files |= {f"{ADAPTER}/{name}": content for name, content in (result.adapter or {}).items()}
     section = getattr(opened.model.config, "linearize", None) or {}
     stage = {"finetuning": record, **add_command(section.get("provenance") or {})}
     processor = opened.data.type.processor
     try:
-        save_model(opened.model, job.target(), processor, overwrite=job.overwrite, stage=stage, extra_files=files)
+        saving.save_model(
+            opened.model, job.target(), processor, overwrite=job.overwrite, stage=stage, extra_files=files
+        )
     except CheckpointError as error:
-        if last_checkpoint(opened.work) is None:
+        if saving.last_checkpoint(opened.work) is None:
             raise
         raise NotSavedError(str(error), str(opened.work)) from error
     with contextlib.suppress(CheckpointError, OSError):
-        remove_work(opened.work)
+        saving.remove_work(opened.work)

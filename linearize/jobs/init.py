@@ -12,7 +12,7 @@ from linearize.checkpoint.loading import load_processor
 from linearize.checkpoint.output import claim
 from linearize.checkpoint.ownership import check_links
 from linearize.conversion.plan import convert
-from linearize.core.errors import ConfigError, first_line
+from linearize.core.errors import ConfigError
 from linearize.core.heads import Processor
 from linearize.core.options import read_values
 from linearize.core.parsing import user_path
@@ -102,7 +102,8 @@ def fresh_model(
         model = getattr(transformers, chosen.head.auto_class).from_config(full)
     except Exception as error:  # Configs are checked by each architecture in its own way.
         problem = f"model config of type {kind!r} makes no model for {chosen.head.name}"
-        raise ConfigError(f"{problem}: {first_line(error)}") from error
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{problem}: {why}") from error
     if matching_keys:
         match_keys(model)
     return ready(model)

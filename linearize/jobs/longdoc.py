@@ -23,17 +23,10 @@ from linearize.checkpoint.ownership import remove_parts
 from linearize.conversion.positions import extend_positions
 from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
 from linearize.core.options import name_of, recorded
+from linearize.jobs import evaluate
 from linearize.jobs.config import AlignJob, ConvertJob
 from linearize.jobs.convert import align_checkpoint, check_kernel, convert_checkpoint, make_plan
-from linearize.jobs.evaluate import (
-    SideDifference,
-    SideResult,
-    Sides,
-    Times,
-    chunk_options,
-    rows_of_tokens,
-    why_no_chunks,
-)
+from linearize.jobs.evaluate import SideDifference, SideResult, Times
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import LongdocJob, TuneJob
@@ -152,7 +145,7 @@ def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str,
         query_sample=None,
         packing=False,
         align_steps=0,
-        batch_size=rows_of_tokens(job.batch_tokens, min(distilled_at, lengths.longest)),
+        batch_size=evaluate.rows_of_tokens(job.batch_tokens, min(distilled_at, lengths.longest)),
         output=str(work / CONVERTED),
         **shared,
     )
@@ -160,7 +153,7 @@ def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str,
         model=str(work / CONVERTED),
         length=aligned_at,
         steps=job.align_steps,
-        batch_size=rows_of_tokens(job.batch_tokens, min(aligned_at, lengths.longest)),
+        batch_size=evaluate.rows_of_tokens(job.batch_tokens, min(aligned_at, lengths.longest)),
         output=str(work / ALIGNED),
         **shared,
     )
@@ -202,13 +195,13 @@ def compare(
 ) -> LongdocResult:
     """Measure all sides on the same rows."""
     on_event(Started(f"step 5 of {STEPS}: comparison"))
-    sides = Sides(job.task, job.dataset, device, on_event, memory=job.memory)
+    sides = evaluate.Sides(job.task, job.dataset, device, on_event, memory=job.memory)
     short = replace(job.rows, max_length=lengths.original, seed=job.seed)
     original, linear = str(work / ORIGINAL), str(work / LINEAR)
     sides.measure(f"original at {lengths.original:,}", original, short)
     notes = list(lengths.notes)
-    pieces = chunk_options(original, short, job.chunk_length)
-    reason = why_no_chunks(data, pieces.max_length)
+    pieces = evaluate.chunk_options(original, short, job.chunk_length)
+    reason = evaluate.why_no_chunks(data, pieces.max_length)
     if reason is None:
         sides.measure(f"original, chunks of {pieces.max_length:,} averaged", original, pieces)
     elif lengths.longest > lengths.original:
@@ -360,7 +353,7 @@ def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
             "lengths: linearize evaluate MODEL --compare ORIGINAL --max-length N"
         )
     options = replace(job.rows, max_length=job.max_length or NO_LIMIT, seed=job.seed)
-    chunk_options(job.model, options, job.chunk_length)
+    evaluate.chunk_options(job.model, options, job.chunk_length)
     data = prepare(job.task, load_processor(job.model, "text"), options, data=job.dataset)
     longest = data.facts["longest_row"]
     if job.max_length is None and longest > limit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
@@ -40,17 +39,15 @@ class Preset:
 _UNTIED: Mapping[str, object] = {"kernel": "hedgehog", "kernel_arg": {"tied": False}}
 _LONG: Mapping[str, object] = {"distill_length": 2048, "query_sample": 256, "packing": True}
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "causal": Preset({**_UNTIED, "window": "auto:128", "sinks": 4}, causal=True, rows=_LONG),
-        "recall": Preset(
-            {**_UNTIED, "window": 256, "sinks": 4, "exact_keys": 64, "keep_softmax_heads": "5%"},
-            causal=True,
-            rows={**_LONG, "distill_length": 4096},
-        ),
-        "encoder": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4, "exact_keys": 64}, causal=False),
-    }
-)
+PRESETS: Mapping[str, Preset] = {
+    "causal": Preset({**_UNTIED, "window": "auto:128", "sinks": 4}, causal=True, rows=_LONG),
+    "recall": Preset(
+        {**_UNTIED, "window": 256, "sinks": 4, "exact_keys": 64, "keep_softmax_heads": "5%"},
+        causal=True,
+        rows={**_LONG, "distill_length": 4096},
+    ),
+    "encoder": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4, "exact_keys": 64}, causal=False),
+}
 """Presets by name. All have learned log-scales, the default with a window.
 
 `causal` and `recall` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With `causal`,

@@ -11,18 +11,9 @@ from linearize.conversion.plan import plan
 from linearize.conversion.plan_file import check_plan_target, write_plan
 from linearize.core.errors import ConfigError
 from linearize.core.parsing import check_file
+from linearize.jobs import stages
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
-from linearize.jobs.stages import (
-    Context,
-    check_states,
-    clear_states,
-    drop_states,
-    first_device,
-    open_data,
-    resumes,
-    states_of,
-)
 from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
 from linearize.kernel_search.result import SearchResult, write_plot
@@ -43,9 +34,8 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
     check_search(job)
     if job.plot is not None:
         check_file(job.plot, "--plot", (".png",), overwrite=job.overwrite)
-    if is_main():
-        check_states(job)
-    loaded = load_model(job.model, task=job.task, device=first_device(job), revision=job.revision)
+    stages.check_states(job)
+    loaded = load_model(job.model, task=job.task, device=stages.first_device(job), revision=job.revision)
     base = plan(
         loaded.model,
         CARRIER,
@@ -54,15 +44,13 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
         local_as_full=job.local_as_full,
         example_inputs=None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model),
     )
-    context = Context(job, loaded, base, on_event)
-    open_data(context, job.distill_length, "a kernel by name to `linearize convert`, with --distill-steps 0")
-    if is_main():
-        clear_states(job)
+    context = stages.Context(job, loaded, base, on_event)
+    stages.open_data(context, job.distill_length, "a kernel by name to `linearize convert`, with --distill-steps 0")
+    stages.clear_states(job)
     result = choose_plan(context, job.max_length)
-    if is_main():
-        if job.plot is not None:
-            write_plot(result, job.plot)
-        drop_states(job)
+    if job.plot is not None and is_main():
+        write_plot(result, job.plot)
+    stages.drop_states(job)
     return result
 
 
@@ -77,10 +65,10 @@ def check_search(job: SearchJob | ConvertJob) -> None:
     parse_candidates(job.search.candidates, softmax=job.search.softmax_layers > 0)
     if job.plan_out is not None:
         # A resumed run may find the plan that it wrote before it was interrupted.
-        check_plan_target(job.plan_out, overwrite=job.overwrite or resumes(job))
+        check_plan_target(job.plan_out, overwrite=job.overwrite or stages.resumes(job))
 
 
-def choose_plan(context: Context, max_length: int | None) -> SearchResult:
+def choose_plan(context: stages.Context, max_length: int | None) -> SearchResult:
     """Search, and write the plan if a file was named; Ctrl-C keeps the best plan so far.
 
     Args:
@@ -112,7 +100,7 @@ def choose_plan(context: Context, max_length: int | None) -> SearchResult:
             file = next(name for name in names if not os.path.lexists(name))
         write_plan(file, interrupt.plan, interrupt.why)
         text = f"the best plan so far is in {file}; use it with: linearize convert {job.model} --plan {file}"
-        for states in states_of(job):
+        for states in stages.states_of(job):
             if steps := states.steps():
                 text += f"; the state of step {steps[-1]} is in {states.folder}; resume with the same line and --resume"
         raise KeyboardInterrupt(text) from None

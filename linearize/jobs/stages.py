@@ -19,7 +19,7 @@ from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
-from linearize.jobs.config import AlignJob, SearchJob, StageOneJob, TrainingJob
+from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import why_not
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 SKIP = "--distill-steps 0 --align-steps 0"
 """Options with which a conversion needs no data."""
-AnyJob = StageOneJob | AlignJob | SearchJob
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Context:
         start: when the job began.
     """
 
-    job: AnyJob
+    job: TrainingJob
     loaded: Loaded
     plan: Plan
     on_event: Callback
@@ -97,11 +96,6 @@ class Context:
         """The output folder, without a slash at its end."""
         return str(self.job.target()).rstrip("/")
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the job began."""
-        return time.perf_counter() - self.start
-
 
 def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
     """Return the tokens of the longest row without padding; None if the batches hold no text."""
@@ -115,34 +109,35 @@ def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
 
 
 @contextlib.contextmanager
-def reserved(job: StageOneJob | AlignJob | TuneJob) -> Iterator[None]:
+def reserved(job: TrainingJob | TuneJob) -> Iterator[None]:
     """Check the output and the state folders, and lock the output; only the main process writes."""
     target, sources = job.target(), job.sources()
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():
-        if is_main() and isinstance(job, TrainingJob):
+        if isinstance(job, TrainingJob):
             check_states(job)
         yield
 
 
-def states_of(job: AnyJob) -> list[StateFolder]:
+def states_of(job: TrainingJob) -> list[StateFolder]:
     """Return the state folders; empty if the job keeps no states."""
-    return [StateFolder(folder, job.stage.keep) for folder in job.state_folders()] if job.keeps_states else []
+    folders = [getattr(job, stage).folder for stage in job.endings]
+    return [StateFolder(folder, job.stage.keep) for folder in folders if folder is not None]
 
 
-def resumes(job: AnyJob) -> bool:
+def resumes(job: TrainingJob) -> bool:
     """Tell whether the job continues an interrupted run: with --resume, if that left states or choices."""
     return job.stage.resume and any(states.folder.exists() for states in states_of(job))
 
 
-def check_states(job: AnyJob) -> None:
-    """Refuse to start a run where an interrupted one left its states.
+def check_states(job: TrainingJob) -> None:
+    """Refuse, in the main process, to start a run where an interrupted one left its states.
 
     Raises:
         ConfigError: if there are states and the job neither resumes nor overwrites.
         CheckpointError: if a state folder holds something else.
     """
-    for folder in states_of(job) if not job.stage.resume else []:
+    for folder in states_of(job) if is_main() and not job.stage.resume else []:
         folder.check_free(overwrite=job.overwrite)
 
 
@@ -195,21 +190,21 @@ def keep_choices(context: Context) -> None:
         states_of(context.job)[0].save_choices(context.choices)
 
 
-def clear_states(job: AnyJob) -> None:
-    """Remove the states of an earlier run, unless the job resumes it."""
-    for folder in states_of(job) if not job.stage.resume else []:
+def clear_states(job: TrainingJob) -> None:
+    """Remove the states of an earlier run, in the main process, unless the job resumes it."""
+    for folder in states_of(job) if is_main() and not job.stage.resume else []:
         folder.remove()
 
 
-def drop_states(job: AnyJob) -> None:
-    """Remove the states of a finished run."""
-    for folder in states_of(job):
+def drop_states(job: TrainingJob) -> None:
+    """Remove the states of a finished run, in the main process."""
+    for folder in states_of(job) if is_main() else []:
         # A folder that holds something else is kept.
         with contextlib.suppress(CheckpointError):
             folder.remove()
 
 
-def first_device(job: AnyJob) -> str:
+def first_device(job: TrainingJob) -> str:
     """Return the device to load a model on; with several processes, each loads it into host memory."""
     return "cpu" if several() and job.device == "auto" else job.device
 

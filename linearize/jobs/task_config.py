@@ -14,12 +14,13 @@ from typing import Any
 from linearize.core import kernel_options
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.kernel_options import Additions
-from linearize.core.options import MOST_SEED, check, option, parse_names, section
+from linearize.core.options import MOST_SEED, option, parse_names, section
 from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, WINDOWS, Job
 from linearize.jobs.presets import STEP_ROWS, parse_window, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.tasks import TASKS, Task, task
 
+DATASET = "Hub data set, file, folder, or folder with one folder per task"
 STAGE_TWO_TOKENS = 4096
 """Default upper limit on the tokens per forward pass of stage two."""
 
@@ -45,10 +46,6 @@ class TaskChoice:
         return task(self.task, columns=self.columns, label=self.label_column, labels=self.labels, validation=self.split)
 
 
-def _dataset() -> Any:
-    return option(None, "Hub data set, file, folder, or folder with one folder per task", metavar="NAME_OR_PATH")
-
-
 @dataclass(frozen=True)
 class TuneJob(Job):
     """Options of `finetune`; `task` is a `linearize.training.stage_two.tasks.Task`."""
@@ -57,7 +54,7 @@ class TuneJob(Job):
         help="converted or ordinary transformers checkpoint; folder or Hub name", positional=True, metavar="DIR"
     )
     task: Task = section(TaskChoice)
-    dataset: str | None = _dataset()
+    dataset: str | None = option(None, DATASET, metavar="NAME_OR_PATH")
     output: str | None = option(None, "output folder (<model>-<task>)", metavar="DIR")
     overwrite: bool = option(False, OVERWRITE)
     resume: bool = option(False, "continue an interrupted run of the same output")
@@ -69,10 +66,7 @@ class TuneJob(Job):
     )
     data: DataOptions = section(
         DataOptions,
-        only=(
-            *("max_length", "limit", "validation_limit", "stride", "mask_share", "augment"),
-            *("extra_pairs", "seed"),
-        ),
+        only=("max_length", "limit", "validation_limit", "stride", "mask_share", "augment", "extra_pairs", "seed"),
     )
     tune: TuneConfig = section(
         TuneConfig,
@@ -122,7 +116,7 @@ class EvaluateJob(Job):
         help="checkpoint with a trained head; folder or Hub name", positional=True, metavar="DIR_OR_MODEL"
     )
     task: Task = section(TaskChoice)
-    dataset: str | None = _dataset()
+    dataset: str | None = option(None, DATASET, metavar="NAME_OR_PATH")
     compare: str | None = option(
         None,
         "the softmax model it was made from, tuned the same way; each side reads at its own length",
@@ -149,7 +143,7 @@ class EvaluateJob(Job):
     memory: bool = option(False, "with --compare: peak memory of the longest row, in one process per side")
 
     def __post_init__(self) -> None:
-        check(self, "options")
+        super().__post_init__()
         if self.chunk_length is not None and (self.compare is None or not self.chunks):
             raise ConfigError(
                 f"options, chunk_length: got {self.chunk_length}, but only an original is read in chunks; give "
@@ -222,7 +216,7 @@ class LongdocJob(Job):
     device: str = option("auto", DEVICES, group=OUTPUT, metavar="D")
 
     def __post_init__(self) -> None:
-        check(self, "options")
+        super().__post_init__()
         if not self.task.type.row_labels:
             raise ConfigError(
                 f"task: got {self.task.name}, expected one that predicts a class or a number for each text, such as "

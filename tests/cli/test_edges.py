@@ -31,6 +31,7 @@ def place(tmp_path_factory):
     rows = [{"text": "the cat sat", "label": place % 2} for place in range(20)]
     lines = [json.dumps(row) for row in rows]
     (root / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "config.yaml").write_text("{model_type: bert, hidden_size: x}")
     lines[4] = lines[4].replace(",", "")
     (root / "bad.jsonl").write_text("\n".join(lines) + "\n")
     return root
@@ -69,6 +70,7 @@ REFUSED = {
         "for kernel 'flexformer_n' without learned scales, by which the keys are chosen; choose another kernel",
     ),
     "window": ("convert bert --window auto:0 --output o", "got 'auto:0', expected a number of tokens such as 64"),
+    "config": ("init config.yaml --output o", "'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
     "no folder": ("inspect ./nofolder", "'./nofolder' does not exist"),
     "data of an unknown user": ("convert bert --dataset ~no-such-user/a.jsonl --output o", "/a.jsonl', which does not"),
     "rows of an unknown user": (f"finetune bert {TASK} --dataset ~no-such-user/rows", "/rows', which does not exist"),
@@ -81,7 +83,7 @@ def test_it_is_one_line_that_says_what_to_do(case, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     before = sorted(os.listdir())
     line, words = REFUSED[case]
-    device = [] if line.startswith("inspect") else ["--device", "cpu"]
+    device = [] if line.startswith(("inspect", "init")) else ["--device", "cpu"]
     code, out, err = run(capsys, *line.split(), *device)
     said = [text for text in err.splitlines() if text.startswith("linearize: error")]
     assert code == 2 and len(said) == 1 and words in said[0], err

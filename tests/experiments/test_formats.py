@@ -35,7 +35,7 @@ def recipe():
 
 @pytest.fixture(scope="module")
 def table(recipe):
-    return make_table(recipe, rows_of(recipe), "mine")
+    return make_table(recipe, "mine", rows_of(recipe))
 
 
 def test_what_was_changed(recipe):
@@ -74,7 +74,7 @@ def test_chance_has_a_row_and_no_ratio_stands_on_it(tmp_path, softmax, share):
         levels = {"chance": 0.65, "interval": (softmax - 0.05, softmax + 0.05)}
         recovered = None if cell.row == "softmax" else recovery(cell.job.task, score, softmax, **levels)
         made.append(shared | {"score": score, "recovered": recovered})
-    table = make_table(recipe, made, "mine")
+    table = make_table(recipe, "mine", made)
     assert list(table.rows)[-1] == "chance" and table.rows["chance"]["average"].ours == pytest.approx(65.0)
     cell = f"77.00 ({share})" if share else "35.00"
     lines = to_markdown([table]).splitlines()

@@ -14,6 +14,7 @@ from support.tiny import SMALLER, original
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.jobs.recipes.recipe import cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import SOFTMAX
+from linearize.jobs.recipes.stages import softmax_folder
 
 FILES = sorted(Path(str(resources.files("linearize.recipes"))).rglob("*.y*ml"))
 NAMED = {
@@ -146,6 +147,10 @@ def load(tiny, write, **changes):
         ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got true, but flow scratch"),
         ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
         ({"tasks": ["cola", {"name": "cola"}]}, r"tasks\[1\]: got a section of keys, expected text"),
+        (
+            {"kernels": [{"name": "elu", "label": "a/b"}, {"name": "elu", "label": "a b"}]},
+            r"two cells are called 'a_b-cola-s0'; give a row or a task another name",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tiny, write, changes, message):
@@ -165,6 +170,14 @@ def test_kernels_of_single_layers(tiny, write):
     assert model.config.linearize["layers"][1]["arguments"]["tied"] is False
 
 
+@pytest.mark.parametrize("flow", ["finetuned", "pretrained"])
+def test_folders_stay_in_that_of_the_run(tiny, write, flow):
+    """The softmax model of a task called ../../mine was written two folders above the run."""
+    recipe = load(tiny, write, flow=flow, tasks={"../../mine": {"task": "cola"}}, teacher={}, figures={})
+    for cell in cells(recipe):
+        assert softmax_folder(recipe, cell).count("/") == 1 and "/" not in cell.key
+
+
 def test_missing_keys_and_other_files(tiny, write, tmp_path):
     del tiny["flow"]
     with pytest.raises(ConfigError, match="the key 'flow' is missing"):
@@ -175,6 +188,23 @@ def test_missing_keys_and_other_files(tiny, write, tmp_path):
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_recipe(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "message"),
+    [
+        ({}, "tasks=5", "unknown task '5'"),
+        ({"tasks": {"cola": {}}}, "tasks=[[cola], {a: 1}]", "unknown task"),
+        ({"tasks": 5}, "tasks.cola.label=x", "'tasks' is not a section of keys"),
+        ({"kernels": None}, "kernels=[nothing]", "unknown kernel 'nothing'"),
+        ({"tasks": {5: {}}}, "needs=time", "tasks.5: unknown task '5'"),
+        ({"figures": {"elu": {5: 1.0}}}, "needs=time", "figures.elu: unknown task 5"),
+    ],
+)
+def test_names_that_are_no_text_are_an_error_in_one_line(values, change, message, tiny, write):
+    """A number or a list in place of a name ended in a traceback."""
+    with pytest.raises(LinearizeError, match=message):
+        load_recipe(write({**tiny, **values}), [change])
 
 
 @pytest.mark.parametrize("change", ["data", "=3", "finetune..epochs=1", "kernels=[", "summary.x=1", "finetun.epochs=1"])

@@ -35,6 +35,7 @@ CASES = {
                  [("stage two", 10, 16, 3)]),
     "teacher": (f"finetune linear {TASK} --new-head --steps 9 --eval-every 3 --lora r=2 --output made",
                 [("stage two", 9, 8, 4)]),
+    "no epochs": (f"finetune linear {TASK} --epochs 0 --output made", [("stage two", 0, 8, 1)]),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from linearize.conversion.plan_file import read_plan
 from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid
 from linearize.jobs.config import ConvertJob
+from linearize.jobs.presets import width_of
 from linearize.kernel_search.windows import choices_of, choose_windows, some_rows, state_numbers
 from linearize.modeling.plan import LayerPlan
 
@@ -102,9 +103,9 @@ def test_the_option():
     def job(**more):
         return ConvertJob.of(model="m", **more)
 
-    assert [job(window=text).usual_window for text in ("auto", "auto:32", "16")] == [64, 32, 16]
+    assert [width_of(job(window=text).window) for text in ("auto", "auto:32", "16")] == [64, 32, 16]
     assert [job(window=text).chooses_windows for text in ("auto", "auto:32", "16")] == [True, True, False]
-    assert job().usual_window is None and job(preset="causal", window="auto").additions.sinks == 4
+    assert job().window is None and job(preset="causal", window="auto").additions.sinks == 4
     for text in ("auto:0", "auto:", "wide", "-3"):
         with pytest.raises(ConfigError, match="expected a number of tokens such as 64, auto or auto:64"):
             job(window=text)

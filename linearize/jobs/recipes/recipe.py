@@ -82,15 +82,16 @@ class Cell:
     @property
     def key(self) -> str:
         """Name of the cell's folder."""
-        return _file_name(f"{self.row}-{self.job.name}-s{self.seed}")
+        return file_name(f"{self.row}-{self.job.name}-s{self.seed}")
 
     @property
     def converted_folder(self) -> str:
         """Folder of its converted model, which cells with the same source share."""
-        return f"distilled/{self.key if self.source is None else _file_name(f'{self.row}-s{self.seed}')}"
+        return f"distilled/{self.key if self.source is None else file_name(f'{self.row}-s{self.seed}')}"
 
 
-def _file_name(text: str) -> str:
+def file_name(text: str) -> str:
+    """Return the name of a row or a task as part of a file's name."""
     return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in text)
 
 
@@ -158,6 +159,10 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
             check_extra_pairs(job.task, job.rows)
         except ConfigError as error:
             raise ConfigError(f"{here}.rows: {error}") from error
+    keys = [cell.key for cell in cells(recipe)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{where}: two cells are called {twice!r}; give a row or a task another name")
     for row_name, figures in recipe.figures.items():
         for name in figures:
             if name not in jobs and name != AVERAGE:
@@ -209,9 +214,9 @@ def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
 
 def cells(recipe: Recipe) -> list[Cell]:
     """Return the cells of a recipe's table in the order in which they run, grouped by task."""
-    jobs = resolve(recipe)
     table = []
     for seed in recipe.seeds:
+        jobs = {name: job.reading(seed=seed) for name, job in resolve(recipe).items()}
         for name in recipe.columns:
             for row in recipe.kernels:
                 sources: list[Job | None] = [None]
@@ -252,17 +257,18 @@ def _change(values: dict[str, Any], change: str) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: got {text!r}, expected a YAML value such as 1, text or [a,b]") from error
     tasks = values.get("tasks")
-    if parts[0] == "tasks" and len(parts) > 1 and not isinstance(tasks, dict):
-        values["tasks"] = {name: {} for name in tasks or []}
+    if parts[0] == "tasks" and len(parts) > 1 and isinstance(tasks, list):
+        values["tasks"] = {str(name): {} for name in tasks}
     if parts in (["kernels"], ["tasks"], ["seeds"], ["sources"]) and not isinstance(value, list | dict):
         value = [value]
     # A row or task given by name keeps its options from the recipe.
     if parts == ["kernels"] and isinstance(value, list):
-        rows = values.get("kernels", [])
-        known = {row.get("label") or row.get("name") if isinstance(row, dict) else row: row for row in rows}
+        before = values.get("kernels")
+        rows = [row for row in before if isinstance(row, dict)] if isinstance(before, list) else []
+        known = {str(row.get("label") or row.get("name")): row for row in rows}
         value = [known.get(row, row) if isinstance(row, str) else row for row in value]
     if parts == ["tasks"] and isinstance(value, list) and isinstance(tasks, dict):
-        value = {name: tasks.get(name, {}) for name in value}
+        value = {str(name): tasks.get(str(name), {}) for name in value}
     place = values
     for part in parts[:-1]:
         place = place.setdefault(part, {})

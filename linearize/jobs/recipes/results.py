@@ -121,11 +121,7 @@ def tables(folder: str | Path) -> list[Table]:
     runs = [root] if (root / RECIPE).is_file() else sorted(file.parent for file in root.glob(f"*/{RECIPE}"))
     if not runs:
         raise DataError(f"{str(folder)!r} holds no run: expected a folder with {RECIPE} and {RESULTS}")
-    made = []
-    for run in runs:
-        rows, damaged = read_rows(run)
-        made.append(make_table(read_recipe(run), rows, run.name, damaged))
-    return made
+    return [make_table(read_recipe(run), run.name, *read_rows(run)) for run in runs]
 
 
 def read_recipe(run: Path) -> Recipe:
@@ -138,8 +134,8 @@ def read_recipe(run: Path) -> Recipe:
     return check(read_values(run / RECIPE, repr(where), "a recipe; the run was damaged: run it again"), where)
 
 
-def make_table(recipe: Recipe, rows: Sequence[ResultRow], name: str, damaged: int = 0) -> Table:
-    """Make a recipe's table from its results."""
+def make_table(recipe: Recipe, name: str, rows: Sequence[ResultRow], damaged: int = 0) -> Table:
+    """Make the table of a recipe's run with this name from its results."""
     wanted = cells(recipe)
     columns = list(dict.fromkeys(cell.job.name for cell in wanted))
     several = len(columns) > 1

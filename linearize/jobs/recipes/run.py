@@ -55,12 +55,7 @@ class CellDone(Event):
 
 
 def run_recipe(
-    recipe: Recipe,
-    output: str | Path,
-    *,
-    resume: bool = False,
-    only: Sequence[str] = (),
-    on_event: Callback = ignore,
+    recipe: Recipe, output: str | Path, *, resume: bool = False, only: Sequence[str] = (), on_event: Callback = ignore
 ) -> list[ResultRow]:
     """Run a recipe to the end, or some of its cells.
 

@@ -332,4 +332,5 @@ class Recipe:
     @property
     def columns(self) -> dict[str, Column]:
         """The columns of the table by name."""
-        return dict(self.tasks) if isinstance(self.tasks, dict) else {name: Column() for name in self.tasks}
+        columns = self.tasks if isinstance(self.tasks, dict) else dict.fromkeys(self.tasks, Column())
+        return {str(name): column for name, column in columns.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import time
@@ -31,7 +30,7 @@ from linearize.data.source import RowBatches
 from linearize.jobs.evaluate import rows_per_batch
 from linearize.jobs.events import DataOpened, Logged, StepDone
 from linearize.jobs.init import fresh_model
-from linearize.jobs.recipes.recipe import PRETRAIN, Cell, Job, resolve
+from linearize.jobs.recipes.recipe import PRETRAIN, Cell, Job, file_name, resolve
 from linearize.jobs.recipes.schema import SOFTMAX, Batches, Model, Recipe, Row
 from linearize.jobs.stages import alignment_record, distillation_record, without_heads
 from linearize.jobs.synthetic.sets import SETS, make
@@ -39,13 +38,7 @@ from linearize.jobs.synthetic.tokenizers import LEARNED, make_tokenizer
 from linearize.training.alignment.loop import align
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import (
-    beyond_training,
-    check_length,
-    fit_tokenizer,
-    load_for_task,
-    load_teacher,
-)
+from linearize.training.stage_two.load import beyond_training, check_length, fit_tokenizer, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record
 from linearize.training.stage_two.splits import Given, located, raw_table
@@ -62,24 +55,19 @@ RECORD = "stage.json"
 
 def softmax_folder(recipe: Recipe, cell: Cell) -> str:
     """Return the folder of the softmax model that a cell is compared with: same task, same seed."""
-    name = f"{cell.job.name}-s{cell.seed}"
+    name = file_name(f"{cell.job.name}-s{cell.seed}")
     return f"teachers/{name}" if recipe.flow == "finetuned" else f"cells/{SOFTMAX}-{name}"
 
 
 P = ParamSpec("P")
 
 
-def once(method: Callable[Concatenate[Runner, Path, P], None]) -> Callable[Concatenate[Runner, Path, P], Path]:
-    """Turn a method that writes a result to a folder into one that keeps an existing result and returns the folder."""
-
-    @functools.wraps(method)
-    def run(runner: Runner, target: Path, *args: P.args, **options: P.kwargs) -> Path:
-        if not (target / RECORD).is_file():
-            with claim(target):
-                method(runner, target, *args, **options)
-        return target
-
-    return run
+def once(stage: Callable[Concatenate[Path, P], None], target: Path, *args: P.args, **options: P.kwargs) -> Path:
+    """Return the folder of a stage's result, after running the stage if it has none."""
+    if not (target / RECORD).is_file():
+        with claim(target):
+            stage(target, *args, **options)
+    return target
 
 
 class Runner:
@@ -102,40 +90,41 @@ class Runner:
         Returns:
             The folder of the cell's result, and the folder of its conversion if it has one.
         """
-        recipe, job, seed, row = self.recipe, cell.job, cell.seed, cell.kernel
+        recipe, job, row = self.recipe, cell.job, cell.kernel
         target, softmax = self.folder / "cells" / cell.key, None
         if recipe.flow == "scratch":
-            first, place = resolve(recipe).get(PRETRAIN), self.folder / f"pretrained/{row.called}-s{seed}"
-            base = None if first is None else self._tune(place, first, seed, first.finetune, row=row)
-            return self._tune(target, cell.read, seed, job.finetune, base=base, row=row), None
+            first, base = resolve(recipe).get(PRETRAIN), None
+            if first is not None:
+                place = self.folder / "pretrained" / file_name(f"{row.called}-s{cell.seed}")
+                base = once(self._tune, place, first.reading(seed=cell.seed), first.finetune, row=row)
+            return once(self._tune, target, cell.read, job.finetune, base=base, row=row), None
         tuned_first, teacher = recipe.flow == "finetuned", bool(job.finetune.teacher)
         if recipe.flow != "untuned" and (row.name == SOFTMAX or tuned_first or teacher):
             tune = job.teacher if tuned_first else job.finetune
-            softmax = self._tune(self.folder / softmax_folder(recipe, cell), job, seed, tune)
+            softmax = once(self._tune, self.folder / softmax_folder(recipe, cell), job, tune)
         if row.name == SOFTMAX:
             if softmax is None or row.rows:
-                return self._measure(target, cell.read, seed, softmax), None
+                return once(self._measure, target, cell.read, softmax), None
             return softmax, None
-        converted = self._convert(self.folder / cell.converted_folder, cell, softmax if tuned_first else None)
+        base = softmax if tuned_first else None
+        converted = once(self._convert, self.folder / cell.converted_folder, cell, base)
         if recipe.flow == "untuned":
-            return self._measure(target, cell.read, seed, converted), converted
+            return once(self._measure, target, cell.read, converted), converted
         guide = softmax if teacher else None
-        return self._tune(target, cell.read, seed, job.finetune, base=converted, teacher=guide), converted
+        return once(self._tune, target, cell.read, job.finetune, base=converted, teacher=guide), converted
 
-    def _data(self, job: Job, seed: int) -> TaskData:
+    def _data(self, job: Job) -> TaskData:
         """Return a task's rows; the most recent ones are cached for the next stage."""
-        key = (job.name, seed, job.rows)
+        key = (job.name, job.rows)
         if key not in self._opened:
-            self._opened = {key: open_job(self.recipe.model, job, seed)}
+            self._opened = {key: open_job(self.recipe.model, job)}
             self.on_event(DataOpened(self._opened[key].description))
         return self._opened[key]
 
-    @once
     def _tune(
         self,
         target: Path,
         job: Job,
-        seed: int,
         tune: TuneConfig,
         *,
         base: Path | None = None,
@@ -146,16 +135,15 @@ class Runner:
 
         Args:
             target: the folder.
-            job: the task, with its rows.
-            seed: seed of everything random.
+            job: the task, with its rows; their seed is that of everything random.
             tune: the options.
             base: folder of the model; None: the recipe's own model.
             row: the row of the table whose kernels a model from scratch gets.
             teacher: folder of the teacher, or None.
         """
-        data = self._data(job, seed)
-        config = dataclasses.replace(tune, seed=seed)
-        model = move(self._load(job, seed, data, base, row, new_head=True), self.device)
+        data = self._data(job)
+        config = dataclasses.replace(tune, seed=job.rows.seed)
+        model = move(self._load(job, data, base, row, new_head=True), self.device)
         check_length(model, job.task, job.rows.max_length)
         guide = None if teacher is None else load_teacher(str(teacher), data, model)
         name = target.relative_to(self.folder)
@@ -177,11 +165,9 @@ class Runner:
         with contextlib.suppress(CheckpointError, OSError):
             remove_work(work)
 
-    def _load(
-        self, job: Job, seed: int, data: TaskData, base: Path | None, row: Row | None, *, new_head: bool
-    ) -> PreTrainedModel:
+    def _load(self, job: Job, data: TaskData, base: Path | None, row: Row | None, *, new_head: bool) -> PreTrainedModel:
         """Load the result of the previous stage, or the recipe's checkpoint; or build a model from scratch."""
-        model = self.recipe.model
+        model, seed = self.recipe.model, job.rows.seed
         if base is not None:
             return load_for_task(str(base), data, new_head=new_head, seed=seed)
         if model.pretrained:
@@ -192,7 +178,6 @@ class Runner:
         fit_tokenizer(fresh, processor)
         return fresh if row is None or row.name == SOFTMAX else convert(fresh, row, seed)
 
-    @once
     def _convert(self, target: Path, cell: Cell, base: Path | None) -> None:
         """Convert a model, and train and align its kernels."""
         job, row, seed = cell.source or cell.job, cell.kernel, cell.seed
@@ -201,8 +186,8 @@ class Runner:
             return job if length is None else job.reading(max_length=min(length, cell.read.rows.max_length))
 
         stage_one = reading(job.distil.max_length)
-        data = self._data(stage_one, seed)
-        model = self._load(job, seed, data, base, None, new_head=False)
+        data = self._data(stage_one)
+        model = self._load(job, data, base, None, new_head=False)
         lengthen(model, data.type.processor, row)
         check_length(model, job.task, stage_one.rows.max_length)
         model = move(convert(model, row, seed), self.device)
@@ -218,7 +203,7 @@ class Runner:
         lines = log_lines(STAGE_ONE, result.history)
         provenance = {"task": job.name, "seed": seed, "distillation": without_heads(record)}
         if job.align.steps and row.align:
-            batches = batches_of(self._data(reading(job.align.max_length), seed), job.align, seed)
+            batches = batches_of(self._data(reading(job.align.max_length)), job.align, seed)
             options = dataclasses.replace(job.align, seed=seed)
             aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
             provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
@@ -226,10 +211,9 @@ class Runner:
         files = _record_file(record) | log_file(STAGE_TWO, [], lines)
         save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
 
-    @once
-    def _measure(self, target: Path, job: Job, seed: int, base: Path | None) -> None:
+    def _measure(self, target: Path, job: Job, base: Path | None) -> None:
         """Measure a model."""
-        data = self._data(job, seed)
+        data = self._data(job)
         model = load_for_task(self.recipe.model.checkpoint if base is None else str(base), data)
         model = move(model, self.device).eval()
         beyond_training(model, data.task, job.rows.max_length)
@@ -287,7 +271,7 @@ def convert(model: PreTrainedModel, row: Row, seed: int) -> PreTrainedModel:
     )
 
 
-def open_job(model: Model, job: Job, seed: int) -> TaskData:
+def open_job(model: Model, job: Job) -> TaskData:
     """Open a task's data and return its rows, made with the checkpoint's processor, or with one made for the data.
 
     Raises:
@@ -297,7 +281,7 @@ def open_job(model: Model, job: Job, seed: int) -> TaskData:
     processor: Processor | None = None
     if job.column.make is not None:
         source = None if job.data is None else str(located(job.task, job.data))
-        seeded = {"seed": seed} if "seed" in options_of(SETS[job.column.make]) else {}
+        seeded = {"seed": job.rows.seed} if "seed" in options_of(SETS[job.column.make]) else {}
         given, processor = make(job.column.make, seeded | job.column.options, source)
     if model.pretrained:
         processor = load_processor(model.checkpoint, job.task.modality)
@@ -310,7 +294,7 @@ def open_job(model: Model, job: Job, seed: int) -> TaskData:
         processor = ViTImageProcessor(size={"height": size, "width": size})
     elif processor is None:
         processor = _tokenizer_for(model, job, given)
-    return prepare(job.task, processor, dataclasses.replace(job.rows, seed=seed), data=given)
+    return prepare(job.task, processor, job.rows, data=given)
 
 
 def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTokenizerBase:
@@ -345,17 +329,13 @@ def _embeds_segments(config: dict[str, object]) -> bool:
 
 def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, object]:
     """Complete a config from the data: vocabulary size, special tokens, and positions for the longest row."""
-    values = dict(config)
     if not hasattr(processor, "convert_tokens_to_ids"):
-        return values
-    values.setdefault("vocab_size", len(processor))
-    values.setdefault("pad_token_id", processor.pad_token_id)
-    if values.get("model_type") == "gpt2":
-        values.setdefault("n_positions", length)
-        values.setdefault("bos_token_id", processor.eos_token_id)
-        values.setdefault("eos_token_id", processor.eos_token_id)
+        return config
+    padding, end, kind = processor.pad_token_id, processor.eos_token_id, config.get("model_type")
+    sizes: dict[str, object] = {"vocab_size": len(processor), "pad_token_id": padding}
+    if kind == "gpt2":
+        sizes |= {"n_positions": length, "bos_token_id": end, "eos_token_id": end}
     else:
         # RoBERTa numbers its positions starting after the padding token's id.
-        extra = (processor.pad_token_id or 0) + 1 if values.get("model_type") == "roberta" else 0
-        values.setdefault("max_position_embeddings", length + extra)
-    return values
+        sizes["max_position_embeddings"] = length + ((padding or 0) + 1 if kind == "roberta" else 0)
+    return {**sizes, **config}

@@ -87,24 +87,19 @@ class Articles(MadeSet):
             DataError: if that article has too few words, or is the only one.
         """
         splits = self.joined(source)
-        if not self.opening:
-            return splits
-        first, *train = splits["train"]
-        opening = first["text"].split()[: self.opening]
-        if len(opening) < self.opening or not train:
-            raise DataError(
-                f"articles: got {len(splits['train'])} training articles, the first of {len(first['text'].split())} "
-                f"words, expected another article and an opening of {self.opening} words; lower opening"
-            )
+        if self.opening:
+            first, *train = splits["train"]
+            words = first.split()
+            if len(words) < self.opening or not train:
+                raise DataError(
+                    f"articles: got {len(splits['train'])} training articles, the first of {len(words)} words, "
+                    f"expected another article and an opening of {self.opening} words; lower opening"
+                )
+            opening, splits["train"] = words[: self.opening], train
+            splits = {split: [_opened(text, opening) for text in texts] for split, texts in splits.items()}
+        return {split: [{"text": text} for text in texts] for split, texts in splits.items()}
 
-        def opened(row: dict[str, str]) -> dict[str, str]:
-            words = row["text"].split()
-            middle = len(words) // 2
-            return {"text": " ".join([*opening, *words[:middle], *opening, *words[middle:]])}
-
-        return {split: [opened(row) for row in rows] for split, rows in {**splits, "train": train}.items()}
-
-    def joined(self, source: str) -> dict[str, list[dict[str, str]]]:
+    def joined(self, source: str) -> dict[str, list[str]]:
         """Return the articles of both splits; with `held`, a share of all articles is the one to measure on.
 
         Raises:
@@ -114,7 +109,7 @@ class Articles(MadeSet):
         splits = {split: articles(self, column) for split, column in lines.items()}
         if self.held is None:
             return splits
-        everything = [row for rows in splits.values() for row in rows]
+        everything = [text for texts in splits.values() for text in texts]
         order = np.random.default_rng(self.seed).permutation(len(everything))
         count = round(self.held * len(everything))
         if not 0 < count < len(everything):
@@ -123,8 +118,15 @@ class Articles(MadeSet):
         return {"train": [everything[n] for n in kept], "validation": [everything[n] for n in held]}
 
 
-def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, str]]:
-    """Join lines into articles -> rows with `text`. A line such as `= Title =` begins an article and is left out.
+def _opened(text: str, opening: list[str]) -> str:
+    """Put words before each half of a text."""
+    words = text.split()
+    middle = len(words) // 2
+    return " ".join([*opening, *words[:middle], *opening, *words[middle:]])
+
+
+def articles(config: Articles, lines: Iterable[str | None]) -> list[str]:
+    """Join lines into articles. A line such as `= Title =` begins an article and is left out.
 
     Raises:
         DataError: if there is no heading, or no article is long enough.
@@ -140,12 +142,11 @@ def articles(config: Articles, lines: Iterable[str | None]) -> list[dict[str, st
             "articles: got lines without a heading such as '= Title =', expected a corpus such as WikiText; if rows "
             "are whole texts, leave `make: articles` out"
         )
-    texts = [" ".join(article) for article in joined]
-    rows = [{"text": text} for text in texts if len(text.split()) >= config.shortest]
-    if not rows:
+    texts = [text for text in map(" ".join, joined) if len(text.split()) >= config.shortest]
+    if not texts:
         wanted = f"expected some of at least {config.shortest} words; lower shortest"
         raise DataError(f"articles: got {len(joined)} articles, {wanted}")
-    return rows
+    return texts
 
 
 TOPICS = (
@@ -184,8 +185,7 @@ class Needles(Articles):
 
     def make(self, source: str = "") -> Rows:
         """Hide facts in the articles -> rows with `question`, `text` and `depth` (0 to 9)."""
-        hay = self.joined(source)
-        return {split: needles(self, [row["text"] for row in part]) for split, part in hay.items()}
+        return {split: needles(self, texts) for split, texts in self.joined(source).items()}
 
 
 def needles(config: Needles, texts: Sequence[str]) -> list[dict[str, object]]:
