@@ -239,7 +239,9 @@ def softmax_part(
     for column in columns:
         near.append(column.k.float()[:, :, None].expand(-1, -1, count, -1, -1))
         values.append(with_ones(column.v, True)[:, :, None].expand(-1, -1, count, -1, -1))
-        visible.append(F.pad(column.visible, (0, 0, 0, rest)).unflatten(2, (count, block))[:, :, :, None])
+        # As numbers: the C++ that torch.compile writes for padded comparisons does not compile.
+        seen_by = F.pad(column.visible.byte(), (0, 0, 0, rest)).bool()
+        visible.append(seen_by.unflatten(2, (count, block))[:, :, :, None])
     # One matrix product per key head and block, with all queries of the group.
     keys_at_once, values_at_once = (torch.cat(x, dim=3).flatten(0, 2) for x in (near, values))
     scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), keys_at_once.transpose(1, 2)).view(*shape, -1)

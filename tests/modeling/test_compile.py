@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from support.tiny import CLIP_TEXT, IMAGE, converted, inputs_of, outputs
 
 from linearize.attention.cache import cache_argument
 from linearize.attention.interface import linear_attentions
+from linearize.ops.window_causal import softmax_part
+from linearize.ops.window_parts import Columns, Keys, Window, collect
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
 FEW = ["bert", "vit", "bart"]
@@ -81,6 +85,22 @@ def test_compiled_decoding_with_a_window_finds_its_state(exact_keys):
         parts = [compiled(part, **cache_argument(model, cache))[0] for part in tokens.split([12, 1, 1, 2], dim=1)]
     assert cache.get_seq_length() == 16
     torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the default backend needs a C++ compiler")
+def test_the_default_backend_compiles_sinks():
+    """A length that does not fill whole blocks: the sinks' visibility is padded."""
+    q, k, v = (torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    mask, window = torch.ones(1, 40, dtype=torch.bool), Window(8, 0.4, causal=True, sinks=2)
+
+    def softmax(q, k, v):
+        keys = Keys(k, v, k, k[..., 0], mask)
+        sinks, place = collect(keys, 2, None), torch.arange(40)
+        left = place[:, None] - torch.arange(2) >= 8
+        column = Columns(sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None])
+        return softmax_part(q, keys.padded(7), 0, window.size, window.scaling, [column])[0]
+
+    torch.testing.assert_close(torch.compile(softmax)(q, k, v), softmax(q, k, v))
 
 
 @pytest.mark.parametrize("name", few(["bert", "gpt2", "vit"], ["bert"]))
