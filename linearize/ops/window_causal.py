@@ -190,7 +190,10 @@ def kernel_part(
 
 def _block(tokens: int, span: int) -> int:
     """Return the number of queries in a block."""
-    return max(span, 32) if isinstance(tokens, torch.SymInt) else min(tokens, max(span, 32))
+    most = max(span, 32)
+    # While compiling, a length that may change is no SymInt; a smaller block would give every short length a graph.
+    fixed = isinstance(tokens, torch.SymInt) or (torch.compiler.is_compiling() and tokens > 1)
+    return most if fixed else min(tokens, most)
 
 
 def softmax_part(
