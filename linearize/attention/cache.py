@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     StaticLayer,
 )
@@ -270,6 +271,12 @@ class LinearizeCache(DynamicCache):
             layer = self.layers[index]
             if not (isinstance(layer, DynamicLayer) and hasattr(layer, "update_conv_state")):
                 self.layers[index] = LinearStateLayer(crop)
+        for index, layer in enumerate(self.layers if crop else ()):
+            # Of the other layers, a crop needs keys that left their window, and states that convolutions passed.
+            if type(layer) is DynamicSlidingWindowLayer:
+                self.layers[index] = DynamicLayer()
+            elif not isinstance(layer, LinearStateLayer) and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
 
     def nbytes(self) -> int:
         """Return the size in bytes of the cache."""

@@ -136,6 +136,7 @@ class LinearizedModel(_Original):
         Args:
             crop: largest n of `cache.crop(-n)`. For this the cache keeps keys and values of up to twice as many tokens,
                 and a second state. Cropped tokens count towards n until the same number of new tokens has followed.
+                Softmax layers with a sliding window then keep all keys.
         """
         return make_cache(self, crop)
 

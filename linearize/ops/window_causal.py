@@ -190,7 +190,10 @@ def kernel_part(
 
 def _block(tokens: int, span: int) -> int:
     """Return the number of queries in a block."""
-    return max(span, 32) if isinstance(tokens, torch.SymInt) else min(tokens, max(span, 32))
+    most = max(span, 32)
+    # While compiling, a length that may change is no SymInt; a smaller block would give every short length a graph.
+    fixed = isinstance(tokens, torch.SymInt) or (torch.compiler.is_compiling() and tokens > 1)
+    return most if fixed else min(tokens, most)
 
 
 def softmax_part(
@@ -239,7 +242,9 @@ def softmax_part(
     for column in columns:
         near.append(column.k.float()[:, :, None].expand(-1, -1, count, -1, -1))
         values.append(with_ones(column.v, True)[:, :, None].expand(-1, -1, count, -1, -1))
-        visible.append(F.pad(column.visible, (0, 0, 0, rest)).unflatten(2, (count, block))[:, :, :, None])
+        # As numbers: the C++ that torch.compile writes for padded comparisons does not compile.
+        seen_by = F.pad(column.visible.byte(), (0, 0, 0, rest)).bool()
+        visible.append(seen_by.unflatten(2, (count, block))[:, :, :, None])
     # One matrix product per key head and block, with all queries of the group.
     keys_at_once, values_at_once = (torch.cat(x, dim=3).flatten(0, 2) for x in (near, values))
     scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), keys_at_once.transpose(1, 2)).view(*shape, -1)

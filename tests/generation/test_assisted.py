@@ -136,6 +136,20 @@ def test_a_cropped_cache_is_the_cache_of_the_tokens_that_are_left(kernel):
         cache.crop(-99)
 
 
+def test_layers_that_keep_their_window_are_cropped_too():
+    model, ids = causal("gemma3"), prompts(tokens=40, padded=False)["input_ids"]
+    assert any(kind == "sliding_attention" for kind in model.config.layer_types)
+    cache = model.new_cache(crop=8)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        model(ids, past_key_values=cache)
+        for back in (-2, -5):
+            cache.crop(back)
+        assert cache.get_seq_length() == 33
+        got = model(ids[:, 33:], past_key_values=cache).logits
+    torch.testing.assert_close(got, whole[:, 33:], rtol=1e-4, atol=1e-5)
+
+
 def test_what_was_kept_for_a_crop_follows_the_beams():
     model, inputs = causal("gpt2"), prompts(padded=False)
     ids, order = inputs["input_ids"], torch.tensor([2, 0, 0])

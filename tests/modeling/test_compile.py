@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from support.tiny import CLIP_TEXT, IMAGE, converted, inputs_of, outputs
 
 from linearize.attention.cache import cache_argument
 from linearize.attention.interface import linear_attentions
+from linearize.ops.window_causal import softmax_part
+from linearize.ops.window_parts import Columns, Keys, collect
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
 FEW = ["bert", "vit", "bart"]
@@ -81,6 +85,39 @@ def test_compiled_decoding_with_a_window_finds_its_state(exact_keys):
         parts = [compiled(part, **cache_argument(model, cache))[0] for part in tokens.split([12, 1, 1, 2], dim=1)]
     assert cache.get_seq_length() == 16
     torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=0, atol=2e-6)
+
+
+def softmax_with_sinks(q, k, v):
+    keys, place = Keys(k, v, k, k[..., 0], torch.ones_like(k[:, 0, :, 0], dtype=torch.bool)), torch.arange(k.shape[2])
+    sinks = collect(keys, 2, None)
+    left = place[:, None] - torch.arange(2) >= 8
+    column = Columns(sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None])
+    return softmax_part(q, keys.padded(7), 0, 8, 0.4, [column])[0]
+
+
+def tokens_of_a_head(length):
+    return [torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the default backend needs a C++ compiler")
+def test_the_default_backend_compiles_sinks():
+    """A length that does not fill whole blocks: the sinks' visibility is padded."""
+    given = tokens_of_a_head(40)
+    torch.testing.assert_close(torch.compile(softmax_with_sinks)(*given), softmax_with_sinks(*given))
+
+
+def test_lengths_below_a_block_share_a_graph():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(softmax_with_sinks, backend=backend, dynamic=True)
+    for length in (40, 70, 20, 9, 5, 3, 2):
+        given = tokens_of_a_head(length)
+        torch.testing.assert_close(compiled(*given), softmax_with_sinks(*given))
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("name", few(["bert", "gpt2", "vit"], ["bert"]))
