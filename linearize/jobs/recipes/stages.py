@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset
 
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.output import atomic_folder, claim
+from linearize.checkpoint.ownership import has_weights
 from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
@@ -70,12 +71,16 @@ P = ParamSpec("P")
 
 
 def once(method: Callable[Concatenate[Runner, Path, P], None]) -> Callable[Concatenate[Runner, Path, P], Path]:
-    """Turn a method that writes a result to a folder into one that keeps an existing result and returns the folder."""
+    """Turn a method that writes a result to a folder into one that keeps an existing result and returns the folder.
+
+    A finished run has removed weights that cells added later start from: then it is made again.
+    """
 
     @functools.wraps(method)
     def run(runner: Runner, target: Path, *args: P.args, **options: P.kwargs) -> Path:
-        if not (target / RECORD).is_file():
-            with claim(target):
+        done = (target / RECORD).is_file()
+        if not done or not has_weights(target):
+            with claim(target, overwrite=done):
                 method(runner, target, *args, **options)
         return target
 
@@ -173,7 +178,8 @@ class Runner:
         )
         record = tuning_record(data, config, result, None if guide is None else SOFTMAX)
         files = tuning_files(record, result, [] if base is None else read_log(base)) | _record_file(record)
-        save_model(model, target, data.type.processor, stage={"finetuning": record}, extra_files=files)
+        stage = {"finetuning": record}
+        save_model(model, target, data.type.processor, stage=stage, extra_files=files, overwrite=True)
         with contextlib.suppress(CheckpointError, OSError):
             remove_work(work)
 
@@ -224,7 +230,7 @@ class Runner:
             provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
             lines = log_lines(ALIGNMENT, aligned.history, lines)
         files = _record_file(record) | log_file(STAGE_TWO, [], lines)
-        save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
+        save_model(model, target, data.type.processor, stage=provenance, extra_files=files, overwrite=True)
 
     @once
     def _measure(self, target: Path, job: Job, seed: int, base: Path | None) -> None:
