@@ -125,6 +125,12 @@ def remove_weights(folder: Path) -> None:
             (folder / name).unlink()
 
 
+def has_weights(folder: Path) -> bool:
+    """Tell whether a finished folder still has all weights that its marker lists."""
+    listed = _listed(folder) or {}
+    return all((folder / name).is_file() for name in listed if name.endswith(".safetensors"))
+
+
 def check_links(name: str | os.PathLike[str]) -> None:
     """Refuse a checkpoint with a link that leads out of it: it could make us copy any of the user's files.
 

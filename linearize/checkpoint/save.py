@@ -93,7 +93,8 @@ def save(
         model.config.linearize = {**model.config.linearize, "provenance": provenance}
         if (longest := Provenance(provenance).longest_row_length) is not None:
             set_trained_length(model, longest)
-    card = model_card(model, facts=base_facts(str(model.config.name_or_path or "")), name=Path(target).name)
+    facts, embedder = base_facts(str(model.config.name_or_path or "")), "modules.json" in (extra_files or {})
+    card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
         # Refuse what a load would refuse, while the model is still in memory.
@@ -149,13 +150,14 @@ def _is_fact(value: object) -> bool:
     return bool(value) and len(values) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in values)
 
 
-def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str = "") -> str:
+def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str = "", embedder: bool = False) -> str:
     """Write the card of a converted model.
 
     Args:
         model: the model; its config's provenance says how it was made.
         facts: metadata of the original's card (`base_facts`).
         name: name to load the model by: its folder, or later its repository (`linearize.checkpoint.push.with_name`).
+        embedder: whether it is saved with the modules of a sentence embedder.
 
     Returns:
         Markdown.
@@ -169,12 +171,17 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
     tuned = provenance.part("finetuning")
     lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
+    data = _card_data(model, kernels, facts or {}, name, tuned)
+    if embedder:
+        data.library_name, data.pipeline_tag = "sentence-transformers", "sentence-similarity"
+        data.tags = [*(data.tags or ()), "sentence-transformers", "feature-extraction"]
     card = ModelCard.from_template(
-        _card_data(model, kernels, facts or {}, name, tuned),
+        data,
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
         auto_class=auto_class(model),
+        embedder=embedder,
         kernels=[kernel_info(kernel) for kernel in kernels],
         name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
         packages=sorted(set(outside_packages(plan).values())),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,10 +58,10 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
         UnsupportedModelError: if torch.export or torch.onnx cannot translate it.
     """
     program = graph.program()
-    quiet = logging.getLogger("torch.onnx")
-    level = quiet.level
+    levels = {name: logging.getLogger(name).level for name in ("torch.onnx", "onnxscript")}
     try:
-        quiet.setLevel(logging.ERROR)
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings(action="ignore"):
             exported: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
             _remove_repeated(exported.model)
@@ -72,16 +73,24 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
             "kernel"
         ) from error
     finally:
-        quiet.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
     model: onnx_ir.Model = exported.model
     # Only now: before, an input that is returned unchanged is one value with the output.
     for value, name in zip((*model.graph.inputs, *model.graph.outputs), (*graph.inputs, *graph.outputs), strict=True):
         value.name = name
-    for value in model.graph.inputs:
-        assert value.shape is not None
-        names = graph.sizes[str(value.name)]
-        value.shape = onnx_ir.Shape([names.get(axis, size) for axis, size in enumerate(value.shape)])
+    _name_sizes(model, graph)
     return model
+
+
+def _name_sizes(model: onnx_ir.Model, graph: Graph) -> None:
+    """Give the open sizes the names of the graph, in all shapes, instead of those of torch.export (s26, s95 + 1)."""
+    inputs = [(value.shape, graph.sizes[str(value.name)]) for value in model.graph.inputs]
+    names = {str(shape[axis]): name for shape, open_ in inputs if shape for axis, name in open_.items()}
+    for value in (*model.graph.inputs, *(output for node in model.graph for output in node.outputs)):
+        if value.shape is not None:
+            sizes = [re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(size)) for size in value.shape]
+            value.shape = onnx_ir.Shape([int(size) if size.isdecimal() else size for size in sizes])
 
 
 def _remove_repeated(model: onnx_ir.Model) -> None:

@@ -140,7 +140,9 @@ class Luna(FeatureMap):
         knots, slopes, intercepts = self._segments()
         # One row of numbers per set of parameters and channel: [sets, L, (H / sets) B T M].
         rows = u.transpose(0, 1).reshape(sets, 1, -1).expand(-1, self.config.channels, -1)
-        segment = torch.searchsorted(knots, rows.detach().contiguous())
+        # ONNX has no searchsorted.
+        find = _bisect if torch.compiler.is_exporting() else torch.searchsorted
+        segment = find(knots, rows.detach().contiguous())
         y = (slopes.gather(-1, segment) * rows + intercepts.gather(-1, segment)).relu()
         return y.reshape(sets, -1, heads // sets, batch, tokens, count).permute(3, 0, 2, 4, 5, 1).flatten(1, 2)
 
@@ -175,6 +177,16 @@ class Luna(FeatureMap):
         # A NaN unit belongs to every segment, wherever sorting put its knot.
         odd = ((s + t + v).detach() * 0.0).sum(dim=-1, keepdim=True)
         return knots, table(v * s) + odd, table(v * t) + self.out_bias.float()[..., None]
+
+
+def _bisect(knots: Tensor, u: Tensor) -> Tensor:
+    """Return how many of the sorted knots [..., K] are smaller than each u [..., N], as torch.searchsorted does."""
+    found, count = torch.zeros_like(u, dtype=torch.long), knots.shape[-1]
+    for bit in reversed(range(count.bit_length())):
+        more = found + (1 << bit)
+        smaller = (more <= count) & (knots.gather(-1, (more - 1).clamp(max=count - 1)) < u)
+        found = torch.where(smaller, more, found)
+    return found
 
 
 register_kernel(

@@ -7,9 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
+import yaml
 from support.checkpoints import make_original, texts
 
 from linearize.checkpoint.loading import pooling, sentence_files, with_length
+from linearize.checkpoint.push import with_name
 from linearize.cli import main
 from linearize.core.errors import CheckpointError
 
@@ -57,6 +59,14 @@ def test_a_conversion_opens_with_its_modules(tmp_path, monkeypatch, first):
         states = opened[0].auto_model(**tokens).last_hidden_state[0]
     expected = states[0] if first else states.mean(dim=0)
     assert found[0] == pytest.approx((expected / expected.norm()).numpy(), abs=1e-5)
+    card = (tmp_path / "linear" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "sentence-transformers" and front["pipeline_tag"] == "sentence-similarity"
+    code = with_name(card, "./linear").partition("```python\n")[2].partition("```")[0]
+    assert "AutoModel" not in code and 'SentenceTransformer("./linear")' in code
+    made: dict = {}
+    exec(code, made)
+    np.testing.assert_array_equal(made["model"].encode(["alpha beta", "gamma"]), found)
     # A further stage keeps them.
     again = ["align", "linear", "--teacher", "bert", *DATA, "--length", "16", "--steps", "2", "--output", "aligned"]
     assert main(again) == 0

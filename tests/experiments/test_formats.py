@@ -83,6 +83,27 @@ def test_chance_has_a_row_and_no_ratio_stands_on_it(tmp_path, softmax, share):
     assert any(line.lstrip("| ").startswith("chance") and line.count("65.00") == 3 for line in lines)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_the_share_is_known_if_softmax_was_run_after_the_kernel(late):
+    """As with --only: the row of the kernel then has no score of softmax."""
+    changes = ["tasks=[mrpc]", "sources=[sst2]", "kernels=[softmax,elu]", "seeds=[0,1]"]
+    recipe = load_recipe("minilm-transfer", changes)
+    made = []
+    for cell in cells(recipe):
+        score, softmax = (0.77, 0.83)[cell.seed], (0.80, 0.85)[cell.seed]
+        levels = {"chance": 0.65, "interval": (softmax - 0.05, softmax + 0.05)}
+        known = None if cell.row == "softmax" or late else softmax
+        share = None if known is None else recovery(cell.job.task, score, softmax, **levels)
+        made.append(
+            {"cell": cell.key, "row": cell.row, "kernel": cell.kernel.name, "task": "mrpc", "seed": cell.seed,
+             "score": softmax if cell.row == "softmax" else score, "percent": True, **levels, "original": known,
+             "recovered": share}
+        )  # fmt: skip
+    rows = make_table(recipe, "mine", made[::-1]).rows
+    assert rows["elu from sst2"]["mrpc"].recovered == pytest.approx((100 * 12 / 15 + 100 * 18 / 20) / 2)
+    assert rows["softmax"]["mrpc"].recovered is None
+
+
 def test_notes(table):
     said = " ".join(notes_of(table))
     assert "Means over 2 seeds" in said and "1 cells are missing" in said

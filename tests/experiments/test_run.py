@@ -241,6 +241,24 @@ def test_transfer(tiny, tmp_path):
     assert not list((tmp_path / "run").rglob("*.safetensors")) and list((tmp_path / "run").rglob("finetuning.json"))
 
 
+@pytest.mark.parametrize("flow", ["transfer", "finetuned"])
+def test_cells_are_added_to_a_finished_run_whose_weights_are_gone(tiny, tmp_path, flow):
+    """Conversions that tasks share, and with keep_models=false the tuned softmax models too, are made again."""
+    tasks = {"cola": {}, "short": {"task": "cola", "folder": "cola", "rows": {"max_length": 8}}}
+    tiny |= {"kernels": ["softmax", "hedgehog"], "tasks": tasks, "figures": {}}
+    if flow == "transfer":
+        tiny |= {"flow": flow, "sources": ["mrpc"], "teacher": {}}
+        fewer = tiny | {"tasks": {"cola": {}}}
+    else:
+        tiny |= {"keep_models": False}
+        fewer = tiny | {"kernels": ["softmax"]}
+    expected = run_recipe(check(tiny, "tiny"), tmp_path / "whole")
+    run_recipe(check(fewer, "tiny"), tmp_path / "run")
+    rows = run_recipe(check(tiny, "tiny"), tmp_path / "run", resume=True)
+    assert figures(rows) == figures(expected)
+    assert not list((tmp_path / "run" / "distilled").rglob("*.safetensors"))
+
+
 def test_pretrained(tiny, tmp_path):
     tiny |= {"flow": "pretrained", "kernels": ["softmax", "elu"], "tasks": {"cola": {}}, "teacher": {}}
     tiny["figures"] = {}

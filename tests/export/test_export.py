@@ -13,7 +13,7 @@ from support.tiny import converted, inputs_of, outputs
 
 import linearize
 from linearize.core.errors import UnsupportedModelError
-from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, graphs_of
+from linearize.export.graphs import AFTER, BATCH, BEFORE, PAST, TOKENS, graphs_of
 from linearize.ops import causal_attention
 
 DYNAMIC = torch.export.Dim.DYNAMIC
@@ -84,6 +84,18 @@ def test_exact_keys_of_an_encoder_are_chosen_in_the_graph():
         given = [inputs.get(name, torch.zeros_like(inputs["input_ids"])) for name in graph.inputs]
         for one, two in zip(graph.module(*given), program(*given), strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 64, 100])
+def test_lunas_segments_in_a_graph_are_those_of_searchsorted(count):
+    """Also at a knot, among equal knots and beyond the last one."""
+    from linearize.kernels.luna import _bisect
+
+    generator = torch.Generator().manual_seed(count)
+    knots = torch.randint(-9, 9, (2, 3, count), generator=generator).float().sort().values
+    knots[1, :, -1], knots[1, 0, 0] = torch.inf, -torch.inf
+    u = torch.cat([torch.randint(-12, 12, (2, 3, 50), generator=generator) / 2, knots], dim=-1)
+    assert torch.equal(_bisect(knots, u), torch.searchsorted(knots, u))
 
 
 OPTIONS = {"linear": {}, "mixed": {"keep_softmax": [0]}, "window": {"window": 4, "sinks": 2}}
@@ -183,11 +195,16 @@ def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
     assert code == 2 and "tflite" in err and "onnx" in err
 
 
+SIZES = {BATCH, TOKENS, PAST, "past + 1"}
+"""Names of the open sizes of outputs; torch.export calls them s26 and the like."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kernel", "options"),
     [
         ("bert", "hedgehog", {}),
+        ("bert", "luna", {}),
         ("roberta", "flexformer_n", {}),
         ("vit", "t2r", {}),
         ("gpt2", "flexformer_n", {}),
@@ -215,6 +232,11 @@ def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
     assert {one.name: one.shape for one in opened.get_inputs()} == {
         key: one["shape"] for key, one in described["model.onnx"]["inputs"].items()
     }
+    for graph in described:
+        read = ort.InferenceSession(str(tmp_path / "out" / graph))
+        shapes = [one.shape for one in read.get_outputs()]
+        assert {str(size) for shape in shapes for size in shape if not isinstance(size, int)} <= SIZES, shapes
+        assert all(shape[0] == BATCH for shape in shapes)
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.onnx", "weights.bin", "export.json"} <= files and ("step.onnx" in files) == writes
     if not writes:

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset
 
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.output import atomic_folder, claim
+from linearize.checkpoint.ownership import has_weights
 from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, STAGE_TWO, log_file, log_lines, read_log
 from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
@@ -63,9 +64,13 @@ P = ParamSpec("P")
 
 
 def once(stage: Callable[Concatenate[Path, P], None], target: Path, *args: P.args, **options: P.kwargs) -> Path:
-    """Return the folder of a stage's result, after running the stage if it has none."""
-    if not (target / RECORD).is_file():
-        with claim(target):
+    """Return the folder of a stage's result, after running the stage if it has none.
+
+    A finished run has removed weights that cells added later start from: then the stage runs again.
+    """
+    done = (target / RECORD).is_file()
+    if not done or not has_weights(target):
+        with claim(target, overwrite=done):
             stage(target, *args, **options)
     return target
 
@@ -161,7 +166,8 @@ class Runner:
         )
         record = tuning_record(data, config, result, None if guide is None else SOFTMAX)
         files = tuning_files(record, result, [] if base is None else read_log(base)) | _record_file(record)
-        save_model(model, target, data.type.processor, stage={"finetuning": record}, extra_files=files)
+        stage = {"finetuning": record}
+        save_model(model, target, data.type.processor, stage=stage, extra_files=files, overwrite=True)
         with contextlib.suppress(CheckpointError, OSError):
             remove_work(work)
 
@@ -209,7 +215,7 @@ class Runner:
             provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
             lines = log_lines(ALIGNMENT, aligned.history, lines)
         files = _record_file(record) | log_file(STAGE_TWO, [], lines)
-        save_model(model, target, data.type.processor, stage=provenance, extra_files=files)
+        save_model(model, target, data.type.processor, stage=provenance, extra_files=files, overwrite=True)
 
     def _measure(self, target: Path, job: Job, base: Path | None) -> None:
         """Measure a model."""
