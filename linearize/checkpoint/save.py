@@ -171,12 +171,8 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
     tuned = provenance.part("finetuning")
     lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
-    data = _card_data(model, kernels, facts or {}, name, tuned)
-    if embedder:
-        data.library_name, data.pipeline_tag = "sentence-transformers", "sentence-similarity"
-        data.tags = [*(data.tags or ()), "sentence-transformers", "feature-extraction"]
     card = ModelCard.from_template(
-        data,
+        _card_data(model, kernels, facts or {}, name, tuned, embedder=embedder),
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
@@ -234,7 +230,9 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
     return sentences
 
 
-def _card_data(model: PreTrainedModel, kernels: list[str], facts: Facts, called: str, tuned: Record) -> ModelCardData:
+def _card_data(
+    model: PreTrainedModel, kernels: list[str], facts: Facts, called: str, tuned: Record, *, embedder: bool
+) -> ModelCardData:
     """Return a card's metadata for the Hub; the original's Hub name takes precedence over its card's facts."""
     head = head_of_class(auto_class(model))
     values: dict[str, Any] = {
@@ -257,12 +255,12 @@ def _card_data(model: PreTrainedModel, kernels: list[str], facts: Facts, called:
             for metric, value in metrics.items()
         ]
         values |= {"eval_results": results, "model_name": _fact(called or "THIS_MODEL")}
-    return ModelCardData(
-        library_name="transformers",
-        tags=["linearize", "linear-attention", *kernels],
-        pipeline_tag=head.pipeline_tag if head else None,
-        **values,
-    )
+    library, task = "transformers", head.pipeline_tag if head else None
+    tags = ["linearize", "linear-attention", *kernels]
+    if embedder:
+        library, task = "sentence-transformers", "sentence-similarity"
+        tags += [library, "feature-extraction"]
+    return ModelCardData(library_name=library, tags=tags, pipeline_tag=task, **values)
 
 
 def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:

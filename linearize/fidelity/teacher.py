@@ -52,6 +52,7 @@ def run_module(module: Any, config: Any, batch: Batch) -> Any:
     inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
     passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
+    # Models that pass keywords on to their attention take only those masks that they name (DETR's, but not YOLOS's).
     inputs = {name: value for name, value in inputs.items() if name in names or (passes_on and name != "pixel_mask")}
     # A body with several parts (LLaVA) passes it on to its text model.
     if "use_cache" in names or (passes_on and text_config(config) is not config):

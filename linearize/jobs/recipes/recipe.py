@@ -214,9 +214,9 @@ def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
 
 def cells(recipe: Recipe) -> list[Cell]:
     """Return the cells of a recipe's table in the order in which they run, grouped by task."""
-    table = []
+    resolved, table = resolve(recipe), []
     for seed in recipe.seeds:
-        jobs = {name: job.reading(seed=seed) for name, job in resolve(recipe).items()}
+        jobs = {name: job.reading(seed=seed) for name, job in resolved.items()}
         for name in recipe.columns:
             for row in recipe.kernels:
                 sources: list[Job | None] = [None]
