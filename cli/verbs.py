@@ -78,7 +78,7 @@ class Recipes(Verb):
     examples:
       linearize recipes
       linearize recipes minilm-glue
-      linearize recipes template                        # every key explained; save it as mine.yaml
+      linearize recipes template                        # the usual keys, explained; save it as mine.yaml
     """
 
     summary = "list the recipes, or print one"
