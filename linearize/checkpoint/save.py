@@ -88,31 +88,26 @@ def save(
         raise CheckpointError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
-    processors = processor if isinstance(processor, (list, tuple)) else [processor]
+    processors: Sequence[Any] = processor if isinstance(processor, (list, tuple)) else [processor]
     if provenance is not None:
         model.config.linearize = {**model.config.linearize, "provenance": provenance}
         if (longest := Provenance(provenance).longest_row_length) is not None:
             set_trained_length(model, longest)
     facts, embedder = base_facts(str(model.config.name_or_path or "")), "modules.json" in (extra_files or {})
     card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
+    extended = vars(model).get("extended_positions")
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
         # Refuse what a load would refuse, while the model is still in memory.
         check_checkpoint(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_files(folder, extra_files or {})
-        for item in processors:
-            if item is not None:
-                _as_long(model, item).save_pretrained(folder)
+        for item in (item for item in processors if item is not None):
+            # Its inputs become as long as those that `convert(max_length=...)` let the model take.
+            with contextlib.suppress(ConfigError):
+                item = item if extended is None else extend_processor(copy.deepcopy(item), extended, model)
+            item.save_pretrained(folder)
     return Path(target)
-
-
-def _as_long(model: PreTrainedModel, processor: Any) -> Any:
-    """Return a processor that makes inputs as long as those that `convert(max_length=...)` let the model take."""
-    report = vars(model).get("extended_positions")
-    with contextlib.suppress(ConfigError):
-        return processor if report is None else extend_processor(copy.deepcopy(processor), report, model)
-    return processor
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
