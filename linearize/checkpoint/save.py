@@ -31,7 +31,7 @@ from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
-from linearize.modeling.plan import LayerPlan, Plan
+from linearize.modeling.plan import Plan
 from linearize.modeling.portable import outside_packages, why_not
 from linearize.modeling.weights import check_merged
 
@@ -136,13 +136,14 @@ def base_facts(name: str) -> Facts:
         facts = parse_yaml(match[1]) if match else {}
     except (OSError, ValueError, CheckpointError, HfHubHTTPError, HFValidationError):
         return {}
-    return {key: facts[key] for key in _KEPT if _is_fact(facts.get(key))} if isinstance(facts, dict) else {}
-
-
-def _is_fact(value: object) -> bool:
-    """Tell whether a value is a name or a list of names; anything else in a card is left out."""
-    values = value if isinstance(value, list) else [value]
-    return bool(value) and len(values) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in values)
+    kept = {}
+    for key in _KEPT if isinstance(facts, dict) else ():
+        # A name or a list of names; anything else in a card is left out.
+        value = facts.get(key)
+        names = value if isinstance(value, list) else [value]
+        if value and len(names) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in names):
+            kept[key] = value
+    return kept
 
 
 def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str = "", embedder: bool = False) -> str:
@@ -166,6 +167,13 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
     tuned = provenance.part("finetuning")
     lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
+    layers = []
+    for layer in plan.layers:
+        # Attention, kernel, arguments, and why it has that kernel or stays softmax.
+        arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
+        arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
+        why = layer.reason if layer.index is None else provenance.reasons.get(layer.index, layer.reason)
+        layers.append([_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(why)])
     card = ModelCard.from_template(
         _card_data(model, kernels, facts or {}, name, tuned, embedder=embedder),
         template_path=str(TEMPLATE),
@@ -186,7 +194,7 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
         longest="not limited" if length is None else f"{length:,} tokens",
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
         chosen=_text(provenance.search_sentence),
-        layers=[_layer(layer, provenance.reasons) for layer in plan.layers],
+        layers=layers,
         training=[(_text(label), _text(value)) for label, value in provenance.training_rows()],
         fidelity=_fidelity(provenance),
     )
@@ -256,14 +264,6 @@ def _card_data(
         library, task = "sentence-transformers", "sentence-similarity"
         tags += [library, "feature-extraction"]
     return ModelCardData(library_name=library, tags=tags, pipeline_tag=task, **values)
-
-
-def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
-    """Return the table cells of a layer: attention, kernel, arguments, and why it has that kernel or stays softmax."""
-    arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
-    arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
-    why = layer.reason if layer.index is None else reasons.get(layer.index, layer.reason)
-    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(why)]
 
 
 def _fidelity(provenance: Provenance) -> dict[str, object] | None:

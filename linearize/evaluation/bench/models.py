@@ -282,23 +282,16 @@ class ModelSuite(OfModel):
         return f"{self.model.label}, forward, {self.model.dtype}"
 
     def prepare(self, variant: str, tokens: int) -> Call:
-        model, observer = side(self.model, variant)
-        return self.model.forward(tokens, model=model, observer=observer)
+        if variant == "softmax" and self.model.converted:
+            # Its layers compute softmax themselves: an observer that returns None leaves it to SDPA.
+            return self.model.forward(tokens, observer=lambda *_: None)
+        model = self.model.original if variant == "softmax" else self.model.linear
+        return self.model.forward(tokens, model=model, observer=values_only if variant == "no attention" else None)
 
     def figures(self, row: Row) -> dict[str, float | None]:
         """Return the upper bound on the model's speed-up."""
         figures = {"bound_speedup": row.times("softmax", over="no attention")}
         return figures if self.model.image_size is None else figures | {"image_size": float(self.model.image_size)}
-
-
-def side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
-    """Return the model and the observer that compute a variant."""
-    if variant == "no attention":
-        return model.linear, values_only
-    if variant == "linear":
-        return model.linear, None
-    # The layers of a converted checkpoint compute softmax themselves: an observer that returns None leaves it to SDPA.
-    return (model.linear, lambda *_: None) if model.converted else (model.original, None)
 
 
 class PairSuite(ModelSuite):
@@ -307,7 +300,6 @@ class PairSuite(ModelSuite):
     variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
 
 
-@dataclass(frozen=True)
 class DecodeModelSuite(OfModel):
     """One new token after a context, through a whole causal model.
 
@@ -315,16 +307,16 @@ class DecodeModelSuite(OfModel):
     values are repeated to fill the cache, and a state has the same size after any context. As in generation by
     transformers, softmax's step copies the cache into a longer one. Memory here is not that of a process, but the exact
     size of the cache or state kept between two tokens.
-
-    Attributes:
-        kept: bytes kept between two tokens, by variant and context.
     """
 
     name: ClassVar[str] = "decode-model"
     calls: ClassVar[int] = 8
     memory_variants: ClassVar[tuple[str, ...]] = ()
 
-    kept: dict[tuple[str, int], int] = field(default_factory=dict, repr=False, compare=False)
+    @cached_property
+    def kept(self) -> dict[tuple[str, int], int]:
+        """Bytes kept between two tokens, by variant and context; `prepare` adds them."""
+        return {}
 
     @property
     def what(self) -> str:

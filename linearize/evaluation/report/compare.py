@@ -18,7 +18,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import name_of
 from linearize.core.parsing import finite
-from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
+from linearize.evaluation.bench.meter import Call, Noise, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
@@ -144,10 +144,9 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
             # An observer that returns None makes a layer compute its softmax.
             calls[name, "softmax"] = model.forward(model.longest, observer=lambda *_: None)
             calls[name, "linear"] = model.forward(model.longest)
-        watch = NoiseWatch(device)
+        noise = Noise(device)
         timings = in_turns(calls, options.repeats)
-        noise = watch.stop()
-        noisy = noise.too_noisy
+        noisy = noise.stop().too_noisy
         if noisy:
             notes.append(f"No verdict on speed, the machine was {noise.text}.")
         for name, model in timed.items():
@@ -185,7 +184,7 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
         per_input=measure_each_input(loaded, measured),
     )
-    return conversion, measured.inputs.description, notes
+    return conversion, measured.inputs, notes
 
 
 def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[str], list[SideDifference]]:
