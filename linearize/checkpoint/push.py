@@ -97,17 +97,7 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
     check_repo(repo_id)
     path = Path(folder)
     files, _ = files_to_push(folder, include)
-    card = path / "README.md"
-    try:
-        # The card's loading lines get the name of the repository.
-        before = read_text(card) if card.is_file() else ""
-        after = with_name(before, repo_id)
-        if after != before:
-            replace_listed(path, card.name, after)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(card)!r} cannot be given the repository's name ({first_line(error)}); repair or remove it"
-        ) from None
+    _name_card(path, repo_id)
     api = HfApi()
     try:
         url = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -137,3 +127,19 @@ def with_name(card: str, name: str) -> str:
     front, between, rest = card.partition("\n---\n")
     front = INDEX.sub(lambda match: match[1] + quoted, front)
     return front + between + SNIPPET.sub(lambda match: f"{match[1]}{quoted}{match[2]}", rest, count=1)
+
+
+def _name_card(path: Path, repo_id: str) -> None:
+    """Put the name of the repository into the loading lines of a folder's card."""
+    card = path / "README.md"
+    if not card.is_file():
+        return
+    try:
+        before = read_text(card)
+        after = with_name(before, repo_id)
+        if after != before:
+            replace_listed(path, card.name, after)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(card)!r} cannot be given the repository's name ({first_line(error)}); repair or remove it"
+        ) from None

@@ -190,9 +190,15 @@ def _all_seconds() -> float | None:
 
 def describe(device: str, dtype: str) -> dict[str, str | int]:
     """Return facts about the machine: its name and sizes, and whether its compiled kernels are used."""
+    info, name = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+    elif info.exists():
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
     return {
         "device": device,
-        "name": device_name(device),
+        "name": name,
         "threads": torch.get_num_threads(),
         # Those that this process may use.
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -201,18 +207,6 @@ def describe(device: str, dtype: str) -> dict[str, str | int]:
         "native": device == "cpu" and engine() is not None,
         "triton": device.startswith("cuda") and not absence(),
     }
-
-
-def device_name(device: str) -> str:
-    """Return the name of the GPU or of the processor, as the system reports it."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def check_dtype(dtype: str, device: str) -> str:

@@ -282,16 +282,23 @@ class ModelSuite(OfModel):
         return f"{self.model.label}, forward, {self.model.dtype}"
 
     def prepare(self, variant: str, tokens: int) -> Call:
-        if variant == "softmax" and self.model.converted:
-            # Its layers compute softmax themselves: an observer that returns None leaves it to SDPA.
-            return self.model.forward(tokens, observer=lambda *_: None)
-        model = self.model.original if variant == "softmax" else self.model.linear
-        return self.model.forward(tokens, model=model, observer=values_only if variant == "no attention" else None)
+        model, observer = side(self.model, variant)
+        return self.model.forward(tokens, model=model, observer=observer)
 
     def figures(self, row: Row) -> dict[str, float | None]:
         """Return the upper bound on the model's speed-up."""
         figures = {"bound_speedup": row.times("softmax", over="no attention")}
         return figures if self.model.image_size is None else figures | {"image_size": float(self.model.image_size)}
+
+
+def side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
+    """Return the model and the observer that compute a variant."""
+    if variant == "no attention":
+        return model.linear, values_only
+    if variant == "linear":
+        return model.linear, None
+    # The layers of a converted checkpoint compute softmax themselves: an observer that returns None leaves it to SDPA.
+    return (model.linear, lambda *_: None) if model.converted else (model.original, None)
 
 
 class PairSuite(ModelSuite):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ OTHER_SOFTMAX = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversion:
     """One conversion; the fidelity figures are means over its layers.
 
@@ -150,14 +150,10 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
         if noisy:
             notes.append(f"No verdict on speed, the machine was {noise.text}.")
         for name, model in timed.items():
-            linear = timings[name, "linear"]
-            conversions[name] = replace(
-                conversions[name],
-                seconds=linear.seconds,
-                speedup=timings[name, "softmax"].seconds / linear.seconds,
-                tokens=model.longest,
-                seconds_spread=linear.spread,
-            )
+            linear, conversion = timings[name, "linear"], conversions[name]
+            conversion.seconds, conversion.seconds_spread = linear.seconds, linear.spread
+            conversion.speedup = timings[name, "softmax"].seconds / linear.seconds
+            conversion.tokens = model.longest
     measured = list(conversions.values())
     verdicts, differences = _verdicts(measured, noisy=noisy)
     return Compared(inputs, measured, list(dict.fromkeys(notes)), noisy, verdicts, differences)
