@@ -70,12 +70,12 @@ def show(out: Screen, result: BenchResult) -> None:
     for note in result.notes:
         out.print(note)
     machine = result.machine
-    out.print(f"Machine: {machine.name}, {machine.threads} threads, torch {machine.torch}.")
-    if machine.device == "cpu":
-        use = "used (--no-native turns it off)" if machine.native else "not compiled (linearize native --build)"
+    out.print(f"Machine: {machine['name']}, {machine['threads']} threads, torch {machine['torch']}.")
+    if machine["device"] == "cpu":
+        use = "used (--no-native turns it off)" if machine["native"] else "not compiled (linearize native --build)"
         out.print(f"Native op: {use}.")
     else:
-        use = "used (LINEARIZE_TRITON=0 turns them off)" if machine.triton else "not available"
+        use = "used (LINEARIZE_TRITON=0 turns them off)" if machine["triton"] else "not available"
         out.print(f"Triton kernels: {use}.")
     out.print(f"Noise: {result.noise.text}.")
 

@@ -14,7 +14,7 @@ from linearize.cli._output import ROOMY, Screen, shown, table
 from linearize.core.errors import ConfigError
 from linearize.core.registry import KernelInfo, kernel_info, kernel_infos
 from linearize.evaluation.bench import measured
-from linearize.evaluation.bench.measured import CAUSAL, FORWARD, default_quality, speed_of
+from linearize.evaluation.bench.measured import CAUSAL, FORWARD, SPEED, default_quality
 from linearize.evaluation.bench.rows import mebibytes
 
 FLAGS = ("learnable", "positive", "normalized", "random", "positional", "causal", "bidirectional", "streamable")
@@ -27,7 +27,7 @@ BERT_BASE = [HeadShape(12, 12, 64, 64, False)] * 12
 
 def describe(info: KernelInfo) -> dict[str, Any]:
     """Return a kernel's facts as plain data; sizes are for BERT-base's heads and default arguments."""
-    config, row = info.config(), _row(info, {}, BERT_BASE, FORWARD)
+    config, row, name = info.config(), _row(info, {}, BERT_BASE, FORWARD), info.name
     arguments = [
         {
             "name": f.name,
@@ -37,10 +37,15 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         }
         for f in fields(info.config)
     ]
+    where = {key: {"key": key, "what": what, "source": source} for key, (what, source) in measured.EXPERIMENTS.items()}
     return {
         **{name: getattr(info, name) for name in ("name", "summary", "formula", "source", "url", "choose")},
-        "quality": [asdict(one) for one in measured.quality_of(info.name)],
-        "speed": [asdict(one) for one in measured.SPEED if one.kernel == info.name],
+        "quality": [asdict(one) | {"experiment": where[one.experiment]} for one in measured.quality_of(name)],
+        "speed": [
+            {"kernel": name, "what": what, "tokens": tokens, "times": times[name]}
+            for what, (tokens, times) in SPEED.items()
+            if name in times
+        ],
         "speed_source": measured.SPEED_SOURCE,
         "feature_size": row["features"],
         "state_bytes_bert_base": row["state_bytes"],
@@ -96,24 +101,23 @@ def _print(title: str, rows: Sequence[Mapping[str, Any]], out: Screen) -> None:
     columns = [COLUMNS[place] for place in kept]
     lines = [[row[place] for place in kept] for row in cells]
     out.print(table(title, columns, lines, right=tuple(range(1, len(columns) - 1))))
-    for experiment in measured.EXPERIMENTS:
-        out.print(f"KL {experiment.key}: {experiment.what} ({experiment.source}).")
-    tokens = getattr(speed_of("hedgehog", FORWARD), "tokens", 0)
-    out.print(f"Faster: {FORWARD} at {tokens:,} tokens, or causal ({measured.SPEED_SOURCE}).")
+    for key, (what, source) in measured.EXPERIMENTS.items():
+        out.print(f"KL {key}: {what} ({source}).")
+    out.print(f"Faster: {FORWARD} at {SPEED[FORWARD][0]:,} tokens, or causal ({measured.SPEED_SOURCE}).")
 
 
 def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[HeadShape], what: str) -> dict[str, Any]:
     """Return a row of the table: sizes in attentions of these shapes, and figures measured with default arguments."""
     config, size = info.config(**arguments), max(shape.head_dim for shape in shapes)
-    quality, speed = default_quality(info.name), speed_of(info.name, what)
+    quality = default_quality(info.name)
     return {
         "name": info.name,
         "features": None if info.feature_dim is None else info.feature_dim(config, size),
         "parameters": sum(count_parameters(info.name, arguments, *shape) for shape in Counter(shapes).items()),
         "state_bytes": state_bytes(info, config, shapes),
         "kl": None if quality is None else quality.kl,
-        "experiment": None if quality is None else quality.experiment.key,
-        "times_faster": None if speed is None else speed.times,
+        "experiment": None if quality is None else quality.experiment,
+        "times_faster": SPEED[what][1].get(info.name),
         "choose": info.choose or info.summary,
     }
 

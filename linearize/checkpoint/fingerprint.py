@@ -63,6 +63,7 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     """
     # An option that only an earlier version had may be ignored if it was off.
     names = [*now, *(name for name in saved if name not in now and saved[name] not in (None, False))]
+    # A side that lacks a key differs from one that has None there.
     missing = object()
     differ = [name for name in names if saved.get(name, missing) != now.get(name, missing)]
     if not differ:
@@ -76,21 +77,16 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
         )
     change = f"{saved[name]!r}, which is missing now"
     if name in now:
-        change = "{}, now it is {}".format(*_shown(saved[name], now[name]))
+        before, after = saved[name], now[name]
+        long = max(len(repr(before)), len(repr(after))) > 120
+        if long and isinstance(before, Mapping) and isinstance(after, Mapping):
+            # Of two long mappings, only the first entry that differs is shown.
+            key = next(key for key in [*after, *before] if before.get(key, missing) != after.get(key, missing))
+            before, after = ({key: side[key]} if key in side else {} for side in (before, after))
+        change, new = (text if len(text) <= 200 else f"{text[:197]}..." for text in (repr(before), repr(after)))
+        change += f", now it is {new}"
     advice = "use the same, or start again without --resume"
     raise ConfigError(f"resume: the run was started with {name}={change}{more}; {advice}")
-
-
-def _shown(before: object, after: object) -> tuple[str, str]:
-    """Return two values as text; of two long mappings, only the first entry that differs."""
-    long = max(len(repr(before)), len(repr(after))) > 120
-    if long and isinstance(before, Mapping) and isinstance(after, Mapping):
-        # A side that lacks a key differs from one that has None there.
-        missing = object()
-        key = next(key for key in [*after, *before] if before.get(key, missing) != after.get(key, missing))
-        before, after = ({key: side[key]} if key in side else {} for side in (before, after))
-    old, new = (text if len(text) <= 200 else f"{text[:197]}..." for text in (repr(before), repr(after)))
-    return old, new
 
 
 def plain(value: object) -> object:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -95,11 +94,11 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         total = sum(prod(tensor.shape) for tensor in header.values())
     converted = values.get("model_type") == MODEL_TYPE
     section: Mapping[str, Any] = {}
+    make: Any = AutoModel.from_config
     if converted:
         check_checkpoint(name)
         config: PreTrainedConfig = LinearizeConfig.from_dict(values)
-        section = config.linearize
-        model = _empty(saved_class(config), config)
+        section, make = config.linearize, saved_class(config)
     else:
         try:
             place, where = located(str(name))
@@ -107,11 +106,18 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         except Exception as error:
             why = f"config.json describes no known model ({first_line(error)})"
             raise CheckpointError(f"{str(name)!r}: {why}") from None
-        model = _empty(AutoModel.from_config, config)
     provenance, length = Provenance(section.get("provenance")), None
-    # A fact that cannot be determined is left out.
-    with contextlib.suppress(Exception):
-        length = None if model is None else current_length(model)
+    model: nn.Module | None = None
+    try:
+        if make is not None:
+            # Without allocating memory.
+            with torch.device("meta"):
+                model = make(config)
+            length = current_length(model)
+    except Exception as error:
+        # Facts that cannot be determined are left out.
+        if model is None and isinstance(error, LinearizeError):
+            raise
     return CheckpointInfo(
         name=str(name),
         converted=converted,
@@ -126,16 +132,3 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         provenance=provenance,
         packages=section.get(PACKAGES, {}),
     )
-
-
-def _empty(make: Callable[[Any], nn.Module] | None, config: PreTrainedConfig) -> nn.Module | None:
-    """Build a model without allocating memory; None if that fails."""
-    if make is None:
-        return None
-    try:
-        with torch.device("meta"):
-            return make(config)
-    except LinearizeError:
-        raise
-    except Exception:
-        return None

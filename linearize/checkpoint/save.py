@@ -31,7 +31,7 @@ from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
-from linearize.modeling.plan import LayerPlan, Plan
+from linearize.modeling.plan import Plan
 from linearize.modeling.portable import outside_packages, why_not
 from linearize.modeling.weights import check_merged
 
@@ -88,31 +88,26 @@ def save(
         raise CheckpointError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
-    processors = processor if isinstance(processor, (list, tuple)) else [processor]
+    processors: Sequence[Any] = processor if isinstance(processor, (list, tuple)) else [processor]
     if provenance is not None:
         model.config.linearize = {**model.config.linearize, "provenance": provenance}
         if (longest := Provenance(provenance).longest_row_length) is not None:
             set_trained_length(model, longest)
     facts, embedder = base_facts(str(model.config.name_or_path or "")), "modules.json" in (extra_files or {})
     card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
+    extended = vars(model).get("extended_positions")
     with atomic_folder(target, overwrite=overwrite) as folder:
         model.save_pretrained(folder, **kwargs)
         # Refuse what a load would refuse, while the model is still in memory.
         check_checkpoint(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_files(folder, extra_files or {})
-        for item in processors:
-            if item is not None:
-                _as_long(model, item).save_pretrained(folder)
+        for item in (item for item in processors if item is not None):
+            # Its inputs become as long as those that `convert(max_length=...)` let the model take.
+            with contextlib.suppress(ConfigError):
+                item = item if extended is None else extend_processor(copy.deepcopy(item), extended, model)
+            item.save_pretrained(folder)
     return Path(target)
-
-
-def _as_long(model: PreTrainedModel, processor: Any) -> Any:
-    """Return a processor that makes inputs as long as those that `convert(max_length=...)` let the model take."""
-    report = vars(model).get("extended_positions")
-    with contextlib.suppress(ConfigError):
-        return processor if report is None else extend_processor(copy.deepcopy(processor), report, model)
-    return processor
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
@@ -141,13 +136,14 @@ def base_facts(name: str) -> Facts:
         facts = parse_yaml(match[1]) if match else {}
     except (OSError, ValueError, CheckpointError, HfHubHTTPError, HFValidationError):
         return {}
-    return {key: facts[key] for key in _KEPT if _is_fact(facts.get(key))} if isinstance(facts, dict) else {}
-
-
-def _is_fact(value: object) -> bool:
-    """Tell whether a value is a name or a list of names; anything else in a card is left out."""
-    values = value if isinstance(value, list) else [value]
-    return bool(value) and len(values) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in values)
+    kept = {}
+    for key in _KEPT if isinstance(facts, dict) else ():
+        # A name or a list of names; anything else in a card is left out.
+        value = facts.get(key)
+        names = value if isinstance(value, list) else [value]
+        if value and len(names) <= 100 and all(isinstance(text, str) and len(text) <= 300 for text in names):
+            kept[key] = value
+    return kept
 
 
 def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str = "", embedder: bool = False) -> str:
@@ -171,6 +167,13 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
     tuned = provenance.part("finetuning")
     lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
+    layers = []
+    for layer in plan.layers:
+        # Attention, kernel, arguments, and why it has that kernel or stays softmax.
+        arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
+        arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
+        why = layer.reason if layer.index is None else provenance.reasons.get(layer.index, layer.reason)
+        layers.append([_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(why)])
     card = ModelCard.from_template(
         _card_data(model, kernels, facts or {}, name, tuned, embedder=embedder),
         template_path=str(TEMPLATE),
@@ -191,7 +194,7 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
         longest="not limited" if length is None else f"{length:,} tokens",
         parameters=f"{sum(parameter.numel() for parameter in kernel_parameters(model)):,}",
         chosen=_text(provenance.search_sentence),
-        layers=[_layer(layer, provenance.reasons) for layer in plan.layers],
+        layers=layers,
         training=[(_text(label), _text(value)) for label, value in provenance.training_rows()],
         fidelity=_fidelity(provenance),
     )
@@ -261,14 +264,6 @@ def _card_data(
         library, task = "sentence-transformers", "sentence-similarity"
         tags += [library, "feature-extraction"]
     return ModelCardData(library_name=library, tags=tags, pipeline_tag=task, **values)
-
-
-def _layer(layer: LayerPlan, reasons: Mapping[int, str]) -> list[str]:
-    """Return the table cells of a layer: attention, kernel, arguments, and why it has that kernel or stays softmax."""
-    arguments = [_text(f"{key}={value}").replace("\\_", "_") for key, value in layer.arguments.items()]
-    arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
-    why = layer.reason if layer.index is None else reasons.get(layer.index, layer.reason)
-    return [_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(why)]
 
 
 def _fidelity(provenance: Provenance) -> dict[str, object] | None:

@@ -10,9 +10,8 @@ import contextlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +41,8 @@ LOCAL_KEPT = "local attention (sliding window or chunks), already linear"
 _NAME = "linearize_probe"
 
 
-class Run(NamedTuple):
-    """A forward that a model, or a part of it, accepts.
-
-    Attributes:
-        module: the model or its part.
-        inputs: keyword arguments for its forward.
-    """
-
-    module: PreTrainedModel
-    inputs: Inputs
+Run = tuple[PreTrainedModel, Inputs]
+"""A forward that a model, or a part of it, accepts: the model or its part, and keyword arguments."""
 
 
 def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> tuple[list[Run], list[Call]]:
@@ -91,9 +82,10 @@ def _first(model: PreTrainedModel, part: PreTrainedModel, tried: Iterable[Inputs
     """Return the first run of a part that does not fail, and its calls."""
     failures: list[tuple[Inputs, Exception]] = []
     for inputs in tried:
-        run = Run(part, inputs)
         try:
-            return [run], _run(model, run)
+            if model.config.model_type in REDIRECTED:
+                return [(part, inputs)], timm.probe(model, inputs)
+            return [(part, inputs)], _Recorder(model).calls_of(part, inputs)
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -106,54 +98,40 @@ def _first(model: PreTrainedModel, part: PreTrainedModel, tried: Iterable[Inputs
     ) from first
 
 
-def _run(model: PreTrainedModel, run: Run) -> list[Call]:
-    if model.config.model_type in REDIRECTED:
-        return timm.probe(model, run.inputs)
-    # Some models pass a mask on to layers of another length (Informer), which only works if no mask is made.
-    for always in (True, False):
-        recorder = _Recorder(always)
-        try:
-            with _recording(model, recorder), torch.no_grad():
-                run.module(**run.inputs)
-            break
-        except Exception as error:
-            if not always or "ask" not in str(error):
-                raise
-    return recorder.calls
-
-
-@contextlib.contextmanager
-def _recording(model: PreTrainedModel, recorder: _Recorder) -> Iterator[None]:
-    """Temporarily route the attention of `model` to the recorder, in all its configs."""
-    AttentionInterface.register(_NAME, recorder.attention)
-    AttentionMaskInterface.register(_NAME, recorder.mask_function)
-    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-        change = recorder.eager.difference_update if part._supports_sdpa else recorder.eager.update
-        change(part.modules())
-    with contextlib.ExitStack() as undo:
-        for table in (AttentionInterface, AttentionMaskInterface):
-            undo.callback(table._global_mapping.pop, _NAME, None)
-        for config in configs_of(model):
-            undo.callback(set_implementation, config, implementation_of(config))
-            set_implementation(config, _NAME)
-        yield
-
-
-@dataclass
 class _Recorder:
-    """Records calls.
+    """Records the attention calls of a model."""
 
-    Attributes:
-        always: whether masks are made even if they hide nothing, so that their kind is known.
-        eager: modules of parts that only support eager softmax, which follows its mask and ignores `is_causal`.
-        calls: the calls so far.
-        masks: kind, mask and window of the masks so far, by the mask's identity.
-    """
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        # Modules of parts that only support eager softmax, which follows its mask and ignores `is_causal`.
+        self.eager: set[nn.Module] = set()
+        for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+            change = self.eager.difference_update if part._supports_sdpa else self.eager.update
+            change(part.modules())
 
-    always: bool = True
-    eager: set[nn.Module] = field(default_factory=set)
-    calls: list[Call] = field(default_factory=list)
-    masks: dict[int, tuple[str, Tensor, int | None]] = field(default_factory=dict)
+    def calls_of(self, part: PreTrainedModel, inputs: Inputs) -> list[Call]:
+        """Run a part of the model, with the attention of all its configs routed here, and return the calls in order."""
+        with contextlib.ExitStack() as undo, torch.no_grad():
+            for table, function in ((AttentionInterface, self.attention), (AttentionMaskInterface, self.mask_function)):
+                table.register(_NAME, function)
+                undo.callback(table._global_mapping.pop, _NAME, None)
+            for config in configs_of(self.model):
+                undo.callback(set_implementation, config, implementation_of(config))
+                set_implementation(config, _NAME)
+            # Masks are made even if they hide nothing, so that their kind is known. But some models pass a mask on to
+            # layers of another length (Informer), which only works if no mask is made.
+            for always in (True, False):
+                self.always = always
+                self.calls: list[Call] = []
+                # Kind, mask and window of the masks, by the mask's identity.
+                self.masks: dict[int, tuple[str, Tensor, int | None]] = {}
+                try:
+                    part(**inputs)
+                    break
+                except Exception as error:
+                    if not always or "ask" not in str(error):
+                        raise
+        return self.calls
 
     def mask_function(self, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
         """Build SDPA's mask, and remember its kind."""
@@ -179,8 +157,15 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         """Record the call, and attend with softmax."""
         mask, kind, window = attention_mask, "none", None
-        if mask is not None:
-            kind, _, window = self.masks.get(id(mask)) or (_kind(mask), mask, None)
+        if mask is not None and id(mask) in self.masks:
+            kind, _, window = self.masks[id(mask)]
+        elif mask is not None:
+            # The host made it itself.
+            kind = "bias"
+            if mask.ndim == 4 and (key_padding(mask, causal=False) is not None or blocks(mask) is not None):
+                kind = "bidirectional"
+            elif mask.ndim == 4 and key_padding(mask, causal=True) is not None:
+                kind = "causal"
         altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
         if mask is None and module in self.eager:
@@ -196,13 +181,6 @@ class _Recorder:
         if mask is not None and mask.shape[-1] != key.shape[2]:
             mask = None
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kept)
-
-
-def _kind(mask: Tensor) -> str:
-    """Return the kind of a mask that the host made itself."""
-    if mask.ndim == 4 and (key_padding(mask, causal=False) is not None or blocks(mask) is not None):
-        return "bidirectional"
-    return "causal" if mask.ndim == 4 and key_padding(mask, causal=True) is not None else "bias"
 
 
 def find_attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) -> list[LayerPlan]:

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +33,9 @@ PADDED = 2
 """Padding tokens in the second row."""
 
 
-class Recorded(NamedTuple):
-    """A run of the original.
-
-    Attributes:
-        module: the model, or a part of it that was run separately.
-        batch: keyword arguments of its forward.
-        outputs: its floating point outputs; None for those that are not compared on this batch.
-    """
-
-    module: PreTrainedModel
-    batch: Inputs
-    outputs: Sequence[Tensor | None]
+Recorded = tuple[PreTrainedModel, Inputs, Sequence[Tensor | None]]
+"""A run of the original: the model, or a part of it that was run separately; keyword arguments of its forward; and its
+floating point outputs, None for those that are not compared on this batch."""
 
 
 def record(runs: Iterable[Run], longest: int | None = None, *, padded: bool = True) -> list[Recorded]:
@@ -56,27 +46,20 @@ def record(runs: Iterable[Run], longest: int | None = None, *, padded: bool = Tr
         longest: the most tokens for which layers that lose their window still compute the same.
         padded: whether to add padding if the model takes a padding mask; only for made-up inputs.
     """
-    if longest is not None and longest <= PADDED:
-        return []
-    return [recorded for run in runs for recorded in _record(run, longest, padded)]
-
-
-def _record(run: Run, longest: int | None, padded: bool) -> list[Recorded]:
-    # Cut the rows to `longest` tokens.
-    texts = {
-        key: x for key, x in run.inputs.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()
-    }
-    batch = dict(run.inputs) | {key: x[:, :longest] for key, x in texts.items()}
-    with_padding = _with_padding(run.module, batch) if padded else None
-    recorded = []
-    for inputs in (with_padding, batch):
-        if inputs is None or not (outputs := _try_outputs(run.module, inputs)):
-            continue
-        known = _without_those_of_padding(run.module, inputs, outputs) if inputs is with_padding else outputs
-        recorded.append(Recorded(run.module, inputs, known))
-        # Outputs that come from a padding token are compared on rows without padding.
-        if all(output is not None for output in known):
-            break
+    recorded: list[Recorded] = []
+    for module, made in runs if longest is None or longest > PADDED else ():
+        # Cut the rows to `longest` tokens.
+        texts = {key: x for key, x in made.items() if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point()}
+        batch = made | {key: x[:, :longest] for key, x in texts.items()}
+        with_padding = _with_padding(module, batch) if padded else None
+        for inputs in (with_padding, batch):
+            if inputs is None or not (outputs := _try_outputs(module, inputs)):
+                continue
+            known = _without_those_of_padding(module, inputs, outputs) if inputs is with_padding else outputs
+            recorded.append((module, inputs, known))
+            # Outputs that come from a padding token are compared on rows without padding.
+            if all(output is not None for output in known):
+                break
     return recorded
 
 
@@ -123,7 +106,7 @@ def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
         for one in recorded:
             if why := _why_differs(one):
                 raise UnsupportedModelError(
-                    f"{type(one.module).__name__.removeprefix('Linearized')} {why}, so it is not converted; load it "
+                    f"{type(one[0]).__name__.removeprefix('Linearized')} {why}, so it is not converted; load it "
                     "again, as this object has been changed"
                 )
 
@@ -136,15 +119,15 @@ def keep_parts(model: PreTrainedModel, layers: list[LayerPlan], runs: list[Run])
         layers: its layers, without kernels; those with a reason stay softmax.
         runs: its trial runs.
     """
-    for run in runs:
-        modules = set(run.module.modules())
+    for part, inputs in runs:
+        modules = set(part.modules())
         inside = {name for name, module in model.base_model.named_modules() if module in modules}
         free = [layer for layer in layers if not layer.reason and layer.module in inside]
-        if run.module is model or not free:
+        if part is model or not free:
             continue
         # No kernel is chosen yet; any name other than softmax's marks the layers that can be converted.
         chosen = tuple(layer if layer.reason else dataclasses.replace(layer, kernel="any") for layer in layers)
-        recorded = record([run])
+        recorded = record([(part, inputs)])
         with _as_converted(model, Plan("", model.config.model_type, chosen)):
             why = next(filter(None, map(_why_differs, recorded)), "")
         if why:

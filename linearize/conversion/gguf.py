@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import CheckpointError, UnsupportedModelError, first_line, missing_package
 from linearize.core.parsing import user_path
@@ -22,20 +22,6 @@ SUFFIX = ".gguf"
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 """Ending of the names that llama.cpp gives the files of a split model."""
 OTHER_WEIGHTS = (".safetensors", ".bin")
-
-
-class Header(NamedTuple):
-    """Header of a GGUF file.
-
-    Attributes:
-        architecture: llama.cpp's name of the architecture; empty in all shards but the first.
-        shards: number of files of the model.
-        parameters: number of parameters in this file.
-    """
-
-    architecture: str
-    shards: int
-    parameters: int
 
 
 def find_gguf(name: str | os.PathLike[str]) -> Path | None:
@@ -105,7 +91,7 @@ def count_parameters(name: str | os.PathLike[str]) -> int | None:
         CheckpointError: if the file is damaged, or one of its shards is missing.
     """
     file = _whole(name)
-    return None if file is None else _header(*_stamp(file)).parameters
+    return None if file is None else _header(*_stamp(file))[2]
 
 
 def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
@@ -164,7 +150,7 @@ def _whole(name: str | os.PathLike[str]) -> Path | None:
     file = find_gguf(name)
     if file is None:
         return None
-    count = _header(*_stamp(file)).shards
+    _, count, _ = _header(*_stamp(file))
     part = SHARD.search(file.name)
     if count == 1 and part is None:
         return file
@@ -179,11 +165,14 @@ def _whole(name: str | os.PathLike[str]) -> Path | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _header(path: Path, size: int, changed: int) -> Header:
-    """Return a file's header, after checking that all its tensors are in it."""
+def _header(path: Path, size: int, changed: int) -> tuple[str, int, int]:
+    """Return a file's architecture, number of shards and parameters, after checking that all its tensors are in it.
+
+    The architecture is llama.cpp's name; it is empty in all shards but the first.
+    """
     reader = _open(path)
     architecture, shards = (reader.get_field(key) for key in ("general.architecture", "split.count"))
-    return Header(
+    return (
         "" if architecture is None else str(architecture.contents()),
         1 if shards is None else int(shards.contents()),
         sum(int(tensor.n_elements) for tensor in reader.tensors),
@@ -223,7 +212,7 @@ def _joined(files: tuple[tuple[Path, int, int], ...]) -> tuple[object, Path]:
     from gguf import GGUFValueType, GGUFWriter
 
     readers = [_open(path) for path, *_ in files]
-    architecture = _header(*files[0]).architecture
+    architecture, _, _ = _header(*files[0])
     try:
         folder = tempfile.TemporaryDirectory(prefix="linearize-gguf-")
         path = Path(folder.name) / files[0][0].name
@@ -272,7 +261,7 @@ def _named(path: Path) -> Any:
     try:
         yield
     except Exception as error:  # Each architecture fails in its own way.
-        architecture = _header(*_stamp(path)).architecture
+        architecture, _, _ = _header(*_stamp(path))
         raise UnsupportedModelError(
             f"{path.name!r} holds the architecture {architecture!r}, which transformers {transformers.__version__} "
             f"cannot read from GGUF ({first_line(error)}); give a checkpoint in safetensors, or update transformers"

@@ -74,8 +74,11 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
         # A wrapper may take only **kwargs.
         names.add(model.main_input_name)
     text, images, sounds = _texts(model, names), list(_images(model, names)), list(_sounds(model, names))
-    images += _patches(model, names)
-    others = [*_series(model, names), *_states(model, names)]
+    others = list(_series(model, names))
+    width = _setting(model.config, "hidden_size", "d_model")
+    if "inputs_embeds" in names and not names & set(MAIN) and isinstance(width, int):
+        # A part that takes nothing else, such as an encoder without embeddings.
+        others.append({"inputs_embeds": _floats(model, 1, TOKENS, width)})
     if not text and not images and not sounds and not others:
         raise UnsupportedModelError(
             f"{type(model).__name__} takes {', '.join(sorted(names)) or 'nothing'}, expected input_ids, pixel_values, "
@@ -87,7 +90,11 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
     alone = [other | decoder for other in (*images, *sounds)]
     wanted = [*both[:1], *([text] if "input_ids" in text else []), *both[1:], *alone, *others]
     wanted += [inputs | added for inputs in wanted if (added := _companions(model, names, inputs))]
-    wanted += [inputs | added for inputs in wanted[:1] if (added := _rows_of_codebooks(model, inputs))]
+    codebooks = getattr(_setting(model.config, "decoder") or model.config, "num_codebooks", None)
+    name = next((key for key in ("decoder_input_ids", "input_ids") if wanted and key in wanted[0]), "")
+    if name and isinstance(codebooks, int) and isinstance(ids := wanted[0][name], Tensor):
+        # Tokens with one row per codebook, [batch * codebooks, tokens] (MusicGen).
+        wanted.append(wanted[0] | {name: ids.repeat(codebooks, 1)})
     more: Inputs = {"use_cache": False} if "use_cache" in names else {}
     for inputs in wanted:
         yield inputs | more
@@ -157,14 +164,6 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
     return extra
 
 
-def _rows_of_codebooks(model: PreTrainedModel, made: Inputs) -> Inputs:
-    """Make up tokens with one row per codebook, [batch * codebooks, tokens] (MusicGen)."""
-    codebooks = getattr(_setting(model.config, "decoder") or model.config, "num_codebooks", None)
-    name = next((key for key in ("decoder_input_ids", "input_ids") if key in made), "")
-    ids = made.get(name)
-    return {name: ids.repeat(codebooks, 1)} if isinstance(ids, Tensor) and isinstance(codebooks, int) else {}
-
-
 def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     """Make up the past values of a time series, and the time features that some forecasters take."""
     if "past_values" not in names:
@@ -195,13 +194,6 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     yield {key: x for key, x in tensors.items() if key in names}
 
 
-def _states(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    """Make up embedded inputs for a part that takes nothing else, such as an encoder without embeddings."""
-    width = _setting(model.config, "hidden_size", "d_model")
-    if "inputs_embeds" in names and not names & set(MAIN) and isinstance(width, int):
-        yield {"inputs_embeds": _floats(model, 1, TOKENS, width)}
-
-
 def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
     """Make up token ids [1, T] without special tokens; none if the config has no vocabulary."""
     config, lengths = model.config, {"input_ids": TOKENS}
@@ -226,40 +218,35 @@ def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
 
 
 def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    name = next((x for x in ("pixel_values", "pixel_values_videos") if x in names), None)
-    if name is None:
-        return
-    config = _setting(model.config, "vision_config") or model.config
-    # Some configs give the size for their backbone, or for the part that reads its feature map (SAM 2).
-    places = (config, *(getattr(one, key, None) for key in _SIZED for one in (config, model.config)))
-    size = next(filter(None, (_setting(place, "image_size") for place in places)), None)
-    channels = _setting(config, "num_channels", "in_channels") or 3
-    if size is None:
-        args = _setting(config, "pretrained_cfg") or {}
-        channels, *size = args.get("input_size", (channels, 224, 224))
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    yield {name: _floats(model, 1, channels, height, width)}
-    frames = _setting(config, "num_frames", "frames_per_clip") or 2
-    yield {name: _floats(model, 1, frames, channels, height, width)}
-
-
-def _patches(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
-    """Make up the patches of an image for towers that take images of any size as one row (Qwen-VL ...)."""
+    """Make up an image, a video, and the patches of an image for towers that take them as one row (Qwen-VL ...)."""
     config = model.config
+    vision = _setting(config, "vision_config") or config
+    if name := next((x for x in ("pixel_values", "pixel_values_videos") if x in names), None):
+        # Some configs give the size for their backbone, or for the part that reads its feature map (SAM 2).
+        places = (vision, *(getattr(one, key, None) for key in _SIZED for one in (vision, config)))
+        size = next(filter(None, (_setting(place, "image_size") for place in places)), None)
+        channels = _setting(vision, "num_channels", "in_channels") or 3
+        if size is None:
+            args = _setting(vision, "pretrained_cfg") or {}
+            channels, *size = args.get("input_size", (channels, 224, 224))
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        yield {name: _floats(model, 1, channels, height, width)}
+        frames = _setting(vision, "num_frames", "frames_per_clip") or 2
+        yield {name: _floats(model, 1, frames, channels, height, width)}
     if "flattened_patches" in names:
         # The row and column of each patch come first (Pix2Struct).
-        width = getattr(_setting(config, "vision_config") or config, "patch_embed_hidden_size", 768)
+        width = getattr(vision, "patch_embed_hidden_size", 768)
         yield {"flattened_patches": _floats(model, 1, TOKENS, 2 + width).abs()}
-    name = next((x for x in ("hidden_states", "pixel_values") if x in names), None)
+    patched = next((x for x in ("hidden_states", "pixel_values") if x in names), None)
     reads_text = "input_ids" in inspect.signature(model.forward).parameters
     grid_name = next((x for x in ("grid_thw", "image_grid_thw") if x in names and not reads_text), None)
     size, channels = getattr(config, "patch_size", None), _setting(config, "in_channels", "in_chans") or 3
-    if name is not None and grid_name is not None and isinstance(size, int):
+    if patched is not None and grid_name is not None and isinstance(size, int):
         merge, depth = _setting(config, "spatial_merge_size") or 2, _setting(config, "temporal_patch_size") or 1
         grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=model.device)
         patches = 4 * merge * merge
-        yield {name: _floats(model, patches, channels * depth * size**2), grid_name: grid}
-        yield {name: _floats(model, 1, patches, channels, size, size), grid_name: grid}
+        yield {patched: _floats(model, patches, channels * depth * size**2), grid_name: grid}
+        yield {patched: _floats(model, 1, patches, channels, size, size), grid_name: grid}
 
 
 def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:

@@ -218,7 +218,12 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
         if index in kept:
             chosen.append((SOFTMAX, {}))
         elif index in named:
-            chosen.append(_entry(index, named[index]))
+            entry: Any = named[index]
+            try:
+                chosen.append((entry, {}) if isinstance(entry, str) else (entry[0], dict(entry[1])))
+            except (TypeError, ValueError, IndexError, KeyError):
+                expected = "expected a kernel or (kernel, arguments)"
+                raise ConfigError(f"layer {index}: got {entry!r}, {expected}") from None
         elif rest:
             chosen.append(rest[index])
         else:
@@ -262,13 +267,3 @@ def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[Cho
     if info.preset is not None:
         return [(name, dict(values)) for name, values in info.preset(make_config(info, arguments), count)]
     return [(kernel, dict(arguments)) for _ in range(count)]
-
-
-def _entry(index: int, entry: Any) -> Choice:
-    """Read the entry of one layer: a name, or a name and arguments."""
-    if isinstance(entry, str):
-        return entry, {}
-    try:
-        return entry[0], dict(entry[1])
-    except (TypeError, ValueError, IndexError, KeyError):
-        raise ConfigError(f"layer {index}: got {entry!r}, expected a kernel or (kernel, arguments)") from None

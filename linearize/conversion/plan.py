@@ -241,15 +241,14 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
         UnsupportedModelError: if the model is already converted, has no weights, or, with softmax in place of the
             kernels, computes something else.
     """
-    _check_plan(model, plan)
-    runs, calls = _trial(model, plan, example_inputs)
+    runs, calls = _check_plan(model, plan, example_inputs)
     _own_config(model)
     longest = None
     if plan.local_as_full:
         # Up to this length, local layers converted as full attention compute the same as before.
         longest = min((call.window for call in calls if call.window is not None), default=None)
     recorded = record(runs, longest, padded=example_inputs is None)
-    if any(output is not None and output.is_meta for run in recorded for output in run.outputs):
+    if any(output is not None and output.is_meta for _, _, outputs in recorded for output in outputs):
         raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
     could_be_built = not why_not_built(model)
     config = model.config
@@ -271,8 +270,10 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     return model
 
 
-def _check_plan(model: PreTrainedModel, plan: Plan) -> None:
-    """Refuse to apply what is not a plan for this model, before the model is changed."""
+def _check_plan(
+    model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Tensor] | None
+) -> tuple[list[Run], list[Call]]:
+    """Refuse what is not a plan for all attentions of this model; return the trial runs of the model, if it runs."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"got a plan of type {type(plan).__name__}, expected one from linearize.plan")
     _check_original(model)
@@ -285,15 +286,11 @@ def _check_plan(model: PreTrainedModel, plan: Plan) -> None:
             raise _other_model(plan, model, why)
         if layer.converted:
             build_mixer(*layer.mixer)
-
-
-def _trial(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Tensor] | None) -> tuple[list[Run], list[Call]]:
-    """Return the trial runs of the model that a plan is for, if it runs, and refuse one with more attentions."""
     runs: list[Run] = []
     calls: list[Call] = []
     with contextlib.suppress(UnsupportedModelError):
         runs, calls = trial_runs(model, inputs)
-    names = {module: name for name, module in model.base_model.named_modules()}
+    names = {module: name for name, module in hosts.items()}
     listed = {layer.module for layer in plan.layers}
     for call in calls:
         if (name := names.get(call.module)) not in (None, *listed):

@@ -189,7 +189,17 @@ def extend_processor(processor: Processor, length: PositionReport | int, model: 
         config = {**part.data_config, "input_size": (part.data_config["input_size"][0], *image.size)}
         part.__dict__.update(type(part)(config, architecture=getattr(part, "architecture", None)).__dict__)
     elif image is not None and getattr(part, "size", None):
-        _resize_processor(part, image.size)
+        old, crop = dict(part.size), dict(getattr(part, "crop_size", None) or {})
+        base = crop if crop and getattr(part, "do_center_crop", True) is not False else old
+        height, width = (base.get(key, base.get("shortest_edge")) for key in ("height", "width"))
+        if not height or not width or not old.keys() <= {"height", "width", "shortest_edge", "longest_edge"}:
+            raise ConfigError(f"got a processor with size {old}, expected height and width, or shortest_edge")
+        # A size larger than the crop (256 for a crop of 224) keeps its ratio to the crop.
+        scale = {"height": image.size[0] / height, "width": image.size[1] / width}
+        edge = min(image.size) / min(height, width)
+        part.size = type(part.size)(**{key: round(n * scale.get(key, edge)) for key, n in old.items()})
+        if crop:
+            part.crop_size = type(part.crop_size)(height=image.size[0], width=image.size[1])
     else:
         raise ConfigError(f"got {type(processor).__name__}, expected the {wanted} of {type(model).__name__}")
     return processor
@@ -213,8 +223,17 @@ def _reserved(table: nn.Embedding, limit: int) -> int:
 
 def _extend_text(model: PreTrainedModel, length: int, max_length: int, method: str) -> PositionReport:
     limit, tables = getattr(model.config, _LENGTH), _tables(model)
-    grown = f"learned positions, {method}: {length:,} trained rows become {max_length:,}"
-    note = grown if tables else _without_table(model)
+    note = f"learned positions, {method}: {length:,} trained rows become {max_length:,}"
+    if not tables:
+        if named := _named_positions(model):
+            raise _stray(model, named[0], _LENGTH)
+        for name, module in model.named_modules():
+            kind = getattr(module, "rope_type", None)
+            # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
+            if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
+                raise _refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
+        note = f"no table; config.{_LENGTH} raised"
+        note += ", rotary frequencies unchanged (no rope scaling)" if _is_rotary(model) else ""
 
     def grow(name: str, table: Tensor, formula: Tensor | None, shape: torch.Size) -> Tensor:
         nonlocal note
@@ -242,19 +261,6 @@ METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "interpolate": _stretch,
 }
 """Ways to extend a learned table of positions, [N, D] -> [count, D]: repeat its trained rows, or interpolate."""
-
-
-def _without_table(model: PreTrainedModel) -> str:
-    """Return a note on raising the limit of a model without a table; raise for other limits."""
-    if named := _named_positions(model):
-        raise _stray(model, named[0], _LENGTH)
-    for name, module in model.named_modules():
-        kind = getattr(module, "rope_type", None)
-        # Dynamic scaling sets in beyond config.max_position_embeddings: raising that would switch the scaling off.
-        if "dynamic" in (kind.values() if isinstance(kind, dict) else (kind,)):
-            raise _refusal(model, f"with dynamic rope scaling ({name}), which takes longer inputs as it is")
-    raised = f"no table; config.{_LENGTH} raised"
-    return f"{raised}, rotary frequencies unchanged (no rope scaling)" if _is_rotary(model) else raised
 
 
 def _named_positions(model: nn.Module) -> list[str]:
@@ -358,20 +364,6 @@ def _extend_timm(model: Any, old: _Image, new: _Image) -> tuple[str, ...]:
     if source and "input_size" in source:
         model.config.pretrained_cfg = {**source, "input_size": [source["input_size"][0], *new.size]}
     return (*changed, "config.model_args")
-
-
-def _resize_processor(processor: Any, size: tuple[int, int]) -> None:
-    """Set crop and size; a size larger than the crop (256 for a crop of 224) keeps its ratio to the crop."""
-    old, crop = dict(processor.size), dict(getattr(processor, "crop_size", None) or {})
-    base = crop if crop and getattr(processor, "do_center_crop", True) is not False else old
-    height, width = (base.get(key, base.get("shortest_edge")) for key in ("height", "width"))
-    if not height or not width or not old.keys() <= {"height", "width", "shortest_edge", "longest_edge"}:
-        raise ConfigError(f"got a processor with size {old}, expected height and width, or shortest_edge")
-    scale = {"height": size[0] / height, "width": size[1] / width}
-    edge = min(size) / min(height, width)
-    processor.size = type(processor.size)(**{key: round(n * scale.get(key, edge)) for key, n in old.items()})
-    if crop:
-        processor.crop_size = type(processor.crop_size)(height=size[0], width=size[1])
 
 
 # (name of the table, its values, the class's own values if it is a formula, new shape) -> new values

@@ -12,7 +12,7 @@ import contextlib
 import re
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -107,7 +107,18 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
         UnsupportedModelError: if no attention is called, although there are modules with such names.
     """
     watcher = _Watcher()
-    with _following(model, watcher), torch.no_grad(), watcher:
+    modules: list[Any] = list(model.modules())
+    with contextlib.ExitStack() as undo, torch.no_grad(), watcher:
+        for module in modules:
+            undo.enter_context(module.register_forward_pre_hook(watcher.enter))
+            undo.enter_context(module.register_forward_hook(watcher.leave, always_call=True))
+            if getattr(module, "fused_attn", None) is False:
+                # timm's switch between the fused function and the explicit formula.
+                module.fused_attn = True
+                undo.callback(setattr, module, "fused_attn", False)
+            if (forward := form(type(module))) is not None:
+                module.forward = types.MethodType(forward, module)
+                undo.callback(delattr, module, "forward")
         model(**inputs)
     calls = watcher.calls
     if any(call.query[2] == call.key[2] for call in calls):
@@ -163,6 +174,17 @@ class _Watcher(TorchFunctionMode):
         self.running: list[nn.Module] = []
         self.attentions: list[nn.Module] = []
 
+    def enter(self, module: nn.Module, args: object) -> None:
+        """Note that a module starts to run."""
+        self.running.append(module)
+        name = type(module).__name__
+        if _ATTENTIONS.search(name) and not _NO_ATTENTIONS.search(name):
+            self.attentions.append(module)
+
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        """Note that the module that started last has run."""
+        self.running.pop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.running:
@@ -178,31 +200,3 @@ class _Watcher(TorchFunctionMode):
         # Five dimensions are windows and heads, in either order (Twins, Hiera, NesT).
         refused = _IN_WINDOWS if q.ndim > 4 else _CHANNELS if _between_channels(module) else ""
         self.calls.append(Call(module, q_shape, k_shape, v_shape, kind, "", bool(causal), refused=refused))
-
-
-@contextlib.contextmanager
-def _following(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
-    """Tell the watcher which module is running."""
-
-    def enter(module: nn.Module, args: object) -> None:
-        watcher.running.append(module)
-        name = type(module).__name__
-        if _ATTENTIONS.search(name) and not _NO_ATTENTIONS.search(name):
-            watcher.attentions.append(module)
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        watcher.running.pop()
-
-    modules: list[Any] = list(model.modules())
-    with contextlib.ExitStack() as undo:
-        for module in modules:
-            undo.enter_context(module.register_forward_pre_hook(enter))
-            undo.enter_context(module.register_forward_hook(leave, always_call=True))
-            if getattr(module, "fused_attn", None) is False:
-                # timm's switch between the fused function and the explicit formula.
-                module.fused_attn = True
-                undo.callback(setattr, module, "fused_attn", False)
-            if (called := form(type(module))) is not None:
-                module.forward = types.MethodType(called, module)
-                undo.callback(delattr, module, "forward")
-        yield

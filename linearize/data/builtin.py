@@ -5,20 +5,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linearize.core.errors import DataError
 from linearize.data.records import Example, Records
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 DEFAULT_TEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
 DEFAULT_IMAGES = "uoft-cs/cifar10"
@@ -58,22 +53,15 @@ def prose() -> tuple[str, ...]:
         from pydoc_data.topics import topics
 
         texts += [topics[name] for name in sorted(topics)]
-    texts += _docstrings(Path(sysconfig.get_path("stdlib")))
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in (file for file in (library / f"{name}.py" for name in MODULES.split()) if file.is_file()):
+        nodes = ast.walk(ast.parse(file.read_bytes()))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
     different = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs(text))
     if not different:
         raise DataError("this Python has no manual topics and no sources to take prose from; pass a dataset.")
     return tuple(different)
-
-
-def prose_table() -> tuple[Dataset, str]:
-    """Return the built-in prose as a table with the column ``text``, and its name for messages."""
-    from datasets import Dataset
-
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return (
-        Dataset.from_dict({"text": list(prose())}),
-        f"built-in English prose (manual topics and docstrings of Python {version})",
-    )
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -83,16 +71,6 @@ def paragraphs(text: str) -> Iterator[str]:
         letters = sum(sign.isalpha() or sign == " " for sign in line)
         if len(line) >= MIN_CHARACTERS and letters >= MIN_LETTERS * len(line) and line[-1] in ".:!?":
             yield line
-
-
-def _docstrings(library: Path) -> Iterator[str]:
-    for name in MODULES.split():
-        file = library / f"{name}.py"
-        if not file.is_file():
-            continue
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield ast.get_docstring(node) or ""
 
 
 class Crops(Records):
@@ -109,7 +87,17 @@ class Crops(Records):
         from sklearn.datasets import load_sample_image
 
         self.photographs = [load_sample_image(name) for name in PHOTOGRAPHS]
-        self.plans = [self._plan(seed, number) for number in range(count)]
+        # Photograph, top, left, height, width, and whether it is mirrored.
+        self.plans: list[tuple[int, int, int, int, int, bool]] = []
+        for number in range(count):
+            generator = np.random.default_rng([seed, number])
+            which = int(generator.integers(len(self.photographs)))
+            rows, columns = self.photographs[which].shape[:2]
+            side = min(rows, columns) * np.sqrt(generator.uniform(0.05, 1.0))
+            stretch = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)) / 2)
+            height, width = int(np.clip(side * stretch, 16, rows)), int(np.clip(side / stretch, 16, columns))
+            top, left = int(generator.integers(rows - height + 1)), int(generator.integers(columns - width + 1))
+            self.plans.append((which, top, left, height, width, bool(generator.integers(2))))
         self.sizes = np.array([height * width for _, _, _, height, width, _ in self.plans], dtype=np.int64)
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
@@ -123,16 +111,3 @@ class Crops(Records):
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
         return (repr(self.plans[row]).encode() for row in rows)
-
-    def _plan(self, seed: int, number: int) -> tuple[int, int, int, int, int, bool]:
-        """Draw photograph, top, left, height, width and mirroring."""
-        generator = np.random.default_rng([seed, number])
-        which = int(generator.integers(len(self.photographs)))
-        rows, columns = self.photographs[which].shape[:2]
-        side = min(rows, columns) * np.sqrt(generator.uniform(0.05, 1.0))
-        stretch = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)) / 2)
-        height, width = (
-            int(np.clip(size, 16, most)) for size, most in ((side * stretch, rows), (side / stretch, columns))
-        )
-        top, left = int(generator.integers(rows - height + 1)), int(generator.integers(columns - width + 1))
-        return which, top, left, height, width, bool(generator.integers(2))

@@ -126,19 +126,6 @@ def listed(kinds: dict[str, str]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def class_names(table: Dataset) -> tuple[str, ...] | None:
-    """Return the class names of a uniform table; None without a ``label`` column, or if that column holds numbers."""
-    from datasets import ClassLabel
-
-    kind = column_kinds(table).get("label")
-    if kind == "class":
-        assert isinstance(table.features["label"], ClassLabel)
-        return tuple(table.features["label"].names)
-    if kind != "text":
-        return None
-    return in_order(label for label in table.unique("label") if label)
-
-
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return names of classes in their order: the alphabet's, or, if all are whole numbers, that of the numbers."""
     ordered = sorted(set(names))

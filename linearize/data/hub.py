@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from linearize.core.errors import DataError
@@ -57,16 +55,18 @@ def load_hub(name: str, split: str, most: int | None = None) -> Dataset:
     Raises:
         DataError: If it is neither a file nor a name on the Hub, or cannot be loaded.
     """
+    from datasets import config as datasets_config
     from datasets import load_dataset
 
     repo, _, config = name.partition(":")
     if not _HUB_NAME.fullmatch(repo):
         raise DataError(f"got data set {name!r}: no such file or folder, and not a Hub name (owner/name); check it.")
-    reason = unreachable(repo)
+    reason, before = unreachable(repo), datasets_config.HF_HUB_OFFLINE
     try:
-        with _offline(reason is not None):
-            table = load_dataset(repo, config or None, split=split, streaming=most is not None)
-            return table if most is None else first_rows(table, most)
+        # As if its offline variable were set, `datasets` then uses its cache immediately.
+        datasets_config.HF_HUB_OFFLINE = before or reason is not None
+        table = load_dataset(repo, config or None, split=split, streaming=most is not None)
+        return table if most is None else first_rows(table, most)
     except Exception as error:  # Third-party data sets may raise anything.
         if reason is not None:
             remedy = "unset it" if reason == OFFLINE else "connect to the network"
@@ -77,6 +77,8 @@ def load_hub(name: str, split: str, most: int | None = None) -> Dataset:
         raise DataError(
             f"got Hub data set {name!r}, split {split!r}, which cannot be loaded: {cause(error)}"
         ) from error
+    finally:
+        datasets_config.HF_HUB_OFFLINE = before
 
 
 def cause(error: BaseException) -> str:
@@ -94,16 +96,3 @@ def first_rows(table: Dataset | IterableDataset, most: int) -> Dataset:
         return table.select(range(min(most, len(table))))
     table = table if table.features is None else table.decode(False)
     return Dataset.from_list(list(table.take(most)), features=table.features)
-
-
-@contextmanager
-def _offline(active: bool) -> Iterator[None]:
-    """Let `datasets` use its cache immediately, as if its offline variable were set."""
-    from datasets import config as datasets_config
-
-    before = datasets_config.HF_HUB_OFFLINE
-    datasets_config.HF_HUB_OFFLINE = before or active
-    try:
-        yield
-    finally:
-        datasets_config.HF_HUB_OFFLINE = before

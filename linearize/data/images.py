@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from linearize.core.errors import DataError
 from linearize.data.columns import in_order
 from linearize.data.hub import cause
-from linearize.data.records import Example, RawImage, Records, TableRecords, bytes_digest, named_labels
+from linearize.data.records import Example, Records, TableRecords, bytes_digest, named_labels
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -106,7 +106,7 @@ class ImageTable(TableRecords):
         return (bytes_digest(raw_bytes(self.table[int(row)]["image"])) for row in rows)
 
 
-def raw_bytes(raw: RawImage) -> bytes:
+def raw_bytes(raw: Mapping[str, Any]) -> bytes:
     """Return the bytes of an undecoded image of `datasets`, ``{"bytes": ..., "path": ...}``.
 
     Raises:

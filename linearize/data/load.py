@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError, unknown_name
 from linearize.core.heads import Modality, Processor
 from linearize.core.parsing import user_path
-from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose_table
-from linearize.data.columns import class_names, column_kinds, find_pair, uniform
+from linearize.data.builtin import CROPS, DEFAULT_IMAGES, DEFAULT_TEXT, Crops, prose
+from linearize.data.columns import column_kinds, find_pair, in_order, uniform
 from linearize.data.config import DataConfig
 from linearize.data.encode import TextEncoder, make_encoder
 from linearize.data.hub import cause, load_hub, unreachable
@@ -58,27 +59,19 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
     rows_held, rows_train, duplicates = split_off(records, weights, holdout, config.seed)
     train, held = Chosen(records, rows_train), Chosen(records, rows_held)
     if isinstance(encoder, TextEncoder) and config.packing:
-        train, held = _packed(train, held, encoder)
-    num_train, num_holdout = sum(train.counts), sum(held.counts)
-    skipped = sum(part.skipped for part in records)
-    unit = f"rows of {config.max_length} tokens" if config.packing else f"{modality}s"
-    counted = f"{num_train:,} {unit} to train on, {num_holdout:,} held out"
-    counted += f", {skipped:,} blank or unlabelled left out" if skipped else ""
-    counted += f", {duplicates:,} equal to held-out ones left out" if duplicates else ""
+        # The training texts are packed part by part, and all held-out ones together, in the order of the data.
+        packed: list[Records] = []
+        for own, rows in zip(records, rows_train, strict=True):
+            full = list(encoder.pack(_texts(own, rows), keep_rest=False))
+            packed.append(PackedRecords(full or list(encoder.pack(_texts(own, rows), keep_rest=True))))
+        texts = (text for own, rows in zip(records, rows_held, strict=True) for text in _texts(own, rows))
+        together = PackedRecords(list(encoder.pack(texts, keep_rest=True)))
+        train = Chosen(packed, [np.arange(len(part.sizes)) for part in packed])
+        held = Chosen([together], [np.arange(len(together.sizes))])
     shares = [f"{weight / sum(weights):.0%} {origin}" for weight, (_, origin) in zip(weights, parts, strict=True)]
     origin = f"mixture of {' and '.join(shares)}" if len(parts) > 1 else parts[0][1]
-    return Source(
-        description=f"{origin}: {counted}",
-        fallback=fallback,
-        num_train=num_train,
-        num_holdout=num_holdout,
-        skipped=skipped,
-        duplicates=duplicates,
-        _config=config,
-        _encoder=encoder,
-        _train=train,
-        _held=held,
-    )
+    skipped = sum(part.skipped for part in records)
+    return Source(config, encoder, train, held, origin, fallback=fallback, skipped=skipped, duplicates=duplicates)
 
 
 def _open_default(config: DataConfig, modality: Modality) -> tuple[Part, bool]:
@@ -97,8 +90,11 @@ def _open_default(config: DataConfig, modality: Modality) -> tuple[Part, bool]:
         raise DataError(f"got text_pair_column, which the built-in data does not have, and {reason}; pass a dataset.")
     because = f", as no data set is given and {reason}"
     if modality == "text":
-        table, called = prose_table()
-        return (TextRecords(table), called + because), True
+        from datasets import Dataset
+
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        called = f"built-in English prose (manual topics and docstrings of Python {version})"
+        return (TextRecords(Dataset.from_dict({"text": list(prose())})), called + because), True
     crops = Crops(CROPS + config.held_out(None), config.seed)
     called = "built-in random crops of scikit-learn's two sample photographs (held-out crops are from the same two)"
     return (crops, called + because), True
@@ -149,23 +145,16 @@ def make_part(
         table = tables[0] if len(tables) == 1 else concatenate_datasets(tables)
     except (ValueError, TypeError) as error:
         raise DataError(f"{origin}: got files with different columns: {cause(error)}") from error
-    names = class_names(table)
+    # Labels may also be numbers.
+    names, labels = None, column_kinds(table).get("label")
+    if labels == "class":
+        names = tuple(table.features["label"].names)
+    elif labels == "text":
+        names = in_order(name for name in table.unique("label") if name)
     records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
     if not len(records.sizes):
         raise DataError(f"{origin} is empty: all {records.skipped} rows are blank or unlabelled, expected a usable one")
     return records, origin
-
-
-def _packed(train: Chosen, held: Chosen, encoder: TextEncoder) -> tuple[Chosen, Chosen]:
-    """Pack the training texts part by part and all held-out ones together, in the order of the data."""
-    parts = []
-    for part, rows in zip(train.parts, train.rows, strict=True):
-        packed = list(encoder.pack(_texts(part, rows), keep_rest=False))
-        parts.append(PackedRecords(packed or list(encoder.pack(_texts(part, rows), keep_rest=True))))
-    texts = (text for part, rows in zip(held.parts, held.rows, strict=True) for text in _texts(part, rows))
-    together = PackedRecords(list(encoder.pack(texts, keep_rest=True)))
-    everything = [np.arange(len(part.rows)) for part in (*parts, together)]
-    return Chosen(parts, everything[:-1]), Chosen([together], everything[-1:])
 
 
 def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:

@@ -89,7 +89,16 @@ def open_local(path: Path, split: str, modality: Modality, most: int | None = No
     if "images" in counts:
         if modality == "text":
             raise DataError(f"{path.name!r}: got images, expected text for a model that reads text; pass text.")
-        return _images(root, files, split)
+        loose = [file for file in files if kinds[file] == "image" and is_image(PurePosixPath(file.name))]
+        images = [ImageFile(path, None, PurePosixPath(path.relative_to(root)), path.stat().st_size) for path in loose]
+        for file in (file for file in files if kinds[file] == "zip"):
+            members = zip_images(file)
+            tops = _top_splits([image.inner for image in members])
+            images += _of_split({image: tops.get(image.inner.parts[0]) for image in members}, split, file.name)
+        if not _top_splits([image.inner for image in images]):
+            return images
+        # The folder of the split is not a class.
+        return [image._replace(inner=PurePosixPath(*image.inner.parts[1:])) for image in images]
     return [_table(kind, [f for f in files if kinds[f] == kind], most) for kind in dict.fromkeys(kinds.values())]
 
 
@@ -130,10 +139,13 @@ def _tags(root: Path, files: Sequence[Path]) -> dict[Path, str | None]:
     """
     inner = {file: PurePosixPath(file.relative_to(root)) for file in files}
     tops = _top_splits([place for file, place in inner.items() if file_kind(file) == "image"])
-    return {
-        file: tops.get(place.parts[0]) if file_kind(file) == "image" else _name_split(place)
-        for file, place in inner.items()
-    }
+    named = {word: split for split, words in SPLIT_WORDS.items() for word in words}
+    tags: dict[Path, str | None] = {}
+    for file, place in inner.items():
+        words = [*(part.lower() for part in place.parts[:-1]), *re.split(r"[^a-z]+", place.name.lower())]
+        found = next((named[word] for word in words if word in named), None)
+        tags[file] = tops.get(place.parts[0]) if file_kind(file) == "image" else found
+    return tags
 
 
 def _of_split(tags: Mapping[Item, str | None], split: str, name: str) -> list[Item]:
@@ -155,24 +167,6 @@ def _top_splits(places: Sequence[PurePosixPath]) -> dict[str, str]:
     return splits if splits.keys() == tops else {}
 
 
-def _name_split(place: PurePosixPath) -> str | None:
-    words = [*(part.lower() for part in place.parts[:-1]), *re.split(r"[^a-z]+", place.name.lower())]
-    return next((split for word in words for split, known in SPLIT_WORDS.items() if word in known), None)
-
-
-def _images(root: Path, files: Sequence[Path], split: str) -> list[ImageFile]:
-    loose = [file for file in files if file_kind(file) == "image" and is_image(PurePosixPath(file.name))]
-    images = [ImageFile(path, None, PurePosixPath(path.relative_to(root)), path.stat().st_size) for path in loose]
-    for file in files:
-        if file_kind(file) == "zip":
-            members = zip_images(file)
-            tops = _top_splits([image.inner for image in members])
-            images += _of_split({image: tops.get(image.inner.parts[0]) for image in members}, split, file.name)
-    # The folder of the split is not a class.
-    tops = _top_splits([image.inner for image in images])
-    return [image._replace(inner=PurePosixPath(*image.inner.parts[1:])) for image in images] if tops else images
-
-
 def _saved(path: Path, split: str) -> Dataset:
     from datasets import DatasetDict, load_from_disk
 
@@ -188,6 +182,7 @@ def _saved(path: Path, split: str) -> Dataset:
 
 
 def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset:
+    import pandas
     from datasets import load_dataset
 
     assert kind is not None
@@ -204,7 +199,10 @@ def _table(kind: str | None, files: Sequence[Path], most: int | None) -> Dataset
         for batch in table.with_format("arrow").iter(batch_size=CHECKED_ROWS):
             batch.validate(full=True)
         if kind in READERS and any(name.startswith(INDEX) for name in table.column_names):
-            _check_header(files[0], table.column_names, options)
+            # A first row longer than the header: pandas takes the surplus for names of rows.
+            wanted, got = len(pandas.read_csv(files[0], nrows=0, **options).columns), len(table.column_names)
+            if got > wanted:
+                raise ValueError(f"its header has {wanted} fields and its first row {got} (quote texts with commas)")
     except Exception as error:  # The readers raise a dozen kinds of errors, nearly all of them about the file.
         _check_cache(error, files)
         for file in files if len(files) > 1 else ():
@@ -242,19 +240,6 @@ def _check_cache(error: BaseException, files: Sequence[Path]) -> None:
             f"{str(config.HF_DATASETS_CACHE)!r}, cannot be written ({error.strerror or 'disk full'}); "
             "make room there, or set HF_DATASETS_CACHE to another folder"
         ) from error
-
-
-def _check_header(file: Path, names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Refuse a first row that is longer than the header: pandas would take the surplus for names of rows.
-
-    Raises:
-        ValueError: if pandas found more columns than the header has.
-    """
-    import pandas
-
-    wanted = len(pandas.read_csv(file, nrows=0, **options).columns)
-    if len(names) > wanted:
-        raise ValueError(f"its header has {wanted} fields and its first row {len(names)} (quote texts with commas)")
 
 
 def exists(path: Path) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,13 +25,6 @@ class Example(NamedTuple):
     value: Any
     pair: str | None = None
     label: str | float | None = None
-
-
-class RawImage(TypedDict):
-    """An undecoded image of `datasets`: the bytes of its file, or its path."""
-
-    bytes: bytes | None
-    path: str | None
 
 
 class Records(Protocol):
@@ -66,14 +59,6 @@ def bytes_digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=16).digest()
 
 
-def text_digest(text: str, pair: str | None) -> bytes:
-    """Return a digest of a text or a pair of texts, ignoring white space around them."""
-    # The length distinguishes ("ab", "c") from ("a", "bc").
-    first = text.strip().encode("utf-8", "surrogatepass")
-    second = (pair or "").strip().encode("utf-8", "surrogatepass")
-    return bytes_digest(b"%d:" % len(first) + first + second)
-
-
 class TableRecords(Records):
     """The usable rows of a table. Others are left out and counted in ``skipped``.
 
@@ -83,14 +68,24 @@ class TableRecords(Records):
     """
 
     def __init__(self, table: Dataset, names: tuple[str, ...] | None = None) -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
         from datasets import ClassLabel
 
-        is_class = isinstance(table.features.get("label"), ClassLabel)
         parts = []
         for batch in table.with_format("arrow").iter(batch_size=SCAN_ROWS):
             good, sizes = self.measure(batch)
             if "label" in batch.column_names:
-                good &= _labelled(batch["label"], is_class)
+                labels = batch["label"]
+                known = pc.is_valid(labels)
+                # Missing labels may also be negative classes, NaN, and empty texts.
+                if isinstance(table.features["label"], ClassLabel):
+                    known = pc.and_(known, pc.fill_null(pc.greater_equal(labels, 0), False))
+                elif pa.types.is_floating(labels.type):
+                    known = pc.and_(known, pc.invert(pc.fill_null(pc.is_nan(labels), True)))
+                elif pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type):
+                    known = pc.and_(known, pc.fill_null(pc.not_equal(labels, ""), False))
+                good &= known.to_numpy()
             parts.append((good, sizes))
         usable, sizes = map(np.concatenate, zip(*parts, strict=True))
         self.table = table if usable.all() else table.select(np.flatnonzero(usable))
@@ -128,7 +123,10 @@ class TextRecords(TableRecords):
         return [Example(*row) for row in zip(columns["text"], columns.get("pair", none), labels, strict=True)]
 
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (text_digest(example.value, example.pair) for example in self.each(rows))
+        for text, pair, _ in self.each(rows):
+            # White space around texts does not count. The length distinguishes ("ab", "c") from ("a", "bc").
+            first, second = (one.strip().encode("utf-8", "surrogatepass") for one in (text, pair or ""))
+            yield bytes_digest(b"%d:" % len(first) + first + second)
 
 
 class PackedRecords(Records):
@@ -152,20 +150,6 @@ class PackedRecords(Records):
 def named_labels(labels: Sequence[str | float | None], names: tuple[str, ...] | None) -> list[str | float | None]:
     """Turn class numbers into class names, as the parts of a mixture may number their classes differently."""
     return [names[label] if names is not None and isinstance(label, int) else label for label in labels]
-
-
-def _labelled(column: pa.ChunkedArray, is_class: bool) -> np.ndarray:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    good = pc.is_valid(column)
-    if is_class:
-        good = pc.and_(good, pc.fill_null(pc.greater_equal(column, 0), False))
-    elif pa.types.is_floating(column.type):
-        good = pc.and_(good, pc.invert(pc.fill_null(pc.is_nan(column), True)))
-    elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        good = pc.and_(good, pc.fill_null(pc.not_equal(column, ""), False))
-    return good.to_numpy()
 
 
 NEIGHBOURS = 6

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.errors import DataError
 from linearize.data.config import DataConfig
-from linearize.data.encode import Encoder
+from linearize.data.encode import Encoder, ImageEncoder
 from linearize.data.records import Example, Records
 
 # Second numbers of a seed, so that no two draws of a run share their random numbers.
@@ -114,10 +114,13 @@ def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position:
     shares = [1 + share for share in apportion(total - len(sizes), weights)]
     offsets = np.cumsum([0, *sizes])
     for epoch in count(position // total):
-        drawn = [
-            offsets[part] + _draw(size, epoch * share, share, seed, part)
-            for part, (size, share) in enumerate(zip(sizes, shares, strict=True))
-        ]
+        drawn = []
+        for part, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+            # This epoch's slice of the part's endless sequence of shuffled passes.
+            begin = epoch * share
+            first, last = begin // size, (begin + share - 1) // size
+            passes = [np.random.default_rng([seed + n, ORDER, part]).permutation(size) for n in range(first, last + 1)]
+            drawn.append(offsets[part] + np.concatenate(passes)[begin - first * size :][:share])
         numbers = drawn[0]
         if len(drawn) > 1:
             numbers = np.random.default_rng([seed + epoch, MIX]).permutation(np.concatenate(drawn))
@@ -125,29 +128,17 @@ def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position:
         position = 0
 
 
-def _draw(size: int, begin: int, length: int, seed: int, part: int) -> np.ndarray:
-    """Return a slice of one part's endless sequence of shuffled passes."""
-    first, last = begin // size, (begin + length - 1) // size
-    passes = [np.random.default_rng([seed + n, ORDER, part]).permutation(size) for n in range(first, last + 1)]
-    return np.concatenate(passes)[begin - first * size :][:length]
-
-
-@dataclass
 class Chosen:
     """Chosen rows of the parts of a mixture, numbered from part to part.
 
-    Attributes:
+    Args:
         parts: The parts.
         rows: The numbers of the rows of each part.
     """
 
-    parts: Sequence[Records]
-    rows: Sequence[np.ndarray]
-
-    @property
-    def counts(self) -> list[int]:
-        """How many rows each part has."""
-        return [len(chosen) for chosen in self.rows]
+    def __init__(self, parts: Sequence[Records], rows: Sequence[np.ndarray]) -> None:
+        self.parts, self.rows = parts, rows
+        self.counts = [len(chosen) for chosen in rows]
 
     def digest(self) -> str:
         """Return a digest of the sizes of all examples and the contents of up to `DIGESTS` of each part."""
@@ -169,9 +160,8 @@ class Chosen:
         return [examples[place] for place in range(len(items))]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Source:
-    """Training and held-out batches of one data set or mixture.
+    """Training and held-out batches of one data set or mixture, made by `load_source`.
 
     Attributes:
         description: One line: what the data is, and how much there is.
@@ -182,16 +172,26 @@ class Source:
         duplicates: Further rows left out of training because they equal a held-out one.
     """
 
-    description: str
-    fallback: bool = False
-    num_train: int
-    num_holdout: int
-    skipped: int
-    duplicates: int
-    _config: DataConfig = field(repr=False)
-    _encoder: Encoder = field(repr=False)
-    _train: Chosen = field(repr=False)
-    _held: Chosen = field(repr=False)
+    def __init__(
+        self,
+        config: DataConfig,
+        encoder: Encoder,
+        train: Chosen,
+        held: Chosen,
+        origin: str,
+        *,
+        fallback: bool,
+        skipped: int,
+        duplicates: int,
+    ) -> None:
+        self._config, self._encoder, self._train, self._held = config, encoder, train, held
+        self.fallback, self.skipped, self.duplicates = fallback, skipped, duplicates
+        self.num_train, self.num_holdout = sum(train.counts), sum(held.counts)
+        kind = "images" if isinstance(encoder, ImageEncoder) else "texts"
+        unit = f"rows of {config.max_length} tokens" if config.packing else kind
+        self.description = f"{origin}: {self.num_train:,} {unit} to train on, {self.num_holdout:,} held out"
+        self.description += f", {skipped:,} blank or unlabelled left out" if skipped else ""
+        self.description += f", {duplicates:,} equal to held-out ones left out" if duplicates else ""
 
     @property
     def options(self) -> dict[str, object]:
@@ -225,10 +225,8 @@ class Source:
         numbers = endless(self._train.counts, weights, self._config.seed, start * size * world_size)
         while True:
             items = list(islice(numbers, size * world_size))
-            if self._encoder.needs_all:
-                yield self._encoder(self._train.fetch(items), mine)
-            else:
-                yield self._encoder(self._train.fetch(items[mine]), slice(None))
+            read, kept = (items, mine) if self._encoder.needs_all else (items[mine], slice(None))
+            yield self._encoder(self._train.fetch(read), kept)
 
     @functools.cached_property
     def row_length(self) -> int:

@@ -109,7 +109,14 @@ class _Writer(nn.Module):
         mask = torch.ones(1, 2, dtype=torch.long)
         with torch.no_grad():
             self.model(input_ids=_ids(model, 1, 2), attention_mask=mask, **cache_argument(self.model, cache))
-        self.keys = [_layer_keys(model, layer) for layer in cache.layers]
+        self.keys = []
+        for layer in cache.layers:
+            if not hasattr(layer, "store") and type(layer) is not DynamicLayer:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: got a layer that remembers a {type(layer).__name__}, expected a state, "
+                    "or all keys and values; convert every layer (--local-as-full for those with a window)"
+                )
+            self.keys.append(list(layer.state) if hasattr(layer, "store") else list(_KEYS))
         self.masked = any(keys == _KEYS for keys in self.keys)
 
     @property
@@ -181,7 +188,14 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
             f"{type(model).__name__}: got an encoder-decoder, expected an encoder, a decoder or an image model"
         )
     causal = any(layer.shape.causal for layer in linear_attentions(model).values())
-    output = _output_per_token(model) if causal and _takes(model, "use_cache") else None
+    output = None
+    if causal and _takes(model, "use_cache"):
+        with torch.no_grad():
+            found = model(input_ids=_ids(model, 1, 2), use_cache=False, return_dict=True)
+        # The output for every token; a head that classifies texts has none.
+        output = next(
+            (name for name in ("logits", "last_hidden_state") if name in found and found[name].ndim > 2), None
+        )
     if output is None:
         return [_whole_graph(model)]
     if not _takes(model, "position_ids"):
@@ -204,13 +218,6 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
         elif name.endswith((".keys", ".values")):
             sizes[name][2] = PAST
     return [first, Graph("step", step, state, outputs, sizes)]
-
-
-def _output_per_token(model: PreTrainedModel) -> str | None:
-    """Return the name of a decoder's output for every token; None if its head has none (a classifier of texts)."""
-    with torch.no_grad():
-        outputs = model(input_ids=_ids(model, 1, 2), use_cache=False, return_dict=True)
-    return next((name for name in ("logits", "last_hidden_state") if name in outputs and outputs[name].ndim > 2), None)
 
 
 def _whole_graph(model: PreTrainedModel) -> Graph:
@@ -239,18 +246,6 @@ def _whole_graph(model: PreTrainedModel) -> Graph:
         ) from error
     sizes = {key: {0: BATCH, **({1: TOKENS} if key in _TEXT else {})} for key in inputs}
     return Graph("model", module, inputs, outputs, sizes)
-
-
-def _layer_keys(model: PreTrainedModel, layer: Any) -> list[str]:
-    """Return the names of the tensors in a layer of a cache."""
-    if hasattr(layer, "store"):
-        return list(layer.state)
-    if type(layer) is not DynamicLayer:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: got a layer that remembers a {type(layer).__name__}, expected a state, or all "
-            "keys and values; convert every layer (--local-as-full for those with a window)"
-        )
-    return list(_KEYS)
 
 
 def _ids(model: PreTrainedModel, batch: int, tokens: int) -> Tensor:

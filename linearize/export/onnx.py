@@ -64,7 +64,13 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
             logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings(action="ignore"):
             exported: Any = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
-            _remove_repeated(exported.model)
+            # Compute constants, and each repeated operation once. The optimizer does so last, and before that compares
+            # all pairs of nodes, which takes minutes for deep models.
+            common.InlinePass()(exported.model)
+            onnxscript.optimizer.fold_constants(exported.model)
+            common.RemoveUnusedNodesPass()(exported.model)
+            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(exported.model)
+            common.CommonSubexpressionEliminationPass()(exported.model)
             exported.optimize()
     except Exception as error:
         cause = " ".join(str(error.__cause__ or error).split())
@@ -79,30 +85,14 @@ def to_onnx(graph: Graph) -> onnx_ir.Model:
     # Only now: before, an input that is returned unchanged is one value with the output.
     for value, name in zip((*model.graph.inputs, *model.graph.outputs), (*graph.inputs, *graph.outputs), strict=True):
         value.name = name
-    _name_sizes(model, graph)
-    return model
-
-
-def _name_sizes(model: onnx_ir.Model, graph: Graph) -> None:
-    """Give the open sizes the names of the graph, in all shapes, instead of those of torch.export (s26, s95 + 1)."""
+    # The open sizes get the names of the graph, in all shapes, instead of those of torch.export (s26, s95 + 1).
     inputs = [(value.shape, graph.sizes[str(value.name)]) for value in model.graph.inputs]
     names = {str(shape[axis]): name for shape, open_ in inputs if shape for axis, name in open_.items()}
     for value in (*model.graph.inputs, *(output for node in model.graph for output in node.outputs)):
         if value.shape is not None:
             sizes = [re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(size)) for size in value.shape]
             value.shape = onnx_ir.Shape([int(size) if size.isdecimal() else size for size in sizes])
-
-
-def _remove_repeated(model: onnx_ir.Model) -> None:
-    """Compute constants, and each repeated operation once.
-
-    The optimizer does so last, and before that compares all pairs of nodes, which takes minutes for deep models.
-    """
-    common.InlinePass()(model)
-    onnxscript.optimizer.fold_constants(model)
-    common.RemoveUnusedNodesPass()(model)
-    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    common.CommonSubexpressionEliminationPass()(model)
+    return model
 
 
 def write(models: Mapping[str, onnx_ir.Model], folder: Path) -> None:
@@ -173,7 +163,16 @@ def check(graphs: list[Graph], model: PreTrainedModel, folder: Path, tokens: int
     inputs = resized(graphs[0], {BATCH: 3, TOKENS: tokens})
     checked = {graphs[0].name: _compare(graphs[0], inputs, run(opened[graphs[0].name], inputs))}
     if len(graphs) > 1:
-        checked["step"] = _check_steps(opened, model, inputs, graphs[0].outputs[0])
+        ids, mask, output = inputs["input_ids"], inputs["attention_mask"], graphs[0].outputs[0]
+        with torch.no_grad():
+            positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+            whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
+        outputs = run(opened["model"], {"input_ids": ids[:, :-STEPS], "attention_mask": mask[:, :-STEPS]})
+        pairs = [(torch.from_numpy(outputs[output][:, -1]), whole[output][:, -STEPS - 1])]
+        for step in range(-STEPS, 0):
+            outputs = run(opened["step"], {"input_ids": ids[:, step, None], **state_of(outputs)})
+            pairs.append((torch.from_numpy(outputs[output][:, -1]), whole[output][:, step]))
+        checked["step"] = _worst(pairs)
     for name, result in checked.items():
         # NaN in PyTorch counts as a difference.
         if not result.difference <= TOLERANCE * result.largest:
@@ -211,19 +210,6 @@ def _compare(graph: Graph, inputs: dict[str, Tensor], outputs: Mapping[str, np.n
         elif expected.ndim > 2 and real is not None and expected.shape[2] == real.shape[1]:
             expected, got = (x.movedim(2, 1)[real] for x in (expected, got))
         pairs.append((got, expected))
-    return _worst(pairs)
-
-
-def _check_steps(opened: Mapping[str, Any], model: PreTrainedModel, inputs: Mapping[str, Tensor], name: str) -> Checked:
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    with torch.no_grad():
-        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-        whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
-    outputs = run(opened["model"], {"input_ids": ids[:, :-STEPS], "attention_mask": mask[:, :-STEPS]})
-    pairs = [(torch.from_numpy(outputs[name][:, -1]), whole[name][:, -STEPS - 1])]
-    for step in range(-STEPS, 0):
-        outputs = run(opened["step"], {"input_ids": ids[:, step, None], **state_of(outputs)})
-        pairs.append((torch.from_numpy(outputs[name][:, -1]), whole[name][:, step]))
     return _worst(pairs)
 
 

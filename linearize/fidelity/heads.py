@@ -178,7 +178,15 @@ def keep_heads(
         row = longest_row(trained_on or {})
         if row and row["input_ids"].shape[1] > TOKENS:
             groups.append([repeated(row, SEGMENT)])
-    found = [_shares_by_window(model, group, on_event, points) for group in groups]
+    found = []
+    for group in groups:
+        tokens = max((x.shape[1] for batch in group for x in batch.values() if x.ndim == 2), default=None)
+        rows = "" if tokens is None else f", rows of {tokens:,} tokens"
+        on_event(Started(f"finding the heads that need softmax{rows}"))
+        narrow = None if tokens is None else max(1, tokens // WINDOWS)
+        windows = [(layer, layer.hybrid.window) for layer in linear_attentions(model).values()]
+        with undone(changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow):
+            found.append(head_shares(model, group, on_event, points))
     ranked: list[tuple[float, str, int]] = []
     for name, layer in linear_attentions(model.base_model).items():
         if hasattr(layer.mixer, "softmax_heads"):
@@ -196,20 +204,6 @@ def keep_heads(
         if layer.module in chosen
     }
     return change_hybrids(model, kept)
-
-
-def _shares_by_window(
-    model: PreTrainedModel, batches: Sequence[Batch], on_event: Callback, points: int
-) -> dict[str, Tensor]:
-    """Return `head_shares` with windows of at most an eighth of the longest row."""
-    tokens = max((x.shape[1] for batch in batches for x in batch.values() if x.ndim == 2), default=None)
-    on_event(
-        Started("finding the heads that need softmax" + ("" if tokens is None else f", rows of {tokens:,} tokens"))
-    )
-    narrow = None if tokens is None else max(1, tokens // WINDOWS)
-    windows = [(layer, layer.hybrid.window) for layer in linear_attentions(model).values()]
-    with undone(changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow):
-        return head_shares(model, batches, on_event, points)
 
 
 def _states(model: PreTrainedModel, batch: Batch) -> Tensor:

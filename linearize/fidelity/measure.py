@@ -205,6 +205,9 @@ class _Sums:
             heads |= {name: v[name] / queries for name in ("kl", "total_variation")}
             heads["negative_share"] = v.get("negative", none) / v.get("weights", none).clamp(min=1)
         mean: dict[str, float] = {name: float(value.mean()) for name, value in heads.items()}
+        gain = None
+        if "window_error" in v:
+            gain = merit_of(torch.stack([torch.cat(squares) for squares in self.rows.values()], dim=1)).interval
         return LayerFidelity(
             module,
             kernel,
@@ -213,12 +216,8 @@ class _Sums:
             heads={name: value.tolist() for name, value in heads.items()},
             far_mass=float((v["far"] / queries).mean()) if "far" in v else None,
             window_error=whole("window_error") if "window_error" in v else None,
-            kernel_gain=self._gain() if "window_error" in v else None,
+            kernel_gain=gain,
         )
-
-    def _gain(self) -> tuple[float, float] | None:
-        """Return the interval of the kernel's gain over the window alone."""
-        return merit_of(torch.stack([torch.cat(squares) for squares in self.rows.values()], dim=1)).interval
 
 
 @torch.no_grad()

@@ -50,27 +50,21 @@ def fidelity_heatmaps(fidelity: Fidelity) -> Figure:
         for row, layer in enumerate(fidelity.layers):
             values = layer.heads.get(name, [])
             table[row, : len(values)] = values
-        _heatmap(figure, axes, table, names, FIDELITY_FIGURES[name])
+        image = axes.imshow(table, cmap=style.FIGURES, aspect="auto", vmin=0.0, vmax=1.0)
+        bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
+        bar.set_ticks([0, 0.5, 1], labels=["0", "0.5", "≥1"])
+        bar.ax.tick_params(labelsize=7)
+        bar.set_label(style.DISTANCE_SCALE, fontsize=6.5)
+        style.tidy(axes, FIDELITY_FIGURES[name], "head")
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.set_xticks(range(heads))
+        # Numbers are written if there is room.
+        for (row, column), value in np.ndenumerate(table if table.size <= 200 else table[:0]):
+            if np.isfinite(value):
+                red, green, blue, _ = image.cmap(image.norm(value))
+                ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+                axes.text(column, row, _brief(float(value)), ha="center", va="center", fontsize=6.5, color=ink)
     return figure
-
-
-def _heatmap(figure: Figure, axes: Axes, table: np.ndarray, rows: Sequence[str], title: str) -> None:
-    """Draw a table of distances [layers, heads] on their common scale, with numbers if there is room."""
-    image = axes.imshow(table, cmap=style.FIGURES, aspect="auto", vmin=0.0, vmax=1.0)
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
-    bar.set_ticks([0, 0.5, 1], labels=["0", "0.5", "≥1"])
-    bar.ax.tick_params(labelsize=7)
-    bar.set_label(style.DISTANCE_SCALE, fontsize=6.5)
-    style.tidy(axes, title, "head")
-    axes.set_yticks(range(len(rows)), rows, fontsize=7)
-    axes.set_xticks(range(table.shape[1]))
-    if table.size > 200:
-        return
-    for (row, column), value in np.ndenumerate(table):
-        if np.isfinite(value):
-            red, green, blue, _ = image.cmap(image.norm(value))
-            ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
-            axes.text(column, row, _brief(float(value)), ha="center", va="center", fontsize=6.5, color=ink)
 
 
 def _brief(value: float) -> str:

@@ -13,7 +13,6 @@ from linearize.fidelity import plots_style as style
 from linearize.fidelity.maps import LayerMaps
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
@@ -27,6 +26,8 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
 
     Queries run downwards, keys to the right. All maps share one logarithmic scale of weights. Negative weights are red.
     """
+    from matplotlib.patches import Rectangle
+
     blocks = [
         (layer, name, range(start, min(start + HEADS_PER_ROW, len(layer.softmax))))
         for layer, name in zip(maps, style.layer_names([m.module for m in maps]), strict=True)
@@ -37,32 +38,25 @@ def attention_grid(maps: Sequence[LayerMaps]) -> Figure:
     figure = style.new_figure(2.1 + cell * columns * (1 + GAP), 0.3 + len(blocks) * (2 * cell * (1 + GAP) + 0.35))
     places = style.axes_grid(figure, len(blocks), 1)
     for axes, (layer, name, heads) in zip(places, blocks, strict=True):
-        _mosaic(axes, layer, name, heads, columns)
+        tokens = layer.softmax.shape[-1]
+        step = tokens + max(1, round(GAP * tokens))
+        canvas = np.full((step + tokens, (columns - 1) * step + tokens), np.nan)
+        for place, head in enumerate(heads):
+            for row, weights in enumerate((layer.softmax[head], layer.linear[head])):
+                top, left = row * step, place * step
+                canvas[top : top + tokens, left : left + tokens] = style.shade(weights)
+                corner = (left - 0.5, top - 0.5)
+                axes.add_patch(Rectangle(corner, tokens, tokens, fill=False, edgecolor="#999999", linewidth=0.4))
+        axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
+        style.tidy(axes, f"{name} ({layer.kernel})")
+        middles = [place * step + tokens / 2 for place in range(len(heads))]
+        axes.set_xticks(middles, [f"head {head}" for head in heads], fontsize=6)
+        axes.set_yticks([tokens / 2, step + tokens / 2], ["softmax", "linear"], fontsize=7)
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
     style.weight_bar(figure, places)
     return figure
-
-
-def _mosaic(axes: Axes, layer: LayerMaps, name: str, heads: range, columns: int) -> None:
-    tokens = layer.softmax.shape[-1]
-    step = tokens + max(1, round(GAP * tokens))
-    canvas = np.full((2 * step - (step - tokens), columns * step - (step - tokens)), np.nan)
-    for place, head in enumerate(heads):
-        for row, weights in enumerate((layer.softmax[head], layer.linear[head])):
-            canvas[row * step : row * step + tokens, place * step : place * step + tokens] = style.shade(weights)
-    axes.imshow(canvas, cmap=_colours(), vmin=0.0, vmax=1.0, interpolation="nearest")
-    style.tidy(axes, f"{name} ({layer.kernel})")
-    middles = [place * step + tokens / 2 for place in range(len(heads))]
-    axes.set_xticks(middles, [f"head {head}" for head in heads], fontsize=6)
-    axes.set_yticks([tokens / 2, step + tokens / 2], ["softmax", "linear"], fontsize=7)
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    from matplotlib.patches import Rectangle
-
-    for place in range(len(heads)):
-        for row in range(2):
-            corner = (place * step - 0.5, row * step - 0.5)
-            axes.add_patch(Rectangle(corner, tokens, tokens, fill=False, edgecolor="#999999", linewidth=0.4))
 
 
 def _colours() -> Colormap:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from linearize.checkpoint.loading import check_device, load_processor, move
 from linearize.core.errors import ConfigError
 from linearize.evaluation.bench.memory import peak_of_reading
-from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
+from linearize.evaluation.bench.meter import Call, Noise, in_turns
 from linearize.evaluation.report.paired import SideDifference, score_difference
 from linearize.fidelity.ablate import ablated
 from linearize.jobs.events import Advanced, Callback, Started, ignore
@@ -233,7 +233,7 @@ class Sides:
         text = self.task.modality == "text"
         timed = [read for read in self.read if read.without is None]
         rows = _spread_rows([read.data for read in timed], text=text)
-        watch = NoiseWatch(self.device)
+        watch = Noise(self.device)
         calls = {read.result.name: self._reading(read, rows) for read in timed}
         timings = in_turns(calls, aim=TIMING, most=TURNS)
         noise = watch.stop()

@@ -23,7 +23,7 @@ from linearize.core.events import Callback, Started
 from linearize.core.options import convert
 from linearize.core.parsing import read_json, write_file
 from linearize.core.registry import kernel_info, make_config
-from linearize.evaluation.bench.meter import DTYPES, NoiseWatch, describe, in_turns
+from linearize.evaluation.bench.meter import DTYPES, Noise, describe, in_turns
 from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
 from linearize.kernel_search.candidates import Layout
 from linearize.modeling.plan import SOFTMAX, LayerPlan
@@ -103,7 +103,7 @@ def measure_costs(suites: Mapping[str, AttentionSuite], length: int, on_event: C
     missing = {label: suite for label, suite in suites.items() if keys[label] not in known}
     if missing:
         first = next(iter(missing.values()))
-        watch = NoiseWatch(first.device)
+        watch = Noise(first.device)
         on_event(Started(f"timing softmax and {len(missing)} candidates at {length:,} tokens"))
         calls = {SOFTMAX: first.prepare("softmax", length)}
         calls |= {label: suite.prepare("linear", length) for label, suite in missing.items()}
@@ -130,7 +130,7 @@ def _key(suite: AttentionSuite, length: int) -> str:
     sizes = suite.sizes
     facts = {
         "version": __version__,
-        "machine": asdict(describe(sizes.device, sizes.dtype)),
+        "machine": describe(sizes.device, sizes.dtype),
         "tokens": length,
         "attention": asdict(suite),
         "config": asdict(make_config(kernel_info(sizes.kernel), sizes.kernel_args)),

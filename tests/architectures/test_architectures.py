@@ -108,6 +108,10 @@ def test_a_host_with_a_generation_of_its_own():
     assert len(model.generate(torch.arange(3, 10)[None], max_new_tokens=4, disable_compile=True)[0]) == 1
 
 
+def test_the_sweep_tries_a_model():
+    assert apart(lambda: try_one("bert.modeling_bert"), "bert", 60)["status"] == "works"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_worked_still_works(part):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.attention.interface import linear_attentions
+from linearize.conversion.attentions import trial_runs
 from linearize.conversion.check import record
 from linearize.conversion.inputs import candidates
 from linearize.conversion.layers import ConversionConfig
@@ -178,11 +179,11 @@ class _Trial:
         self.counts = len(plan.converted), len(plan.layers) - len(plan.converted)
         self.generates = self._original_generates()
         # Where it cannot be run whole, its parts were.
-        recorded = record(self.model, self.inputs)
+        recorded = record(trial_runs(self.model, self.inputs)[0], padded=self.inputs is None)
         assert recorded, "it gives nothing that could be compared"
         hosts = {self.model.base_model.get_submodule(layer.module) for layer in plan.converted}
-        inside = (one for one in recorded if hosts & set(one.module.modules()))
-        self.module, self.batch, _ = max(inside, key=lambda one: len(hosts & _called(one.module, one.batch)))
+        inside = ((part, batch) for part, batch, _ in recorded if hosts & set(part.modules()))
+        self.module, self.batch = max(inside, key=lambda one: len(hosts & _called(*one)))
 
     def _plan(self) -> Plan:
         """Plan it, with whatever options a refusal names."""

@@ -21,7 +21,7 @@ from linearize.core.parsing import check_file
 from linearize.evaluation.bench import memory, meter
 from linearize.evaluation.bench.job import BenchOptions, measure, run_bench
 from linearize.evaluation.bench.memory import OutOfMemoryError, in_fresh_process, is_out_of_memory
-from linearize.evaluation.bench.meter import Noise
+from linearize.evaluation.bench.meter import Noise, spread
 from linearize.evaluation.bench.models import (
     BenchModel,
     DecodeModelSuite,
@@ -182,9 +182,13 @@ def test_a_type_that_the_device_lacks(monkeypatch):
 
 
 def test_noise():
-    assert not Noise([1.0, 1.0, 1.01], others=0.0).too_noisy
-    assert Noise([1.0, 1.5, 2.0], others=0.0).too_noisy
-    assert "too noisy" in Noise([1.0, 1.0], others=1.0).text
+    noise = Noise("cpu")
+    noise.probes, noise.others = [1.0, 1.0, 1.01], 0.0
+    assert not noise.too_noisy
+    noise.probes = [1.0, 1.5, 2.0]
+    assert noise.too_noisy
+    noise.probes, noise.others = [1.0, 1.0], 1.0
+    assert "too noisy" in noise.text
 
 
 def test_pictures(tmp_path):
@@ -196,7 +200,7 @@ def test_pictures(tmp_path):
 
 
 def test_spread_of_no_probe_is_a_number():
-    assert math.isfinite(Noise([]).spread)
+    assert math.isfinite(spread([]))
 
 
 def test_decoding_with_a_whole_model(folders):

@@ -85,10 +85,10 @@ def test_the_inputs_are_built_in_unless_data_is_named(made):
     """Whatever data a record names, it is not read: the record comes from whoever made the checkpoint."""
     linear = load_converted(str(made / "linear"))
     assert made_by(linear).part("options").text("dataset") == "rows.jsonl"
-    inputs = load_inputs(linear, InputOptions(inputs=2), made_by(linear))
-    assert "built-in" in inputs.description and inputs.batches[0]["input_ids"].shape[1] <= 31
-    assert inputs.notes == ["These inputs are built in, not the checkpoint's training data; name that with --dataset."]
-    assert load_inputs(linear, InputOptions(inputs=2)).notes == []
+    description, batches, notes = load_inputs(linear, InputOptions(inputs=2), made_by(linear))
+    assert "built-in" in description and batches[0]["input_ids"].shape[1] <= 31
+    assert notes == ["These inputs are built in, not the checkpoint's training data; name that with --dataset."]
+    assert load_inputs(linear, InputOptions(inputs=2))[2] == []
 
 
 def test_lengths_are_those_it_was_trained_on():

@@ -11,7 +11,7 @@ from support.tiny import converted
 
 import linearize
 from linearize.evaluation.options import InputOptions, ReportOptions
-from linearize.evaluation.report.page import Picture, Section, Table, template, write_report
+from linearize.evaluation.report.page import Picture, Section, template, write_report
 
 MARKUP = "<img src=x onerror=\"alert('1')\"></style></title><script>alert(1)</script>"
 STEERING = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202etxt"
@@ -77,7 +77,7 @@ def test_the_numbers_beside_it_steer_no_terminal(written):
 def test_every_place_of_the_page_is_escaped():
     """Also those that today's makers fill with words of their own."""
     picture = Picture("p", EVIL, EVIL, b"\x89PNG", 3, 4)
-    section = Section(EVIL, EVIL, EVIL, (picture,), (Table(EVIL, [EVIL] * 3, [[EVIL] * 3]),))
+    section = Section(EVIL, EVIL, EVIL, [picture], EVIL, [EVIL] * 3, [[EVIL] * 3])
     texts = dict.fromkeys(("title", "lead", "what", "foot"), EVIL)
     text = template().render(**texts, sections=[section], notes=[EVIL], left_out=[EVIL])
     found = read(text)

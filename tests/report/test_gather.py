@@ -76,7 +76,7 @@ def test_an_aligned_model_has_its_control_against_the_original(made, tmp_path):
     found = gather(checked)
     [control] = [note for note in found.notes if note.startswith("Control")]
     assert "of its norm without the kernel and" in control and control.endswith("trained together with the kernel.")
-    [table] = next(iter(page._fidelity(found))).tables
+    table = next(iter(page._fidelity(found)))
     assert table.columns[-2:] == ["output error, window alone", "benefit of the kernel"]
     layer, row = found.fidelity.layers[0], table.rows[0]
     low, high = layer.kernel_gain

@@ -131,12 +131,12 @@ def test_what_stands_at_padding_does_not_count_in_outputs_of_other_shapes():
         **sizes, num_codebooks=9, backbone_hidden_size=32, num_key_value_heads=2
     )
     model = transformers.CsmDepthDecoderForCausalLM(config).eval()
-    recorded = record(trial_runs(model)[0])
-    assert recorded[0].batch["attention_mask"].shape == (2, 7) and recorded[0].outputs[0].shape[:2] == (2, 6)
+    ((_, batch, outputs),) = record(trial_runs(model)[0])
+    assert batch["attention_mask"].shape == (2, 7) and outputs[0].shape[:2] == (2, 6)
     linearize.convert(model)
     config = transformers.MusicgenMelodyDecoderConfig(**sizes, ffn_dim=37, num_codebooks=2, is_decoder=True)
     model = transformers.MusicgenMelodyForCausalLM(config).eval()
-    assert record(trial_runs(model)[0])[0].batch["input_ids"].shape[1] == 7
+    assert record(trial_runs(model)[0])[0][1]["input_ids"].shape[1] == 7
     assert len(linear_attentions(linearize.convert(model))) == 2
 
 
@@ -146,8 +146,8 @@ def test_a_head_that_reads_a_token_of_padding_is_no_reason():
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "pad_token_id": 0}
     model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**sizes)).eval()
     padded, whole = record(trial_runs(model)[0])
-    assert [x is None for x in padded.outputs] == [False, True] and None not in whole.outputs
-    assert "attention_mask" in padded.batch and "attention_mask" not in whole.batch
+    assert [x is None for x in padded[2]] == [False, True] and None not in whole[2]
+    assert "attention_mask" in padded[1] and "attention_mask" not in whole[1]
     converted = linearize.convert(model)
     # A head that goes wrong is seen all the same.
     converted.multiple_choice_head.register_forward_hook(lambda module, args, out: out + 1.0)
@@ -160,7 +160,7 @@ def test_a_head_that_looks_for_the_padding_is_compared_with_padding():
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "pad_token_id": 0}
     model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes)).eval()
     (padded,) = record(trial_runs(model)[0])
-    assert "attention_mask" in padded.batch and None not in padded.outputs
+    assert "attention_mask" in padded[1] and None not in padded[2]
 
 
 def test_eager_weights_of_padding_are_not_compared():

@@ -43,9 +43,9 @@ class Other(transformers.PreTrainedModel):
 def test_parts_that_do_not_run_with_tokens_alone_run_by_themselves():
     model = llava()
     runs = trial_runs(model)[0]
-    assert runs[0].module is model
-    assert set(runs[0].inputs) == {"input_ids"}
-    assert [set(run.inputs) for run in runs[1:]] == [{"pixel_values"}]
+    assert runs[0][0] is model
+    assert set(runs[0][1]) == {"input_ids"}
+    assert [set(inputs) for _, inputs in runs[1:]] == [{"pixel_values"}]
     plan = linearize.plan(model)
     assert [layer.shape.causal for layer in plan.converted] == [True, True, False, False]
     recorded = record(trial_runs(model)[0])
@@ -59,7 +59,7 @@ def test_sound_and_video_have_shapes_of_their_own():
     assert len(trial_runs(spectra)[1]) == 2
     sizes = {**SMALL, "image_size": 16, "patch_size": 8, "num_frames": 4, "tubelet_size": 2}
     video = transformers.VideoMAEModel(transformers.VideoMAEConfig(**sizes))
-    assert [run.inputs["pixel_values"].ndim for run in trial_runs(video)[0]] == [5]
+    assert [inputs["pixel_values"].ndim for _, inputs in trial_runs(video)[0]] == [5]
     assert len(linearize.plan(video).converted) == 2
 
 
@@ -150,8 +150,8 @@ def test_several_tokens_at_a_place():
         codec_config=None,
     )
     model = transformers.KyutaiSpeechToTextModel(config).eval()
-    assert trial_runs(model)[0][0].inputs["input_ids"].shape[2] == 4
-    assert record(trial_runs(model)[0])[0].batch["input_ids"].ndim == 3
+    assert trial_runs(model)[0][0][1]["input_ids"].shape[2] == 4
+    assert record(trial_runs(model)[0])[0][1]["input_ids"].ndim == 3
 
 
 def test_attention_in_the_head_alone_is_refused_for_that():

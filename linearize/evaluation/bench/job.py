@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,13 +30,13 @@ class BenchResult:
     """The measurements.
 
     Attributes:
-        machine: the machine.
+        machine: facts about the machine, by name.
         noise: how quiet it was.
         rows: one per kernel and length.
         notes: caveats for the reader.
     """
 
-    machine: meter.Machine
+    machine: dict[str, str | int]
     noise: meter.Noise
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class BenchResult:
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
         return {
-            "machine": asdict(self.machine),
+            "machine": self.machine,
             "noise": self.noise.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
             "notes": self.notes,
@@ -133,13 +133,13 @@ def run_tasks(tasks: Iterable[tuple[Suite, int, bool]], options: BenchOptions, o
         options: device, dtype and repeats.
         on_event: called with every event.
     """
-    watch = meter.NoiseWatch(options.device)
+    noise = meter.Noise(options.device)
     rows = []
     for suite, tokens, memory in tasks:
         on_event(Started(f"{suite.what}, {tokens:,} tokens"))
         rows.append(measure(suite, tokens, repeats=options.repeats, memory=memory))
-        watch.probe()
-    return BenchResult(meter.describe(options.device, options.dtype), watch.stop(), rows)
+        noise.probe()
+    return BenchResult(meter.describe(options.device, options.dtype), noise.stop(), rows)
 
 
 def measure(suite: Suite, tokens: int, *, repeats: int | None = None, memory: bool = True) -> Row:

@@ -10,59 +10,30 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """An experiment that measured several kernels.
-
-    Attributes:
-        key: a letter, for tables.
-        what: model, training and data.
-        source: file that has the figures.
-    """
-
-    key: str
-    what: str
-    source: str
-
-
-@dataclass(frozen=True)
 class KernelQuality:
     """How close a kernel came to softmax.
 
     Attributes:
         kernel: name of the kernel.
         kl: KL divergence in nats per query, mean over the layers.
-        experiment: where it was measured.
+        experiment: where it was measured, a key of `EXPERIMENTS`.
         arguments: kernel arguments that differ from the defaults.
         score: task score after the alignment, in percent of softmax's score; None if not measured.
     """
 
     kernel: str
     kl: float
-    experiment: Experiment
+    experiment: str
     arguments: Mapping[str, object] = field(default_factory=dict)
     score: float | None = None
 
 
-@dataclass(frozen=True)
-class KernelSpeed:
-    """How many times faster than SDPA a kernel was.
-
-    Attributes:
-        kernel: name of the kernel, which has its default arguments.
-        what: what was timed.
-        tokens: length of the input or context.
-        times: how many times faster.
-    """
-
-    kernel: str
-    what: str
-    tokens: int
-    times: float
-
-
-EMBEDDING = Experiment("a", "MiniLM, 300 steps of stage one on STS-B, one seed", "docs/results/minilm-embedding.json")
-MIXTURE = Experiment("b", "MiniLM, 1,000 steps of 8 sentences, one seed", "docs/benchmarks/kernels.md")
-EXPERIMENTS = (EMBEDDING, MIXTURE)
+EMBEDDING, MIXTURE = "a", "b"
+EXPERIMENTS = {
+    EMBEDDING: ("MiniLM, 300 steps of stage one on STS-B, one seed", "docs/results/minilm-embedding.json"),
+    MIXTURE: ("MiniLM, 1,000 steps of 8 sentences, one seed", "docs/benchmarks/kernels.md"),
+}
+"""Experiments that measured several kernels, by letter: model, training and data, and the file that has the figures."""
 QUALITY = (
     KernelQuality("hedgehog", 0.0431, EMBEDDING, score=99.8),
     KernelQuality("flexformer_n", 0.0306, EMBEDDING, score=99.91),
@@ -87,15 +58,13 @@ QUALITY = (
 )
 FORWARD, CAUSAL, DECODE = "attention, forward", "causal attention, forward", "decoding, 12 layers"
 SPEED_SOURCE = "docs/benchmarks/speed.md: 2 CPU cores, 12 heads of size 64, fp32, native op, against SDPA"
-SPEED = (
-    KernelSpeed("hedgehog", FORWARD, 4096, 30.6),
-    KernelSpeed("flexformer_n", FORWARD, 4096, 25.9),
-    KernelSpeed("luna", FORWARD, 4096, 37.6),
-    KernelSpeed("hedgehog", CAUSAL, 16384, 51.4),
-    KernelSpeed("flexformer_n", CAUSAL, 16384, 46.4),
-    KernelSpeed("hedgehog", DECODE, 32768, 193.7),
-    KernelSpeed("flexformer_n", DECODE, 32768, 178.1),
-)
+SPEED = {
+    FORWARD: (4096, {"hedgehog": 30.6, "flexformer_n": 25.9, "luna": 37.6}),
+    CAUSAL: (16384, {"hedgehog": 51.4, "flexformer_n": 46.4}),
+    DECODE: (32768, {"hedgehog": 193.7, "flexformer_n": 178.1}),
+}
+"""How many times faster than SDPA kernels with default arguments were, by what was timed: the length of the input or
+context, and the figures."""
 
 
 def quality_of(kernel: str) -> list[KernelQuality]:
@@ -106,8 +75,3 @@ def quality_of(kernel: str) -> list[KernelQuality]:
 def default_quality(kernel: str) -> KernelQuality | None:
     """Return the quality of a kernel with default arguments, from the first experiment that has it."""
     return next((quality for quality in quality_of(kernel) if not quality.arguments), None)
-
-
-def speed_of(kernel: str, what: str = FORWARD) -> KernelSpeed | None:
-    """Return the measured speed of a kernel; None if it was not measured."""
-    return next((speed for speed in SPEED if speed.kernel == kernel and speed.what == what), None)

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -76,8 +75,13 @@ def added_memory(suite: Suite | Reading, variant: str, tokens: int) -> int:
     """Return the bytes that a call adds after a short warm-up call; on the CPU only in a fresh process."""
     start, highest = peak_meter(suite.device)
     suite.prepare(variant, WARM_UP)()
-    if suite.device == "cpu":
-        limit_memory()
+    if suite.device == "cpu" and _STATUS.exists() and _FREE.exists():
+        import resource
+
+        # The process fails when it needs more than `SHARE` of the free memory.
+        limit = _entry(_STATUS, "VmSize") + int(SHARE * _entry(_FREE, "MemAvailable"))
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     gc.collect()
     before = start()
     call = suite.prepare(variant, tokens)
@@ -93,7 +97,16 @@ def peak_meter(device: str) -> tuple[Callable[[], int], Callable[[], int]]:
     On a GPU they count the memory of torch's tensors, elsewhere that of this process.
     """
     if not device.startswith("cuda"):
-        return start_peak, peak
+
+        def reset() -> int:
+            # Loading the weights raised the peak. Not every system can reset it.
+            try:
+                _RESET.write_text("5")
+            except OSError:
+                return peak()
+            return _entry(_STATUS, "VmRSS")
+
+        return reset, peak
 
     def start() -> int:
         torch.cuda.synchronize(device)
@@ -107,22 +120,20 @@ def peak_meter(device: str) -> tuple[Callable[[], int], Callable[[], int]]:
     return start, highest
 
 
-@dataclass(frozen=True)
 class Reading:
     """One forward pass of rows of tokens through a saved checkpoint, as a suite with one variant.
 
-    Attributes:
+    Args:
         model: folder or Hub name, converted or not.
         auto_class: class of transformers that loads it.
         rows: texts (or chunks) in the batch.
         device: where it runs.
     """
 
-    model: str
-    auto_class: str
-    rows: int
-    device: str = "cpu"
     counts_prepared: ClassVar[bool] = False
+
+    def __init__(self, model: str, auto_class: str, rows: int, device: str) -> None:
+        self.model, self.auto_class, self.rows, self.device = model, auto_class, rows, device
 
     @cached_property
     def loaded(self) -> PreTrainedModel:
@@ -187,26 +198,6 @@ def serve() -> None:
         if not is_out_of_memory(error):
             raise
         sys.exit(KILLED[1])
-
-
-def limit_memory() -> None:
-    """Make this process fail when it needs more than `SHARE` of the free memory (Linux)."""
-    if not (_STATUS.exists() and _FREE.exists()):
-        return
-    import resource
-
-    limit = _entry(_STATUS, "VmSize") + int(SHARE * _entry(_FREE, "MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
-def start_peak() -> int:
-    """Reset this process's peak, which loading the weights raised, if the system can; return its current memory."""
-    try:
-        _RESET.write_text("5")
-    except OSError:
-        return peak()
-    return _entry(_STATUS, "VmRSS")
 
 
 def peak() -> int:

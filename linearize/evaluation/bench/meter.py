@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -115,19 +115,40 @@ def in_turns(
     return {name: Timing.of(values, calls) for name, values in times.items()}
 
 
-@dataclass
 class Noise:
-    """How noisy the machine was.
+    """How noisy the machine was, from construction until `stop`.
 
     Attributes:
         probes: seconds of one fixed matrix product, before, between and after the measurements.
-        others: cores that other processes used on average; None if the system does not report it.
+        others: cores that other processes used on average; None before `stop`, or if the system does not report it.
         load: load average of the last minute before the start; None if the system does not report it.
     """
 
-    probes: list[float] = field(default_factory=list)
-    others: float | None = None
-    load: float | None = None
+    def __init__(self, device: str) -> None:
+        self.probes: list[float] = []
+        self.others: float | None = None
+        self.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        self.matrix = torch.ones(PROBE, PROBE, device=device)
+        self.start, self.own, self.all = time.perf_counter(), _own_seconds(), _all_seconds()
+        for _ in range(3):
+            seconds_of(self._multiply)
+        self.probe()
+
+    def _multiply(self) -> torch.Tensor:
+        return self.matrix @ self.matrix
+
+    def probe(self) -> None:
+        """Time the fixed matrix product a few times."""
+        self.probes += [seconds_of(self._multiply) for _ in range(PROBES)]
+
+    def stop(self) -> Noise:
+        """Probe for the last time, and return itself."""
+        self.probe()
+        now = _all_seconds()
+        if self.all is not None and now is not None:
+            others = (now - self.all) - (_own_seconds() - self.own)
+            self.others = max(0.0, others) / (time.perf_counter() - self.start)
+        return self
 
     @property
     def spread(self) -> float:
@@ -148,36 +169,8 @@ class Noise:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
-        shown = asdict(self) | {"spread": self.spread, "too_noisy": self.too_noisy, "text": self.text}
-        return shown | {"probes": len(self.probes)}
-
-
-class NoiseWatch:
-    """Records how noisy the machine is, from construction until `stop`."""
-
-    def __init__(self, device: str) -> None:
-        self.noise = Noise(load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
-        self.matrix = torch.ones(PROBE, PROBE, device=device)
-        self.start, self.own, self.all = time.perf_counter(), _own_seconds(), _all_seconds()
-        for _ in range(3):
-            seconds_of(self._multiply)
-        self.probe()
-
-    def _multiply(self) -> torch.Tensor:
-        return self.matrix @ self.matrix
-
-    def probe(self) -> None:
-        """Time the fixed matrix product a few times."""
-        self.noise.probes += [seconds_of(self._multiply) for _ in range(PROBES)]
-
-    def stop(self) -> Noise:
-        """Return how noisy the machine was."""
-        self.probe()
-        now = _all_seconds()
-        if self.all is not None and now is not None:
-            others = (now - self.all) - (_own_seconds() - self.own)
-            self.noise.others = max(0.0, others) / (time.perf_counter() - self.start)
-        return self.noise
+        names = ("others", "load", "spread", "too_noisy", "text")
+        return {"probes": len(self.probes), **{name: getattr(self, name) for name in names}}
 
 
 def _own_seconds() -> float:
@@ -195,51 +188,25 @@ def _all_seconds() -> float | None:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The machine that measured.
-
-    Attributes:
-        device: torch's name of the device.
-        name: model of the processor or GPU.
-        threads: torch's threads on the CPU.
-        cores: CPU cores that this process may use.
-        dtype: dtype of the tensors.
-        torch: version of torch.
-        native: whether the native op was compiled and is used.
-        triton: whether attention on a GPU may use the Triton kernels.
-    """
-
-    device: str
-    name: str
-    threads: int
-    cores: int
-    dtype: str
-    torch: str
-    native: bool = False
-    triton: bool = False
-
-
-def describe(device: str, dtype: str) -> Machine:
-    """Describe the machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    native = device == "cpu" and engine() is not None
-    triton = device.startswith("cuda") and not absence()
-    return Machine(
-        device, device_name(device), torch.get_num_threads(), cores, dtype, torch.__version__, native, triton
-    )
-
-
-def device_name(device: str) -> str:
-    """Return the name of the GPU or of the processor, as the system reports it."""
+def describe(device: str, dtype: str) -> dict[str, str | int]:
+    """Return facts about the machine: its name and sizes, and whether its compiled kernels are used."""
+    info, name = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
     if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        name = torch.cuda.get_device_name(device)
+    elif info.exists():
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    return {
+        "device": device,
+        "name": name,
+        "threads": torch.get_num_threads(),
+        # Those that this process may use.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "native": device == "cpu" and engine() is not None,
+        "triton": device.startswith("cuda") and not absence(),
+    }
 
 
 def check_dtype(dtype: str, device: str) -> str:

@@ -307,7 +307,6 @@ class PairSuite(ModelSuite):
     variants: ClassVar[tuple[str, ...]] = ("softmax", "linear")
 
 
-@dataclass(frozen=True)
 class DecodeModelSuite(OfModel):
     """One new token after a context, through a whole causal model.
 
@@ -315,16 +314,16 @@ class DecodeModelSuite(OfModel):
     values are repeated to fill the cache, and a state has the same size after any context. As in generation by
     transformers, softmax's step copies the cache into a longer one. Memory here is not that of a process, but the exact
     size of the cache or state kept between two tokens.
-
-    Attributes:
-        kept: bytes kept between two tokens, by variant and context.
     """
 
     name: ClassVar[str] = "decode-model"
     calls: ClassVar[int] = 8
     memory_variants: ClassVar[tuple[str, ...]] = ()
 
-    kept: dict[tuple[str, int], int] = field(default_factory=dict, repr=False, compare=False)
+    @cached_property
+    def kept(self) -> dict[tuple[str, int], int]:
+        """Bytes kept between two tokens, by variant and context; `prepare` adds them."""
+        return {}
 
     @property
     def what(self) -> str:

@@ -145,16 +145,23 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
     Args:
         rows: rows of one suite; a variant that did not run has no point.
     """
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     figure = new_figure(8.0, 3.4)
     panels = figure.subplots(1, 2)
     kinds: tuple[tuple[str, Callable[[Row, str], float | None]], ...] = (
-        ("seconds", lambda row, variant: row.seconds(variant)),
+        ("seconds", Row.seconds),
         ("peak memory, MiB", lambda row, variant: ratio(row.memory(variant), 2**20)),
     )
     for axes, (label, value) in zip(panels, kinds, strict=True):
         _panel(axes, rows, value)
         axes.set_xscale("log", base=2)
-        plain_decades(axes)
+        axes.set_yscale("log")
+        # Plain numbers, with ticks at 1, 2 and 5 if they span only a few decades.
+        drawn = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
+        narrow = bool(drawn) and max(drawn) < 300 * min(drawn)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         lengths = sorted({row.tokens for row in rows})
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axes.minorticks_off()
@@ -164,17 +171,6 @@ def time_and_memory(rows: Sequence[Row]) -> Figure:
         else:
             axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=8)
     return figure
-
-
-def plain_decades(axes: Axes) -> None:
-    """Make the y axis logarithmic with plain numbers, with ticks at 1, 2 and 5 if it spans only a few decades."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    axes.set_yscale("log")
-    drawn = [float(y) for line in axes.get_lines() for y in np.asarray(line.get_ydata())]
-    narrow = bool(drawn) and max(drawn) < 300 * min(drawn)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
 def _panel(axes: Axes, rows: Sequence[Row], value: Callable[[Row, str], float | None]) -> None:

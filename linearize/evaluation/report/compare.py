@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import name_of
 from linearize.core.parsing import finite
-from linearize.evaluation.bench.meter import Call, NoiseWatch, in_turns
+from linearize.evaluation.bench.meter import Call, Noise, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
 from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
@@ -39,7 +39,7 @@ OTHER_SOFTMAX = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversion:
     """One conversion; the fidelity figures are means over its layers.
 
@@ -144,21 +144,16 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
             # An observer that returns None makes a layer compute its softmax.
             calls[name, "softmax"] = model.forward(model.longest, observer=lambda *_: None)
             calls[name, "linear"] = model.forward(model.longest)
-        watch = NoiseWatch(device)
+        noise = Noise(device)
         timings = in_turns(calls, options.repeats)
-        noise = watch.stop()
-        noisy = noise.too_noisy
+        noisy = noise.stop().too_noisy
         if noisy:
             notes.append(f"No verdict on speed, the machine was {noise.text}.")
         for name, model in timed.items():
-            linear = timings[name, "linear"]
-            conversions[name] = replace(
-                conversions[name],
-                seconds=linear.seconds,
-                speedup=timings[name, "softmax"].seconds / linear.seconds,
-                tokens=model.longest,
-                seconds_spread=linear.spread,
-            )
+            linear, conversion = timings[name, "linear"], conversions[name]
+            conversion.seconds, conversion.seconds_spread = linear.seconds, linear.spread
+            conversion.speedup = timings[name, "softmax"].seconds / linear.seconds
+            conversion.tokens = model.longest
     measured = list(conversions.values())
     verdicts, differences = _verdicts(measured, noisy=noisy)
     return Compared(inputs, measured, list(dict.fromkeys(notes)), noisy, verdicts, differences)
@@ -185,7 +180,7 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
         per_input=measure_each_input(loaded, measured),
     )
-    return conversion, measured.inputs.description, notes
+    return conversion, measured.inputs, notes
 
 
 def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[str], list[SideDifference]]:

@@ -19,14 +19,13 @@ from linearize.core.errors import DataError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import name_of
 from linearize.evaluation.bench.job import measure
-from linearize.evaluation.bench.meter import Noise, NoiseWatch
+from linearize.evaluation.bench.meter import Noise
 from linearize.evaluation.bench.models import BenchModel, PairSuite
 from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.options import ReportOptions, lengths_within
-from linearize.evaluation.report.inputs import measure_checkpoint
+from linearize.evaluation.report.inputs import Measured, measure_checkpoint
 from linearize.fidelity.ablate import kernel_merit
 from linearize.fidelity.maps import LayerMaps, attention_maps
-from linearize.fidelity.measure import Fidelity, OutputDifference
 
 MAP_TOKENS = 32
 """Tokens of a text in an attention map."""
@@ -42,16 +41,12 @@ OTHER_SOFTMAX = (
 
 
 @dataclass
-class Gathered:
+class Gathered(Measured):
     """All data of a report.
 
     Attributes:
         info: facts about the checkpoint.
-        inputs: the inputs in one line.
-        fidelity: each layer compared with its own softmax.
-        outputs: the model's outputs compared with the original's, or None.
         log: lines of the checkpoint's log.
-        notes: caveats for the reader.
         picture: the first image as the model gets it, [C, height, width], or None.
         maps: attention maps of the first input.
         speeds: one row per length.
@@ -60,11 +55,7 @@ class Gathered:
     """
 
     info: CheckpointInfo
-    inputs: str
-    fidelity: Fidelity
-    outputs: OutputDifference | None
     log: list[dict[str, object]]
-    notes: list[str]
     picture: Tensor | None = None
     maps: list[LayerMaps] = field(default_factory=list)
     speeds: list[Row] = field(default_factory=list)
@@ -105,33 +96,26 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
     info = inspect_checkpoint(options.checkpoint)
     made = info.provenance
     measured = measure_checkpoint(loaded, options.inputs, options.original, made, on_event)
-    first = measured.inputs.first(MAP_TOKENS)
-    found = Gathered(
-        info,
-        measured.inputs.description,
-        measured.fidelity,
-        measured.outputs,
-        read_log(options.checkpoint),
-        list(measured.notes),
-        None if loaded.modality == "text" else first["pixel_values"][0],
-    )
-    notes, left_out = found.notes, found.left_out
+    found = Gathered(**vars(measured), info=info, log=read_log(options.checkpoint))
+    first, notes, left_out = found.first(MAP_TOKENS), found.notes, found.left_out
+    if loaded.modality != "text":
+        found.picture = first["pixel_values"][0]
     trained = made.weights_were_trained
-    original = measured.original.model if measured.original and measured.outputs else None
+    original = found.original.model if found.original and found.outputs else None
     if trained:
         notes.append(OTHER_SOFTMAX)
     if original is not None or not trained:
-        merit = kernel_merit(loaded.model, measured.inputs.batches, original if trained else None)
+        merit = kernel_merit(loaded.model, found.batches, original if trained else None)
         against = " Its other weights were trained together with the kernel." if trained else ""
         notes += [] if merit is None else [f"Control, compared with the original: {merit.text}.{against}"]
     elif made.numbers("kernel_merit"):
         left_out.append("The benefit of the kernel over its window, in the whole model: give --original.")
-    if measured.original is None:
+    if found.original is None:
         left_out.append(
-            f"Whole outputs compared with the original's: {measured.missing}; give it with --original. Elsewhere in "
+            f"Whole outputs compared with the original's: {found.missing}; give it with --original. Elsewhere in "
             "this report, softmax means that the checkpoint's own layers compute softmax with the same weights."
         )
-    elif measured.outputs is None:
+    elif found.outputs is None:
         left_out.append("Whole outputs compared with the original's: the two models' outputs differ in kind.")
     _time(found, loaded, options, on_event)
     try:
@@ -171,7 +155,7 @@ def _time(found: Gathered, loaded: Loaded, options: ReportOptions, on_event: Cal
     if not memory:
         found.left_out.append("Memory against length: measured only on the CPU, for checkpoints in a folder.")
     suite = PairSuite(BenchModel.of(loaded.model, options.checkpoint if memory else None, lengths[-1], size))
-    watch = NoiseWatch(suite.device)
+    found.noise = Noise(suite.device)
     for tokens in lengths:
         try:
             row = measure(suite, tokens, repeats=TURNS, memory=memory)
@@ -183,13 +167,23 @@ def _time(found: Gathered, loaded: Loaded, options: ReportOptions, on_event: Cal
             memory = False
             row = measure(suite, tokens, repeats=TURNS, memory=False)
         found.speeds.append(row)
-        watch.probe()
-    found.noise = watch.stop()
+        found.noise.probe()
+    found.noise.stop()
 
 
 def answer(found: Gathered) -> str:
     """Return the sentence that opens the report."""
-    text = f"{_close(found)}; {_fast(found)}; {_length(found)}."
+    takes, trained = found.info.max_length, found.info.provenance.row_length
+    if found.picture is not None:
+        height, width = found.picture.shape[-2:]
+        reads = f"it reads images of {height} x {width} pixels"
+    else:
+        reads = f"it takes up to {takes:,} tokens" if takes is not None else "its maximum length is not known"
+        if trained is None:
+            reads += ", and the checkpoint does not say which lengths it was trained on"
+        else:
+            reads += f", and it was trained on rows of up to {trained:,}"
+    text = f"{_close(found)}; {_fast(found)}; {reads}."
     return text[0].upper() + text[1:]
 
 
@@ -237,15 +231,3 @@ def _same(row: Row, speedup: float) -> bool:
     """Tell whether both variants take equally long, within `SAME` or the spread of the turns."""
     spreads = [variant.timing.spread / 2 for variant in row.variants.values() if variant.timing is not None]
     return abs(math.log(speedup)) <= max(math.log1p(SAME), sum(spreads))
-
-
-def _length(found: Gathered) -> str:
-    if found.picture is not None:
-        height, width = found.picture.shape[-2:]
-        return f"it reads images of {height} x {width} pixels"
-    takes = found.info.max_length
-    reads = f"it takes up to {takes:,} tokens" if takes is not None else "its maximum length is not known"
-    trained = found.info.provenance.row_length
-    if trained is None:
-        return f"{reads}, and the checkpoint does not say which lengths it was trained on"
-    return f"{reads}, and it was trained on rows of up to {trained:,}"

@@ -5,8 +5,8 @@ If the data set is large enough, the inputs are held-out rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,39 +29,18 @@ LENGTH, LONGEST = 128, 512
 """Tokens per input if the checkpoint records no length, and the maximum unless the user asks for more."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs for a model.
-
-    Attributes:
-        description: the data, in one line.
-        batches: model inputs.
-        notes: caveats for the reader, such as a reduced length.
-    """
-
-    description: str
-    batches: list[dict[str, Tensor]]
-    notes: list[str] = field(default_factory=list)
-
-    def first(self, tokens: int) -> dict[str, Tensor]:
-        """Return the first input alone, without padding and labels; a text is cut to `tokens` tokens."""
-        row = {name: value[:1] for name, value in self.batches[0].items() if name != "labels"}
-        if "input_ids" not in row:
-            return row
-        mask = row.get("attention_mask")
-        if mask is not None:
-            # Padding may be on either side.
-            row = {name: value[:, mask[0].bool()] for name, value in row.items() if value.shape == mask.shape}
-        return {name: value[:, :tokens] for name, value in row.items()}
-
-
-def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | None = None) -> Inputs:
+def load_inputs(
+    loaded: Loaded, options: InputOptions, provenance: Provenance | None = None
+) -> tuple[str, list[dict[str, Tensor]], list[str]]:
     """Read the inputs for a model.
 
     Args:
         loaded: the model with its tokenizer or image processor.
         options: the inputs to use.
         provenance: the checkpoint's record, for its length and its held-out rows; None: 128 tokens, seed 0.
+
+    Returns:
+        The data in one line, the batches, and caveats for the reader, such as a reduced length.
 
     Raises:
         ConfigError: if the model takes neither text nor images, or has no tokenizer or image processor.
@@ -76,7 +55,18 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
         )
     notes: list[str] = []
     made = provenance or Provenance()
-    length = _input_length(loaded, options, made.row_length, notes)
+    # As requested, or else as in training; never more than the model takes.
+    limit = current_length(loaded.model) if loaded.modality == "text" else None
+    trained = made.row_length or LENGTH
+    length = options.max_length or min(trained, LONGEST, limit or LONGEST)
+    if options.max_length is None and trained > LONGEST and loaded.modality == "text":
+        notes.append(
+            f"Inputs were cut to {LONGEST:,} tokens, though the model was trained on rows of up to {trained:,}, "
+            "because measuring takes time quadratic in the length; --max-length N raises this."
+        )
+    if limit is not None and length > limit:
+        notes.append(f"Inputs were cut to {limit:,} tokens, the most that this checkpoint takes (asked: {length:,}).")
+        length = limit
     config = DataConfig(
         dataset=options.dataset,
         text_column=options.text_column,
@@ -93,25 +83,7 @@ def load_inputs(loaded: Loaded, options: InputOptions, provenance: Provenance | 
     modality: Any = loaded.modality
     encoder = make_encoder(loaded.processor, modality, length, False)
     batches = [encoder(examples[begin : begin + BATCH], slice(None)) for begin in range(0, len(examples), BATCH)]
-    return Inputs(description, batches, notes)
-
-
-def _input_length(loaded: Loaded, options: InputOptions, trained: int | None, notes: list[str]) -> int:
-    """Return the tokens per input: as requested, or else as in training; never more than the model takes."""
-    limit = current_length(loaded.model) if loaded.modality == "text" else None
-    length = options.max_length
-    if length is None:
-        trained = trained or LENGTH
-        if trained > LONGEST and loaded.modality == "text":
-            notes.append(
-                f"Inputs were cut to {LONGEST:,} tokens, though the model was trained on rows of up to {trained:,}, "
-                "because measuring takes time quadratic in the length; --max-length N raises this."
-            )
-        return min(trained, LONGEST, limit or LONGEST)
-    if limit is not None and length > limit:
-        notes.append(f"Inputs were cut to {limit:,} tokens, the most that this checkpoint takes (asked: {length:,}).")
-        return limit
-    return length
+    return description, batches, notes
 
 
 def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tuple[Sequence[Example], str]:
@@ -142,12 +114,13 @@ FIGURES = ("kl", "total_variation", "output_error")
 """Figures of a layer that are measured on each input alone, in addition to the cosine of whole outputs."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """The measurements of a converted checkpoint.
 
     Attributes:
-        inputs: the inputs.
+        inputs: the inputs in one line.
+        batches: the inputs.
         fidelity: each layer compared with its own softmax.
         original: the model that was converted, or None.
         missing: why there is no original.
@@ -155,12 +128,24 @@ class Measured:
         notes: caveats for the reader.
     """
 
-    inputs: Inputs
+    inputs: str
+    batches: list[dict[str, Tensor]]
     fidelity: Fidelity
     original: Loaded | None
     missing: str | None
     outputs: OutputDifference | None
     notes: list[str]
+
+    def first(self, tokens: int) -> dict[str, Tensor]:
+        """Return the first input alone, without padding and labels; a text is cut to `tokens` tokens."""
+        row = {name: value[:1] for name, value in self.batches[0].items() if name != "labels"}
+        if "input_ids" not in row:
+            return row
+        mask = row.get("attention_mask")
+        if mask is not None:
+            # Padding may be on either side.
+            row = {name: value[:, mask[0].bool()] for name, value in row.items() if value.shape == mask.shape}
+        return {name: value[:, :tokens] for name, value in row.items()}
 
 
 def measure_checkpoint(
@@ -182,18 +167,25 @@ def measure_checkpoint(
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct.
     """
-    inputs = load_inputs(loaded, options, provenance)
+    inputs, batches, notes = load_inputs(loaded, options, provenance)
     first, missing = find_original(original, loaded, str(loaded.model.device))
-    on_event(Started(f"measuring on {inputs.description}"))
-    fidelity = measure_layers(loaded.model, inputs.batches)
-    outputs = None if first is None else output_difference(first.model, loaded.model, inputs.batches)
-    return Measured(inputs, fidelity, first, missing, outputs, [*inputs.notes, *cut_notes(first, inputs.batches)])
+    on_event(Started(f"measuring on {inputs}"))
+    fidelity = measure_layers(loaded.model, batches)
+    outputs = None if first is None else output_difference(first.model, loaded.model, batches)
+    if first is not None and first.modality == "text":
+        limit, length = current_length(first.model), max(batch["input_ids"].shape[1] for batch in batches)
+        if limit is not None and length > limit:
+            notes.append(
+                f"Whole outputs were compared on the first {limit:,} tokens of an input, the most that the original "
+                f"takes; everything else on up to {length:,}."
+            )
+    return Measured(inputs, batches, fidelity, first, missing, outputs, notes)
 
 
 def measure_each_input(loaded: Loaded, measured: Measured) -> dict[str, list[float]]:
     """Return `FIGURES` and the cosine on each input alone, by name; figures that some input lacks are left out."""
     figures: dict[str, list[float | None]] = {name: [] for name in (*FIGURES, "cosine")}
-    for batch in measured.inputs.batches:
+    for batch in measured.batches:
         for row in range(len(next(iter(batch.values())))):
             alone = [{name: value[row : row + 1] for name, value in batch.items()}]
             fidelity = measure_layers(loaded.model, alone)
@@ -230,16 +222,3 @@ def find_original(asked: str | None, loaded: Loaded, device: str) -> tuple[Loade
             raise
         return None, f"the original could not be loaded ({error})"
     return original, None
-
-
-def cut_notes(original: Loaded | None, batches: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """Return a note if whole outputs are compared on shorter texts because the original takes no longer ones."""
-    if original is None or original.modality != "text":
-        return []
-    limit, length = current_length(original.model), max(batch["input_ids"].shape[1] for batch in batches)
-    if limit is None or length <= limit:
-        return []
-    return [
-        f"Whole outputs were compared on the first {limit:,} tokens of an input, the most that the original takes; "
-        f"everything else on up to {length:,}."
-    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,6 @@ from linearize.fidelity.plots_style import LEAST_WEIGHT, layer_names, to_png
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from linearize.fidelity.measure import LayerFidelity
-
 PAGE, TEMPLATE = "index.html", "page.html"
 SCALES = {
     "weight": "All attention maps on this page share one weight scale: logarithmic, from 0.001 or less to 1.",
@@ -55,24 +53,20 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of text; the first column names the row. `kind` is the kind of the cells: facts or numbers."""
-
-    caption: str
-    columns: list[str]
-    rows: list[list[str]]
-    kind: str = "numbers"
-
-
-@dataclass(frozen=True)
 class Section:
-    """One section of the page."""
+    """One section of the page: text, a table if it has rows, and pictures.
+
+    The first column of the table names the row; `kind` is the kind of its cells: facts or numbers.
+    """
 
     anchor: str
     title: str
     text: str
-    pictures: tuple[Picture, ...] = ()
-    tables: tuple[Table, ...] = ()
+    pictures: Sequence[Picture] = ()
+    caption: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    kind: str = "numbers"
 
 
 def draw(name: str, figure: Figure, alt: str, caption: str = "") -> Picture:
@@ -147,18 +141,11 @@ def _checkpoint(found: Gathered) -> Iterator[Section]:
     rows[0] = [rows[0][0], Path(name_of(found.info.name)).name]
     rows.append(["inputs of this report", found.inputs])
     text = "Facts about the checkpoint, from its own record."
-    yield Section("checkpoint", "The checkpoint", text, tables=(Table("Facts", ["fact", "value"], rows, "facts"),))
+    yield Section("checkpoint", "The checkpoint", text, (), "Facts", ["fact", "value"], rows, "facts")
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _gain(layer: LayerFidelity | None) -> str:
-    """Return what a layer's kernel adds to its window, with the interval."""
-    if layer is None or layer.window_error is None:
-        return "-"
-    return with_interval(layer.window_error - layer.output_error, layer.kernel_gain)
 
 
 _CONTROLS = {"far_mass": "far mass", "window_error": "output error, window alone"}
@@ -177,9 +164,11 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
     columns = ["layer", "kernel", *titles.values()]
     if controls:
         columns.append("benefit of the kernel")
-        for row, layer in zip(rows, [*layers, None], strict=True):
-            row.append(_gain(layer))
-    table = Table(f"Kernel against softmax, layer by layer ({found.fidelity.queries:,} queries)", columns, rows)
+        for row, layer in zip(rows[:-1], layers, strict=True):
+            alone = layer.window_error
+            row.append("-" if alone is None else with_interval(alone - layer.output_error, layer.kernel_gain))
+        rows[-1].append("-")
+    caption = f"Kernel against softmax, layer by layer ({found.fidelity.queries:,} queries)"
     text = (
         "Every layer gets the hidden states of the frozen softmax model. KL divergence and total variation compare the "
         "weights (0: equal); the output error is the norm of the difference divided by the norm of softmax's output."
@@ -196,7 +185,7 @@ def _fidelity(found: Gathered) -> Iterator[Section]:
         )
     alt = "Heat maps of KL divergence, total variation, negative share and output error per layer and head."
     picture = draw("fidelity", plots.fidelity_heatmaps(found.fidelity), alt, f"{alt} {SCALES['distance']}")
-    yield Section("fidelity", "How close", text, (picture,), (table,))
+    yield Section("fidelity", "How close", text, [picture], caption, columns, rows)
 
 
 def _maps(found: Gathered) -> Iterator[Section]:
@@ -218,7 +207,7 @@ def _maps(found: Gathered) -> Iterator[Section]:
             pictures.append(draw("picture", figure, alt, f"{alt} Mean over heads; bright is high. {SCALES['weight']}"))
         except DataError as error:
             found.left_out.append(f"Maps over the picture: {error}.")
-    yield Section("maps", "Attention maps", text, tuple(pictures))
+    yield Section("maps", "Attention maps", text, pictures)
 
 
 def _training(found: Gathered) -> Iterator[Section]:
@@ -237,8 +226,8 @@ def _training(found: Gathered) -> Iterator[Section]:
             found.left_out.append(f"{str(error).partition(';')[0]}.".capitalize())
     rows = [[label, value] for label, value in made.training_rows()]
     if pictures or rows:
-        tables = (Table("Training, from the checkpoint's record", ["", "value"], rows, "facts"),) if rows else ()
-        yield Section("training", "Training", "From the log in the checkpoint's folder.", tuple(pictures), tables)
+        text, caption = "From the log in the checkpoint's folder.", "Training, from the checkpoint's record"
+        yield Section("training", "Training", text, pictures, caption, ["", "value"], rows, "facts")
 
 
 def _speed(found: Gathered) -> Iterator[Section]:
@@ -263,4 +252,4 @@ def _speed(found: Gathered) -> Iterator[Section]:
         text += f" The machine was {found.noise.text}."
     alt = "Seconds and peak memory against the length of the input, softmax next to linear."
     picture = draw("speed", time_and_memory(found.speeds), alt)
-    yield Section("speed", "Time and memory", text, (picture,), (Table("Time and memory", columns, rows),))
+    yield Section("speed", "Time and memory", text, [picture], "Time and memory", columns, rows)
