@@ -262,31 +262,33 @@ def layer_choices(choice: Choice, layout: Layout, table: Table) -> tuple[LayerCh
 
 def reasons(choice: Choice, table: Table) -> dict[int, str]:
     """Return the reason for each layer's kernel, by layer number."""
-    uniform = len(set(choice)) == 1
-    return {number: _reason(number, label, table, uniform) for number, label in zip(table.rows, choice, strict=True)}
-
-
-def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
-    row, best = table.rows[number], table.best_of(number)
-    least = row[best].error or 0.0
-    if label == SOFTMAX:
-        text = f"kept softmax: with {best}, the closest, the layer's output would have an error of {least:.3g}"
-        if number in table.weights:
-            text += f", which alone gives the whole model a squared error of {table.weights[number] * least**2:.3g}"
-        return text
-    entry = row[label]
-    if label == best:
-        others = sorted((e.error, x) for x, e in row.items() if x != label and e.error is not None and not e.diverged)
-        text = f"the closest of {len(row)} candidates: error {least:.3g}"
-        return text + (f", next {others[0][1]} with {others[0][0]:.3g}" if others else "")
-    if uniform:
-        return f"error {entry.error:.3g}, {best} {least:.3g}; the whole model is closest with {label} in every layer"
-    if entry.share < row[best].share:
-        return (
-            f"at {entry.share:.3g} times softmax's time, error {entry.error:.3g}; {best}, the closest, has {least:.3g} "
-            f"at {row[best].share:.3g}, more than the budget has for this layer"
-        )
-    return f"error {entry.error:.3g}, {best} {least:.3g}"
+    texts = {}
+    for (number, row), label in zip(table.rows.items(), choice, strict=True):
+        best, entry = table.best_of(number), row.get(label)
+        least = row[best].error or 0.0
+        if entry is None:  # Softmax is no candidate.
+            text = f"kept softmax: with {best}, the closest, the layer's output would have an error of {least:.3g}"
+            if number in table.weights:
+                text += f", which alone gives the whole model a squared error of {table.weights[number] * least**2:.3g}"
+        elif label == best:
+            others = sorted(
+                (e.error, x) for x, e in row.items() if x != label and e.error is not None and not e.diverged
+            )
+            text = f"the closest of {len(row)} candidates: error {least:.3g}"
+            text += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
+        elif len(set(choice)) == 1:
+            text = (
+                f"error {entry.error:.3g}, {best} {least:.3g}; the whole model is closest with {label} in every layer"
+            )
+        elif entry.share < row[best].share:
+            text = (
+                f"at {entry.share:.3g} times softmax's time, error {entry.error:.3g}; {best}, the closest, has "
+                f"{least:.3g} at {row[best].share:.3g}, more than the budget has for this layer"
+            )
+        else:
+            text = f"error {entry.error:.3g}, {best} {least:.3g}"
+        texts[number] = text
+    return texts
 
 
 def write_plot(result: SearchResult, path: str) -> None:

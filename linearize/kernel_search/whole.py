@@ -27,7 +27,7 @@ from linearize.kernel_search.table import Choice, Table
 from linearize.modeling.plan import SOFTMAX
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.objective import Objective, Share, is_regression, summed
-from linearize.training.alignment.pair import Outputs, Pair, find_blocks
+from linearize.training.alignment.pair import Outputs, find_blocks
 from linearize.training.stage_one.processes import autocast
 
 
@@ -84,7 +84,7 @@ class WholeModel:
         with contextlib.suppress(ConfigError):
             # Only the last state is compared: the last block's, in a model without a norm after it.
             blocks = {name: name for name in list(find_blocks(model))[-1:]}
-        self.objective = Objective(Pair(model, model, blocks), AlignConfig(logits_weight=float(head)))
+        self.objective = Objective(model, model, AlignConfig(logits_weight=float(head)), blocks)
 
     @property
     def figure(self) -> str:
@@ -123,34 +123,30 @@ class WholeModel:
             show(self.model, self.held_out, visit)
         return {key: math.sqrt(value / max(power[key[0]], 1e-30)) for key, value in error.items()}
 
+    @torch.no_grad()
     def errors(self, choices: Sequence[Choice]) -> list[WholeError]:
         """Return the errors of choices; the original runs once per batch for all new ones.
 
         All processes measure all of the data, so their errors are equal.
         """
-        new = [choice for choice in dict.fromkeys(choices) if choice not in self.known]
-        if new:
-            self._measure(new)
-        return [self.known[choice] for choice in choices]
-
-    @torch.no_grad()
-    def _measure(self, choices: Sequence[Choice]) -> None:
-        objective = self.objective
+        objective, new = self.objective, [choice for choice in dict.fromkeys(choices) if choice not in self.known]
 
         def terms(batch: Mapping[str, Tensor], share: Share) -> dict[tuple[Choice, str], Tensor]:
-            original, found = objective.pair.teach(batch, head=objective.head), {}
-            for choice in choices:
+            original, found = objective.teach(batch), {}
+            for choice in new:
                 of_choice = objective.terms_of(self._run(batch, choice), original, share)
                 found.update({(choice, name): term for name, term in of_choice.items()})
             return found
 
-        with autocast(self.accelerator, self.precision):
-            if not objective.scales:
-                objective.measure_scales(self.held_out)
-            sums = summed(terms, self.held_out)
-        for choice in choices:
+        if new:
+            with autocast(self.accelerator, self.precision):
+                if not objective.scales:
+                    objective.measure_scales(self.held_out)
+                sums = summed(terms, self.held_out)
+        for choice in new:
             figures = objective.closeness({name: term for (of, name), term in sums.items() if of == choice})
             self.known[choice] = WholeError(list(figures.layers.values())[-1], figures.cosine, figures.logits)
+        return [self.known[choice] for choice in choices]
 
     def decide(self, table: Table, labels: Choice, *others: Choice | None) -> Choice:
         """Return the choice with the smallest error of the whole model.
@@ -193,7 +189,7 @@ class WholeModel:
             return self.candidates.modules[number, labels[number]](*inputs)
 
         with observed(self.model, observe):
-            return self.objective.pair.learn(batch, head=self.objective.head)
+            return self.objective.learn(batch)
 
 
 def _square_sum(values: Tensor, padding: Tensor | None) -> float:

@@ -25,7 +25,7 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, measure, summed
-from linearize.training.alignment.pair import Pair, make_pair
+from linearize.training.alignment.pair import make_teacher
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import autocast
 from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, frozen
@@ -233,8 +233,8 @@ def align(
             "(--align-steps 0), or launch without FSDP"
         )
     move(student, accelerator.device)
-    pair = make_pair(student, teacher, shared=config.train == "kernels")
-    return _Run(data, config, on_step, accelerator).run(pair)
+    teacher = make_teacher(student, teacher, shared=config.train == "kernels")
+    return _Run(data, config, on_step, accelerator).run(student, teacher)
 
 
 class _Run(Run):
@@ -243,15 +243,14 @@ class _Run(Run):
     part_name, weights_name, report = "phase", "trained", AlignStep
     config: AlignConfig
     trainer: AlignTrainer
-    pair: Pair
     objective: Objective
 
-    def run(self, pair: Pair) -> AlignResult:
+    def run(self, student: PreTrainedModel, teacher: PreTrainedModel) -> AlignResult:
         """Measure, train, measure again."""
-        self.pair, self.objective = pair, Objective(pair, self.config)
-        self.identify(pair.student)
+        self.objective = Objective(student, teacher, self.config)
+        self.identify(student)
         held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
-        with frozen(pair.student):
+        with frozen(student):
             self.objective.measure_scales(held_out)
             before = measure(self.objective, held_out)
             if not self.config.phases():
@@ -262,14 +261,14 @@ class _Run(Run):
 
     def _train_phases(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, Closeness]:
         """Run the phases; return the step that was kept, and the final figures."""
-        student, config = self.pair.student, self.config
+        student, config = self.objective.student, self.config
         if config.train == "lora":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed)
                 add_lora(student, LoraConfig(r=config.lora_rank, alpha=2.0 * config.lora_rank))
             student.requires_grad_(False)
         try:
-            parameters = trained_parameters(student, self.pair.blocks, config.train)
+            parameters = trained_parameters(student, self.objective.blocks, config.train)
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
             first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -336,7 +335,7 @@ class _Run(Run):
         trainer.optimizer.state.clear()
 
     def options(self) -> dict[str, object]:
-        return super().options() | {"teacher weights": weights_digest(self.pair.teacher, kernel=False)}
+        return super().options() | {"teacher weights": weights_digest(self.objective.teacher, kernel=False)}
 
     def last_state(self) -> RunState | None:
         if self.number < len(self.config.phases()) - 1:

@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
 from linearize.fidelity.teacher import frozen_output, run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper
+from linearize.training.alignment.pair import Outputs, find_blocks, first_tensor, hooked, keeper, run
 
 Name = TypeVar("Name")
 TINY = 1e-12
@@ -184,17 +184,35 @@ class Objective:
     """Computes the terms of the alignment.
 
     Attributes:
-        pair: student and teacher.
+        student: the converted model that is trained.
+        teacher: a converted model that runs with softmax; the student itself if only kernels are trained.
         config: weights and temperature.
+        blocks: the blocks whose states are compared, by default all (`find_blocks`).
         scales: divisors of squared errors, from `measure_scales`: the teacher's variances per token, summed over
             channels, of the states by their names, of the attentions' outputs after the output projection
             (`ATTENTION` and the block's name), and of regression logits by the names of their terms.
     """
 
-    def __init__(self, pair: Pair, config: AlignConfig) -> None:
-        self.pair, self.config = pair, config
-        self.head = config.logits_weight > 0
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        config: AlignConfig,
+        blocks: Mapping[str, str] | None = None,
+    ) -> None:
+        self.student, self.teacher, self.config = student, teacher, config
+        self.blocks = find_blocks(student) if blocks is None else blocks
         self.scales: dict[str, float] = {}
+
+    @torch.no_grad()
+    def teach(self, batch: Mapping[str, Tensor]) -> Outputs:
+        """Run the teacher on a batch (such as `input_ids` [B, T])."""
+        with observed(self.teacher, frozen_output):
+            return run(self.teacher, self.blocks, batch, head=self.config.logits_weight > 0)
+
+    def learn(self, batch: Mapping[str, Tensor]) -> Outputs:
+        """Run the student on a batch (such as `input_ids` [B, T]), with gradients if they are enabled."""
+        return run(self.student, self.blocks, batch, head=self.config.logits_weight > 0)
 
     @torch.no_grad()
     def measure_scales(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -208,11 +226,11 @@ class Objective:
         """
 
         def moments(batch: Mapping[str, Tensor], _: Share) -> dict[str, Tensor]:
-            with self._attentions(self.pair.teacher, self.pair.blocks) as kept:
-                taught = self.pair.teach(batch, head=self.head)
+            with self._attentions(self.teacher, self.blocks) as kept:
+                taught = self.teach(batch)
             states = {**taught.states, **{ATTENTION + name: state for name, state in kept.items()}}
             found = {name: _moments(masked_rows(state, taught.mask)) for name, state in states.items()}
-            if is_regression(self.pair.teacher.config):
+            if is_regression(self.teacher.config):
                 found |= {f"{LOGITS}/{name}": _moments(masked_rows(x, None)) for name, x in taught.logits.items()}
             return found
 
@@ -223,8 +241,8 @@ class Objective:
 
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
         """Return the terms of whole models, all scalars: one per hidden state, `POOLED`, and one per kind of logits."""
-        taught = self.pair.teach(batch, head=self.head)
-        return self.terms_of(self.pair.learn(batch, head=self.head), taught, share)
+        taught = self.teach(batch)
+        return self.terms_of(self.learn(batch), taught, share)
 
     def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
         """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
@@ -271,7 +289,7 @@ class Objective:
             The error of each block, by its name.
         """
         terms: dict[str, float] = {}
-        mask, student = batch.get("attention_mask"), self.pair.student
+        mask, student = batch.get("attention_mask"), self.student
 
         def after(name: str, attention: str) -> Callable[..., None]:
             module, own = student.get_submodule(name), {name: attention}
@@ -297,7 +315,7 @@ class Objective:
 
             return hook
 
-        teacher, blocks = self.pair.teacher, self.pair.blocks
+        teacher, blocks = self.teacher, self.blocks
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
         softmax = observed(teacher, frozen_output)
         with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax, torch.no_grad():
