@@ -232,11 +232,8 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
                 f"Windows per layer: the last hidden state has an error of {error:.3f} before training, compared with "
                 f"{reference:.3f} for the same window in every layer with as much state"
             )
-            return {
-                "plan": plan.to_dict(),
-                "why": {str(number): reason for number, reason in why.items()},
-                "text": text,
-            }
+            reasons = {str(number): reason for number, reason in why.items()}
+            return {"plan": plan.to_dict(), "why": reasons, "text": text}
 
         chosen = stages.choose(context, "window", job.window, windows)
         context.provenance["plan"] = {"why": chosen["why"]}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from linearize.attention.native.build import worth_building
 from linearize.checkpoint.output import check_target
@@ -32,7 +33,7 @@ from linearize.fidelity.measure import measure_layers
 from linearize.jobs import convert
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Started, ignore
-from linearize.jobs.finetune import Opened, open_tuning
+from linearize.jobs.finetune import open_tuning
 from linearize.jobs.presets import AUTO
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import TuneJob
@@ -44,6 +45,7 @@ from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, distill
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_two.rows import Chosen
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.trackers import reporter
 
@@ -190,13 +192,13 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     check_alone("dry run")
     check_target(job.target(), overwrite=job.overwrite, sources=job.sources())
     if isinstance(job, TuneJob):
-        opened = open_tuning(job, on_event)
-        whole, trial = size_of(opened.model), _Trial(on_event, next(opened.model.parameters()).device.type)
-        trial.run("stage two", lambda: [_stage_two(job, opened)])
-        trained = sum(parameter.nbytes for parameter in opened.model.parameters() if parameter.requires_grad)
+        model, data, teacher, _ = open_tuning(job, on_event)
+        whole, trial = size_of(model), _Trial(on_event, next(model.parameters()).device.type)
+        trial.run("stage two", lambda: [_stage_two(job, model, data, teacher)])
+        trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         length = job.data.max_length if job.task.modality == "text" else None
         # The trainer keeps two checkpoints of weights and two moments, and briefly three while it writes a new one.
-        return trial.bill(str(job.target()), opened.data.description, length, whole + 3 * (whole + 2 * trained))
+        return trial.bill(str(job.target()), data.description, length, whole + 3 * (whole + 2 * trained))
     return _of_training(job, on_event)
 
 
@@ -356,9 +358,9 @@ class _Enough(Exception):
     """Ends the trainer's run after its first evaluation, before it writes a checkpoint."""
 
 
-def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
-    config, data = job.tune, opened.data
-    train = len(data.train) + (len(data.extra) if data.extra and opened.teacher else 0)
+def _stage_two(job: TuneJob, model: PreTrainedModel, data: TaskData, teacher: PreTrainedModel | None) -> StageBill:
+    config = job.tune
+    train = len(data.train) + (len(data.extra) if data.extra and teacher else 0)
     per_epoch = max(1, math.ceil(math.ceil(train / config.batch_size) / config.gradient_accumulation))
     total = config.steps or math.ceil(config.epochs * per_epoch)
     evaluations = math.ceil(total / (config.eval_every or per_epoch)) + 1
@@ -381,13 +383,13 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Enough):
         finetune(
-            opened.model,
+            model,
             few,
             replace(config, steps=steps, eval_every=steps, save_every=None, selection_rows=0, report_to="none"),
             folder=Path(folder) / "training",
             on_log=on_log,
             on_step=lambda step: seconds.append(step.seconds),
-            teacher=opened.teacher,
+            teacher=teacher,
         )
     first = seconds[0]
     step = (seconds[-1] - first) / (steps - 1) if steps > 1 else first

@@ -155,7 +155,7 @@ class _Search(Run):
         self.identify(model)
         first, saved = 0, self.load(self.candidates.weights())
         if saved is not None:
-            # A resumed search keeps the costs that it started with. States of earlier versions also have the peak memory.
+            # A resumed search keeps its costs. States of earlier versions also have the peak memory.
             names = [field.name for field in fields(Cost)]
             self.costs = {
                 int(number): {label: Cost(*(cost[name] for name in names)) for label, cost in row.items()}

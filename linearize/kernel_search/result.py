@@ -266,6 +266,7 @@ def reasons(choice: Choice, table: Table) -> dict[int, str]:
     for (number, row), label in zip(table.rows.items(), choice, strict=True):
         best, entry = table.best_of(number), row.get(label)
         least = row[best].error or 0.0
+        figures = "" if entry is None else f"error {entry.error:.3g}, {best} {least:.3g}"
         if entry is None:  # Softmax is no candidate.
             text = f"kept softmax: with {best}, the closest, the layer's output would have an error of {least:.3g}"
             if number in table.weights:
@@ -277,16 +278,14 @@ def reasons(choice: Choice, table: Table) -> dict[int, str]:
             text = f"the closest of {len(row)} candidates: error {least:.3g}"
             text += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
         elif len(set(choice)) == 1:
-            text = (
-                f"error {entry.error:.3g}, {best} {least:.3g}; the whole model is closest with {label} in every layer"
-            )
+            text = f"{figures}; the whole model is closest with {label} in every layer"
         elif entry.share < row[best].share:
             text = (
                 f"at {entry.share:.3g} times softmax's time, error {entry.error:.3g}; {best}, the closest, has "
                 f"{least:.3g} at {row[best].share:.3g}, more than the budget has for this layer"
             )
         else:
-            text = f"error {entry.error:.3g}, {best} {least:.3g}"
+            text = figures
         texts[number] = text
     return texts
 

@@ -179,7 +179,17 @@ class Runner:
         if model.pretrained:
             return load_for_task(model.checkpoint, data, new_head=new_head, seed=seed, changes=job.config)
         processor = data.type.processor
-        config = _sized(job.config, processor, job.rows.max_length)
+        config, length = job.config, job.rows.max_length
+        if hasattr(processor, "convert_tokens_to_ids"):
+            # Completed from the data: vocabulary size, special tokens, and positions for the longest row.
+            padding, end, kind = processor.pad_token_id, processor.eos_token_id, config.get("model_type")
+            sizes: dict[str, object] = {"vocab_size": len(processor), "pad_token_id": padding}
+            if kind == "gpt2":
+                sizes |= {"n_positions": length, "bos_token_id": end, "eos_token_id": end}
+            else:
+                # RoBERTa numbers its positions starting after the padding token's id.
+                sizes["max_position_embeddings"] = length + ((padding or 0) + 1 if kind == "roberta" else 0)
+            config = {**sizes, **config}
         fresh = fresh_model(config, data.task, data.num_labels, seed=seed, matching_keys=model.matching_keys)
         fit_tokenizer(fresh, processor)
         return fresh if row is None or row.name == SOFTMAX else convert(fresh, row, seed)
@@ -331,17 +341,3 @@ def _embeds_segments(config: dict[str, object]) -> bool:
     except Exception:  # Building the model will report what is wrong with its config.
         return False
     return bool(getattr(made, "type_vocab_size", 0) > 1)
-
-
-def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, object]:
-    """Complete a config from the data: vocabulary size, special tokens, and positions for the longest row."""
-    if not hasattr(processor, "convert_tokens_to_ids"):
-        return config
-    padding, end, kind = processor.pad_token_id, processor.eos_token_id, config.get("model_type")
-    sizes: dict[str, object] = {"vocab_size": len(processor), "pad_token_id": padding}
-    if kind == "gpt2":
-        sizes |= {"n_positions": length, "bos_token_id": end, "eos_token_id": end}
-    else:
-        # RoBERTa numbers its positions starting after the padding token's id.
-        sizes["max_position_embeddings"] = length + ((padding or 0) + 1 if kind == "roberta" else 0)
-    return {**sizes, **config}

@@ -247,53 +247,48 @@ class _Run(Run):
 
     def run(self, student: PreTrainedModel, teacher: PreTrainedModel) -> AlignResult:
         """Measure, train, measure again."""
-        self.objective = Objective(student, teacher, self.config)
+        config = self.config
+        self.objective = Objective(student, teacher, config)
         self.identify(student)
         held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
         with frozen(student):
             self.objective.measure_scales(held_out)
             before = measure(self.objective, held_out)
-            if not self.config.phases():
+            if not config.phases():
                 return AlignResult(0, 0, "steps", before, before)
-            best_step, after = self._train_phases(held_out, before)
+            if config.train == "lora":
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(config.seed)
+                    add_lora(student, LoraConfig(r=config.lora_rank, alpha=2.0 * config.lora_rank))
+                student.requires_grad_(False)
+            try:
+                parameters = trained_parameters(student, self.objective.blocks, config.train)
+                for parameter in parameters.values():
+                    parameter.requires_grad_(True)
+                first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+                saved = self.load(parameters)
+                done = 0
+                for number, (phase, steps) in enumerate(config.phases()):
+                    if saved is None or number >= saved.record["phase"]:
+                        trainer = AlignTrainer(self.objective, parameters, self.accelerator, phase, steps)
+                        start = math.inf if saved is not None else trainer.evaluate(held_out)
+                        self.begin(number, done, steps, trainer, saved, start)
+                        if saved is not None:
+                            # A state has the fp32 copies of weights in half precision.
+                            trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
+                            trainer.factor = 0.5**self.progress.halved
+                        saved = None
+                        self.train(held_out)
+                    done += steps
+                best_step, after = done - steps + self.progress.best_step, measure(self.objective, held_out)
+                if not after.loss < before.loss:
+                    trainer.restore(first)
+                    best_step, after = 0, before
+            finally:
+                if config.train == "lora":
+                    merge_lora(student)
         stopped = self.progress.stopped
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, self.seconds, self.state)
-
-    def _train_phases(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, Closeness]:
-        """Run the phases; return the step that was kept, and the final figures."""
-        student, config = self.objective.student, self.config
-        if config.train == "lora":
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.seed)
-                add_lora(student, LoraConfig(r=config.lora_rank, alpha=2.0 * config.lora_rank))
-            student.requires_grad_(False)
-        try:
-            parameters = trained_parameters(student, self.objective.blocks, config.train)
-            for parameter in parameters.values():
-                parameter.requires_grad_(True)
-            first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-            saved = self.load(parameters)
-            done = 0
-            for number, (phase, steps) in enumerate(config.phases()):
-                if saved is None or number >= saved.record["phase"]:
-                    trainer = AlignTrainer(self.objective, parameters, self.accelerator, phase, steps)
-                    start = math.inf if saved is not None else trainer.evaluate(held_out)
-                    self.begin(number, done, steps, trainer, saved, start)
-                    if saved is not None:
-                        # A state has the fp32 copies of weights in half precision.
-                        trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
-                        trainer.factor = 0.5**self.progress.halved
-                    saved = None
-                    self.train(held_out)
-                done += steps
-            after = measure(self.objective, held_out)
-            if not after.loss < before.loss:
-                trainer.restore(first)
-                return 0, before
-            return done - steps + self.progress.best_step, after
-        finally:
-            if config.train == "lora":
-                merge_lora(student)
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1

@@ -162,10 +162,6 @@ class Share(NamedTuple):
     tokens: float = 1.0
     rows: float = 1.0
 
-    def of(self, tokens: float, rows: float) -> Share:
-        """Return the share that a batch of this size has of a total of `tokens` and `rows`."""
-        return Share(self.tokens / max(tokens, 1), self.rows / rows)
-
 
 def size_of(batch: Mapping[str, Tensor]) -> Share:
     """Return a batch's number of tokens, counted in its mask [B, T] (of rows, if it has no mask), and of rows."""
@@ -401,6 +397,6 @@ def summed(
     tokens, rows = over_processes([sum(column) for column in zip(*sizes, strict=True)])
     sums: dict[Name, Any] = {}
     for batch, size in zip(batches, sizes, strict=True):
-        for name, term in terms_of(batch, size.of(tokens, rows)).items():
+        for name, term in terms_of(batch, Share(size.tokens / max(tokens, 1), size.rows / rows)).items():
             sums[name] = sums.get(name, 0.0) + term
     return sums

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,11 +178,8 @@ def remove_work(folder: Path, *, check_only: bool = False) -> None:
     Raises:
         CheckpointError: if the folder holds something else; nothing is removed then.
     """
-    remove_parts(folder, PARTS, CALLED, record=STARTED, unmarked=_is_checkpoint, check_only=check_only)
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return holds_only(folder, TRAINERS)
+    unmarked = partial(holds_only, names=TRAINERS)
+    remove_parts(folder, PARTS, CALLED, record=STARTED, unmarked=unmarked, check_only=check_only)
 
 
 def describe(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,7 +51,11 @@ def located(task: Task, given: Given) -> Given:
     for name in (*task.folders, task.name):
         if exists(root / name):
             return str(root / name)
-    if task.folders and not _holds_data(root):
+    try:
+        files = [file for file in root.iterdir() if file.is_file()] if task.folders else []
+    except OSError as error:
+        raise DataError(f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one") from error
+    if task.folders and all(file.suffix.lower() in (".md", "") for file in files):
         raise DataError(
             f"data: {given!r} has no folder {task.folders[0]!r} for task {task.name}, expected one with files such as "
             "train.jsonl.gz and validation.jsonl.gz; add it or leave the task out"
@@ -155,13 +158,6 @@ def _some(task: Task, rows: int, count: int) -> np.ndarray:
     if task.modality == "text":
         return np.arange(count)
     return np.linspace(0, rows - 1, count).round().astype(np.int64)
-
-
-def _holds_data(root: Path) -> bool:
-    try:
-        return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
-    except OSError as error:
-        raise DataError(f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one") from error
 
 
 def raw_table(given: Given, split: str) -> Dataset:
