@@ -31,7 +31,7 @@ from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memo
 from linearize.fidelity.heads import POINTS
 from linearize.fidelity.measure import measure_layers
 from linearize.jobs import convert
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import open_tuning
 from linearize.jobs.presets import AUTO
@@ -269,7 +269,7 @@ def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) ->
         StageBill(CHOICES[choice][0], 0, 0, 0.0, 0, 0, CHOICES[choice][1] * seconds)
         for choice, seconds in context.choosing.items()
     ]
-    if source is not None and isinstance(job, StageOneJob) and job.distill.steps:
+    if source is not None and isinstance(job, ConvertJob | DistillJob) and job.distill.steps:
         trial.run("stage one", lambda: _trained(context, job.distill))
     alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
     if alignment is not None and alignment.steps:

@@ -19,7 +19,7 @@ from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
-from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
@@ -270,7 +270,7 @@ def run_alignment(context: Context, config: AlignConfig) -> None:
 
 def _reporter(context: Context, tag: str) -> AbstractContextManager[Callable[[StepReport | AlignStep], None]]:
     """Return a context with a function that reports every step to the trackers and the caller."""
-    assert isinstance(context.job, StageOneJob | AlignJob)
+    assert isinstance(context.job, ConvertJob | DistillJob | AlignJob)
     names = context.job.report_to if is_main() else "none"
     return reporter(names, f"{context.target}.tensorboard", tag, lambda report: context.on_event(StepDone(report)))
 

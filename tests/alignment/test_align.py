@@ -17,7 +17,7 @@ from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.alignment.objective import Objective, Share, measure, size_of, variance
+from linearize.training.alignment.objective import Objective, measure, size_of, variance
 from linearize.training.alignment.pair import OUTPUT, find_blocks, make_teacher
 from linearize.training.stage_one.states import StateFolder
 
@@ -123,7 +123,7 @@ def test_blockwise_gradients_are_those_of_the_blocks_under_the_teachers_inputs()
     objective = Objective(model, make_teacher(model, None, shared=False), AlignConfig())
     objective.measure_scales([batch])
     model.requires_grad_(True)
-    terms = objective.blockwise(batch, Share(), train=True)
+    terms = objective.blockwise(batch, (1.0, 1.0), train=True)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     mask, keep = batch["attention_mask"], batch["attention_mask"].bool()
@@ -269,7 +269,7 @@ def test_a_batch_split_over_steps_of_accumulation_gives_the_same_gradient():
     def gradient(given):
         model.zero_grad()
         for batch in given:
-            share = Share(size_of(batch)[0] / tokens, size_of(batch)[1] / rows)
+            share = size_of(batch)[0] / tokens, size_of(batch)[1] / rows
             objective.total(objective.end_to_end(batch, share)).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def make_table(recipe: Recipe, name: str, rows: Sequence[ResultRow], damaged: in
     if several:
         for label, line in table.items():
             paper = recipe.figures.get(label, {})
-            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
+            line[AVERAGE] = _average(rows, label, line, paper.get(AVERAGE))
         _recover_averages(recipe, table)
     done = {row["cell"] for row in rows}
     source = "" if recipe.paper is None else f" ({recipe.paper.title}, {recipe.paper.table})"
@@ -206,22 +206,25 @@ def _deviation(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> list[float]:
-    """Return a row's average over the tasks, for each seed with which all tasks were run."""
+def _average(rows: Sequence[ResultRow], label: str, line: Mapping[str, Entry], paper: float | None) -> Entry:
+    """Return a row's average if it is complete: mean and deviation of the averages of the complete seeds, if known.
+
+    Args:
+        rows: the results.
+        label: name of the row.
+        line: its entries by task.
+        paper: the paper's average; None: the mean of the paper's figures.
+    """
     seeds: dict[object, dict[str, float]] = {}
     for row in rows:
         if row.get("row") == label:
             seeds.setdefault(row.get("seed"), {})[str(row.get("task"))] = _scaled(row, row["score"])
-    whole = [scores for scores in seeds.values() if set(columns) <= scores.keys()]
-    return [sum(scores[column] for column in columns) / len(columns) for scores in whole]
-
-
-def _average(entries: Sequence[Entry], paper: float | None, by_seed: Sequence[float]) -> Entry:
-    """Return a row's average if it is complete: mean and deviation of the averages of the complete seeds, if known."""
+    # A seed is complete if all tasks were run with it.
+    by_seed = [sum(scores[x] for x in line) / len(line) for scores in seeds.values() if line.keys() <= scores.keys()]
     if paper is None:
-        paper = _mean([entry.paper for entry in entries])
-    ours = _mean(by_seed or [entry.ours for entry in entries])
-    return Entry(ours, paper, None, len(by_seed) or min(entry.seeds for entry in entries), _deviation(by_seed))
+        paper = _mean([entry.paper for entry in line.values()])
+    ours = _mean(by_seed or [entry.ours for entry in line.values()])
+    return Entry(ours, paper, None, len(by_seed) or min(entry.seeds for entry in line.values()), _deviation(by_seed))
 
 
 def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -151,23 +151,15 @@ FAR_BELOW = -1e4
 """The logit of padding among logits over tokens, so that padding is never an answer."""
 
 
-class Share(NamedTuple):
-    """The size of a batch, or its share of a step.
-
-    Attributes:
-        tokens: number or share of tokens; of rows if the batch has no mask.
-        rows: number or share of rows.
-    """
-
-    tokens: float = 1.0
-    rows: float = 1.0
+Share = tuple[float, float]
+"""A batch's number of tokens (of rows, if it has no mask) and of rows; or its share of those of a step."""
 
 
 def size_of(batch: Mapping[str, Tensor]) -> Share:
     """Return a batch's number of tokens, counted in its mask [B, T] (of rows, if it has no mask), and of rows."""
     rows = len(next(iter(batch.values())))
     mask = batch.get("attention_mask")
-    return Share(rows if mask is None else int(mask.sum()), rows)
+    return (rows if mask is None else int(mask.sum())), rows
 
 
 def is_regression(config: PreTrainedConfig) -> bool:
@@ -242,15 +234,25 @@ class Objective:
 
     def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
         """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
+        (share_of_tokens, share_of_rows), mask = share, taught.mask
         terms = {
-            name: share.tokens * relative_error(learned.states[name], target, taught.mask, self.scales[name])
+            name: share_of_tokens * relative_error(learned.states[name], target, mask, self.scales[name])
             for name, target in taught.states.items()
         }
         mine, target = (pooled(side.last, side.mask, self.config.pooling) for side in (learned, taught))
-        terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
-        for name, value in taught.logits.items():
-            term = f"{LOGITS}/{name}"
-            terms[term] = self._logits(learned.logits[name], value, taught.mask, share, self.scales.get(term))
+        terms[POOLED] = share_of_rows * pooled_loss(mine, target) / len(mine)
+        for name, target in taught.logits.items():
+            term, mine = f"{LOGITS}/{name}", learned.logits[name]
+            if (scale := self.scales.get(term)) is not None:
+                squared = (mine.float() - target.float()).square().sum()
+                terms[term] = share_of_rows * squared / (target.shape[0] * scale)
+                continue
+            per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
+            if mask is not None and not per_token and target.shape == mask.shape:
+                # One logit per token: the chosen token (the start of an answer) must not be padding.
+                mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
+            mean = logits_loss(mine, target, temperature=self.config.temperature, mask=mask)
+            terms[term] = (share_of_tokens if per_token else share_of_rows) * mean
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -301,7 +303,7 @@ class Objective:
                     error = relative_error(state, target, mask, self.scales[name])
                     if attention != name:
                         error = error + relative_error(mine[name], attended, mask, self.scales[ATTENTION + name])
-                    error = share.tokens * error
+                    error = share[0] * error
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
@@ -326,16 +328,6 @@ class Objective:
         # If teacher and student are one model, the student's call inside the teacher's comes second.
         with hooked(model, {attention: keeper(kept, name, first=True) for name, attention in blocks.items()}):
             yield kept
-
-    def _logits(self, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share, scale: float | None) -> Tensor:
-        per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
-        if scale is not None:
-            return share.rows * (mine.float() - target.float()).square().sum() / (target.shape[0] * scale)
-        if mask is not None and not per_token and target.shape == mask.shape:
-            # One logit per token: the chosen token (the start of an answer) must not be padding.
-            mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
-        mean = logits_loss(mine, target, temperature=self.config.temperature, mask=mask)
-        return (share.tokens if per_token else share.rows) * mean
 
 
 def _by_kind(terms: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -397,6 +389,6 @@ def summed(
     tokens, rows = over_processes([sum(column) for column in zip(*sizes, strict=True)])
     sums: dict[Name, Any] = {}
     for batch, size in zip(batches, sizes, strict=True):
-        for name, term in terms_of(batch, Share(size.tokens / max(tokens, 1), size.rows / rows)).items():
+        for name, term in terms_of(batch, (size[0] / max(tokens, 1), size[1] / rows)).items():
             sums[name] = sums.get(name, 0.0) + term
     return sums

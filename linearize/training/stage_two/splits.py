@@ -112,8 +112,13 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
     """
     called = given if isinstance(given, str) else "tables"
     open_split: Any = raw_table if raw else partial(_view, task)
-    # Measuring needs no rows to train on.
-    alone = not options.trains and _lacks_training(task, given)
+    alone = False
+    if not options.trains:
+        # Measuring needs no rows to train on, if tables or a folder have only a split to measure on.
+        path = user_path(given) if isinstance(given, str) else None
+        names = set(given) if path is None else set(splits_of(path)) if path.is_dir() else set()
+        can_measure = bool(names & {*task.validation}) or (bool(names) and task.exact_validation)
+        alone = can_measure and task.train not in names
     train: Any = None if alone else open_split(given, task.train)
     name = _validation_split(task, given)
     if name is None:
@@ -144,13 +149,6 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
     left_out = f"; {skipped:,} blank or unlabelled left out" if skipped else ""
     trained = "" if alone else f"{len(train):,} rows to train on, "
     return Splits(train, validation, f"{called}: {trained}measured on {where}{left_out}")
-
-
-def _lacks_training(task: Task, given: Given) -> bool:
-    """Tell whether tables or a folder have a split to measure on, and none to train on."""
-    path = user_path(given) if isinstance(given, str) else None
-    names = set(given) if path is None else set(splits_of(path)) if path.is_dir() else set()
-    return bool(names) and task.train not in names and (task.exact_validation or bool(names & {*task.validation}))
 
 
 def _some(task: Task, rows: int, count: int) -> np.ndarray:
