@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,17 +202,13 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     return _of_training(job, on_event)
 
 
-@dataclass
 class _Trial:
     """Runs a few steps of each stage and estimates its cost; peak memory is measured from construction on."""
 
-    on_event: Callback
-    device: str
-    stages: list[StageBill] = field(default_factory=list)
-    problem: str = ""
-
-    def __post_init__(self) -> None:
-        start, self.peak = peak_meter(self.device)
+    def __init__(self, on_event: Callback, device: str) -> None:
+        self.on_event, self.device, self.problem = on_event, device, ""
+        self.stages: list[StageBill] = []
+        start, self.peak = peak_meter(device)
         start()
 
     def run(self, what: str, stage: Callable[[], Iterable[StageBill]]) -> None:
