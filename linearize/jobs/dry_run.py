@@ -199,7 +199,38 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         length = job.data.max_length if job.task.modality == "text" else None
         # The trainer keeps two checkpoints of weights and two moments, and briefly three while it writes a new one.
         return trial.bill(str(job.target()), data.description, length, whole + 3 * (whole + 2 * trained))
-    return _of_training(job, on_event)
+    check_states(job)
+    # This refuses unknown names; nothing is opened before the first step.
+    with reporter(job.report_to, job.target()):
+        pass
+    if isinstance(job, ConvertJob):
+        context = convert.open_conversion(job, on_event, trial=True)
+    else:
+        context = convert.open_converted(job, on_event)
+    model, source = context.loaded.model, context.source
+    trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
+    if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
+        how = WITHOUT_NATIVE
+    if isinstance(job, ConvertJob) and job.kernel == AUTO:
+        trial.run("the search", lambda: [_search(context, job)])
+        how += SEARCHED
+    trial.stages += [
+        StageBill(CHOICES[choice][0], 0, 0, 0.0, 0, 0, CHOICES[choice][1] * seconds)
+        for choice, seconds in context.choosing.items()
+    ]
+    if source is not None and isinstance(job, ConvertJob | DistillJob) and job.distill.steps:
+        trial.run("stage one", lambda: _trained(context, job.distill))
+    alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
+    if alignment is not None and alignment.steps:
+        trial.run("the alignment", lambda: _trained(context, alignment))
+    disk = size_of(model)
+    if job.keeps_states:
+        # Each state has weights, the best weights and two moments; while one is written there is one more than `keep`.
+        whole = alignment is not None and alignment.steps and alignment.train in ("blocks", "attention")
+        trained = disk if whole else sum(parameter.nbytes for parameter in kernel_parameters(model))
+        disk += (job.stage.keep + 1) * 4 * trained
+    length = None if source is None or context.loaded.modality != "text" else source.options["max_length"]
+    return trial.bill(context.target, "none is read" if source is None else source.description, length, disk, how)
 
 
 class _Trial:
@@ -243,41 +274,6 @@ def free_disk(target: str) -> int:
     """Return the free bytes on the disk where a folder will be created."""
     path = user_path(target).absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
-
-
-def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) -> Bill:
-    check_states(job)
-    # This refuses unknown names; nothing is opened before the first step.
-    with reporter(job.report_to, job.target()):
-        pass
-    if isinstance(job, ConvertJob):
-        context = convert.open_conversion(job, on_event, trial=True)
-    else:
-        context = convert.open_converted(job, on_event)
-    model, source = context.loaded.model, context.source
-    trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
-    if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
-        how = WITHOUT_NATIVE
-    if isinstance(job, ConvertJob) and job.kernel == AUTO:
-        trial.run("the search", lambda: [_search(context, job)])
-        how += SEARCHED
-    trial.stages += [
-        StageBill(CHOICES[choice][0], 0, 0, 0.0, 0, 0, CHOICES[choice][1] * seconds)
-        for choice, seconds in context.choosing.items()
-    ]
-    if source is not None and isinstance(job, ConvertJob | DistillJob) and job.distill.steps:
-        trial.run("stage one", lambda: _trained(context, job.distill))
-    alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
-    if alignment is not None and alignment.steps:
-        trial.run("the alignment", lambda: _trained(context, alignment))
-    disk = size_of(model)
-    if job.keeps_states:
-        # Each state has weights, the best weights and two moments; while one is written there is one more than `keep`.
-        whole = alignment is not None and alignment.steps and alignment.train in ("blocks", "attention")
-        trained = disk if whole else sum(parameter.nbytes for parameter in kernel_parameters(model))
-        disk += (job.stage.keep + 1) * 4 * trained
-    length = None if source is None or context.loaded.modality != "text" else source.options["max_length"]
-    return trial.bill(context.target, "none is read" if source is None else source.description, length, disk, how)
 
 
 def _search(context: Context, job: ConvertJob) -> StageBill:

@@ -47,7 +47,7 @@ from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from linearize.core.heads import Processor
 
@@ -309,26 +309,22 @@ def open_job(model: Model, job: Job) -> TaskData:
             raise ConfigError("model.image_size: got none, expected pixels per side for a model trained from scratch")
         processor = ViTImageProcessor(size={"height": size, "width": size})
     elif processor is None:
-        processor = _tokenizer_for(model, job, given)
+        tokens = job.column.tokenizer or model.tokenizer
+        if tokens is None:
+            raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
+        if tokens.name is not None:
+            processor = load_processor(tokens.name, "text")
+        else:
+            texts: Iterable[str] = ()
+            if tokens.kind in LEARNED:
+                # From the texts to train on.
+                table = raw_table(located(job.task, str(job.task.dataset) if given is None else given), job.task.train)
+                columns = job.task.columns or (find_column(column_kinds(table), None, "text", "text"),)
+                texts = (text for column in columns for text in table[column] if text)
+            framed = not job.task.type.next_token
+            segments = framed and len(job.task.columns) > 1 and _embeds_segments(job.config)
+            processor = make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed, segments=segments)
     return prepare(job.task, processor, job.rows, data=given)
-
-
-def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer for a model from scratch; vocabularies are learned from the training texts."""
-    tokens = job.column.tokenizer or model.tokenizer
-    if tokens is None:
-        raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
-    if tokens.name is not None:
-        return load_processor(tokens.name, "text")
-    texts: Iterable[str] = ()
-    if tokens.kind in LEARNED:
-        source = str(job.task.dataset) if given is None else given
-        table = raw_table(located(job.task, source), job.task.train)
-        columns = job.task.columns or (find_column(column_kinds(table), None, "text", "text"),)
-        texts = (text for column in columns for text in table[column] if text)
-    framed = not job.task.type.next_token
-    segments = framed and len(job.task.columns) > 1 and _embeds_segments(job.config)
-    return make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed, segments=segments)
 
 
 def _embeds_segments(config: dict[str, object]) -> bool:
