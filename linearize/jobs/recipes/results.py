@@ -134,9 +134,18 @@ def read_recipe(run: Path) -> Recipe:
     return check(read_values(run / RECIPE, repr(where), "a recipe; the run was damaged: run it again"), where)
 
 
-def make_table(recipe: Recipe, name: str, rows: Sequence[ResultRow], damaged: int = 0) -> Table:
+def make_table(recipe: Recipe, name: str, results: Sequence[ResultRow], damaged: int = 0) -> Table:
     """Make the table of a recipe's run with this name from its results."""
-    wanted, rows = cells(recipe), _with_shares(recipe, rows)
+    wanted, jobs, rows = cells(recipe), resolve(recipe), list[ResultRow]()
+    softmax = {(row.get("task"), row.get("seed")): row for row in results if row.get("row") == SOFTMAX}
+    for row in results:
+        first = softmax.get((row.get("task"), row.get("seed")))
+        # The share of softmax's score, also if softmax was measured after this row (`--only`).
+        late = row.get("original", row) is None and row["kernel"] != SOFTMAX
+        if late and first is not None and row["task"] in jobs:
+            levels = {"chance": row["chance"], "interval": first.get("interval")}
+            row = {**row, "recovered": recovery(jobs[row["task"]].task, row["score"], first["score"], **levels)}
+        rows.append(row)
     columns = list(dict.fromkeys(cell.job.name for cell in wanted))
     several = len(columns) > 1
     table: dict[str, dict[str, Entry]] = {}
@@ -167,20 +176,6 @@ def make_table(recipe: Recipe, name: str, rows: Sequence[ResultRow], damaged: in
         seeds=len(recipe.seeds),
         changes=changes_of(recipe),
     )
-
-
-def _with_shares(recipe: Recipe, rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Return the rows, with the share of softmax's score also if softmax was measured after them (`--only`)."""
-    softmax = {(row.get("task"), row.get("seed")): row for row in rows if row.get("row") == SOFTMAX}
-    jobs, made = resolve(recipe), []
-    for row in rows:
-        first = softmax.get((row.get("task"), row.get("seed")))
-        late = row.get("original", row) is None and row["kernel"] != SOFTMAX
-        if late and first is not None and row["task"] in jobs:
-            levels = {"chance": row["chance"], "interval": first.get("interval")}
-            row = {**row, "recovered": recovery(jobs[row["task"]].task, row["score"], first["score"], **levels)}
-        made.append(row)
-    return made
 
 
 def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | None) -> Entry:

@@ -13,9 +13,10 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from torch.utils.data import ConcatDataset
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.output import atomic_folder, claim
@@ -25,6 +26,7 @@ from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback
+from linearize.core.heads import Processor
 from linearize.core.options import options_of
 from linearize.data.columns import column_kinds, find_column
 from linearize.data.source import RowBatches
@@ -45,11 +47,6 @@ from linearize.training.stage_two.save import remove_work, save_model, tuning_fi
 from linearize.training.stage_two.splits import Given, located, raw_table
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from linearize.core.heads import Processor
 
 RECORD = "stage.json"
 
