@@ -91,8 +91,8 @@ def next_command(context: Context) -> tuple[str, str]:
     data = data_options(job)
     if context.alignment is None and not Provenance(context.provenance).weights_were_trained:
         # Stage one imitates the checkpoint's own softmax, which is still the original's.
-        trains_kernels = isinstance(job, ConvertJob | DistillJob) and kernel_parameters(context.loaded.model)
-        if context.distillation is None and trains_kernels:
+        untrained = context.distillation is None and kernel_parameters(context.loaded.model)
+        if untrained and isinstance(job, ConvertJob | DistillJob):
             return "to train the kernels", line("distill", target, data | {"distill_length": job.distill_length})
         return "to bring the whole model closer", line("align", target, data)
     # By default `report` finds the original that the checkpoint records, whose folder is not recorded.
