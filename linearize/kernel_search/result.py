@@ -19,7 +19,6 @@ from linearize.training.stage_one.run import Report
 from linearize.training.stage_one.states import RunState
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -291,12 +290,7 @@ def reasons(choice: Choice, table: Table) -> dict[int, str]:
 
 
 def write_plot(result: SearchResult, path: str) -> None:
-    """Plot error against time of all points and write a PNG file."""
-    write_file(path, "--plot", style.to_png(error_against_time(result))[0])
-
-
-def error_against_time(result: SearchResult) -> Figure:
-    """Plot all points by name; a line joins those that no other point beats."""
+    """Plot error against time of all points by name, with a line through those that no other beats, as a PNG file."""
     figure = style.new_figure(6.4, 4.0)
     axes = figure.subplots()
     front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
@@ -321,4 +315,4 @@ def error_against_time(result: SearchResult) -> Figure:
     axes.legend(fontsize=7, frameon=False)
     title = f"Whole model compared with its original ({result.figure})"
     style.tidy(axes, title, f"seconds, all attention layers, {result.length:,} tokens", f"error, {result.figure}")
-    return figure
+    write_file(path, "--plot", style.to_png(figure)[0])

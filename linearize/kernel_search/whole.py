@@ -152,31 +152,23 @@ class WholeModel:
         """Return the choice with the smallest error of the whole model.
 
         Errors of single layers misrank choices, as their effect on the output depends on all later layers. So each
-        layer's errors are weighted by the effect of one of its candidates alone (`weigh`), and the best choice by
-        weighted errors is tried on the whole model, along with others and with one kernel in every layer.
+        layer's errors are weighted by the effect of one of its candidates alone: the whole model's error with only this
+        layer replaced, over the layer's own. The best choice by weighted errors is tried on the whole model, along with
+        others and with one kernel in every layer.
 
         Args:
-            table: a table with the errors of the candidates.
+            table: a table with the errors of the candidates; its weights are set.
             labels: the candidate of each layer to weigh it by.
             *others: other choices to try, such as the best by plain errors; None is ignored.
-        """
-        self.weigh(table, labels)
-        tried = (table.best(), *others, *table.uniform())
-        choices = [choice for choice in tried if choice is not None]
-        return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
-
-    def weigh(self, table: Table, labels: Choice) -> None:
-        """Set each layer's weight in a table: the error with only this layer replaced, over the layer's own.
-
-        Args:
-            table: a table with the errors of these candidates.
-            labels: the candidate of each layer.
         """
         softmax = (SOFTMAX,) * len(labels)
         alone = [(*softmax[:place], label, *softmax[place + 1 :]) for place, label in enumerate(labels)]
         for (number, row), label, whole in zip(table.rows.items(), labels, self.errors(alone), strict=True):
             own = (row[label].error or 0.0) ** 2
             table.weights[number] = whole.score / own if own > 0 else 0.0
+        tried = (table.best(), *others, *table.uniform())
+        choices = [choice for choice in tried if choice is not None]
+        return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
 
     def _run(self, batch: Mapping[str, Tensor], choice: Choice) -> Outputs:
         """Run the frozen model with the chosen candidates' outputs in place of its layers'."""
