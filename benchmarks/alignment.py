@@ -22,7 +22,7 @@ from linearize.evaluation.bench.rows import Row, ratio
 from linearize.training.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, trained_parameters
 from linearize.training.alignment.objective import Objective
-from linearize.training.alignment.pair import Pair, make_pair
+from linearize.training.alignment.pair import make_teacher
 from linearize.training.stage_one.loop import make_accelerator
 
 
@@ -49,25 +49,26 @@ class AlignmentSuite(OfModel):
         return lambda: trainer.step(batches, 1)
 
     def _passes(self, tokens: int) -> Call:
-        pair = make_pair(self.model.linear, None, shared=False)
-        parameters = _trained(pair, "blocks")
+        student = self.model.linear
+        objective = Objective(student, make_teacher(student, None, shared=False), AlignConfig(logits_weight=0.0))
+        parameters = _trained(objective, "blocks")
         batch = self.model.inputs(tokens)
 
         def call() -> None:
             for parameter in parameters.values():
                 parameter.grad = None
-            pair.teach(batch, head=False)
-            pair.learn(batch, head=False).last.float().square().mean().backward()
+            objective.teach(batch)
+            objective.learn(batch).last.float().square().mean().backward()
 
         return call
 
     def _trainer(self, variant: str, tokens: int) -> AlignTrainer:
         train, phase = ("kernels", BLOCKWISE) if variant == "blockwise" else ("blocks", END_TO_END)
-        config = AlignConfig(train=train)
-        pair = make_pair(self.model.linear, None, shared=train == "kernels")
-        objective = Objective(pair, config)
+        student = self.model.linear
+        teacher = make_teacher(student, None, shared=train == "kernels")
+        objective = Objective(student, teacher, AlignConfig(train=train))
         objective.measure_scales([self.model.inputs(min(tokens, 64))])
-        return AlignTrainer(objective, _trained(pair, train), make_accelerator(pair.student), phase, 2)
+        return AlignTrainer(objective, _trained(objective, train), make_accelerator(student), phase, 2)
 
     def figures(self, row: Row) -> dict[str, float | None]:
         """Return the steps' times divided by the passes', and the blockwise step's memory by that of a forward pass.
@@ -83,9 +84,9 @@ class AlignmentSuite(OfModel):
         }
 
 
-def _trained(pair: Pair, train: str) -> dict[str, nn.Parameter]:
-    pair.student.eval().requires_grad_(False)
-    parameters = dict(trained_parameters(pair.student, pair.blocks, train))
+def _trained(objective: Objective, train: str) -> dict[str, nn.Parameter]:
+    objective.student.eval().requires_grad_(False)
+    parameters = dict(trained_parameters(objective.student, objective.blocks, train))
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     return parameters

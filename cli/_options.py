@@ -88,20 +88,19 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
             raise ConfigError(f"{FLAG} {file}: unknown option {str(key)!r}.{hint} See: {parser.prog} --help")
         if name in options:
             raise ConfigError(f"{FLAG} {file}: {name} is given twice; give it once")
-        if value is not None:
-            options[name] = _value(known[name], value, f"{FLAG} {file}, {name}")
+        if value is None:
+            continue
+        # As argparse would return it.
+        action, where = known[name], f"{FLAG} {file}, {name}"
+        if action.nargs == 0:
+            options[name] = convert(bool, value, where)
+        elif value is True and action.const is not None:
+            options[name] = action.const
+        elif isinstance(action, argparse._AppendAction) or action.nargs in ("+", "*"):
+            options[name] = [_word(action, part, where) for part in _parts(value)]
+        else:
+            options[name] = _word(action, value, where)
     return options
-
-
-def _value(action: argparse.Action, value: object, where: str) -> object:
-    """Return a value as argparse would return it."""
-    if action.nargs == 0:
-        return convert(bool, value, where)
-    if value is True and action.const is not None:
-        return action.const
-    if isinstance(action, argparse._AppendAction) or action.nargs in ("+", "*"):
-        return [_word(action, part, where) for part in _parts(value)]
-    return _word(action, value, where)
 
 
 def _word(action: argparse.Action, value: object, where: str) -> object:

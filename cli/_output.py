@@ -103,7 +103,12 @@ class WholeWords:
         widths = [_longest(line for text in texts for line in text.splitlines()) for texts in columns]
         room = options.max_width - self.BORDER * len(columns) - 1
         if sum(least) > room:
-            yield from self._list()
+            # The first cell of each row as a heading, then the other cells as name and value.
+            for first, *rest in self.rows:
+                yield Text(f"{self.columns[0]} {first}".strip(), style="bold", overflow="fold")
+                for name, text in zip(self.columns[1:], rest, strict=True):
+                    if text:
+                        yield Text(f"  {name}: {text}" if name else f"  {text}", overflow="fold")
             return
         while sum(widths) > room:
             # Shrink the widest column that can shrink; rich would also shrink the others.
@@ -115,14 +120,6 @@ class WholeWords:
         for row in self.rows:
             table.add_row(*map(Text, row))
         yield table
-
-    def _list(self) -> Iterator[Text]:
-        """Yield the first cell of each row as a heading, then the other cells as name and value."""
-        for first, *rest in self.rows:
-            yield Text(f"{self.columns[0]} {first}".strip(), style="bold", overflow="fold")
-            for name, text in zip(self.columns[1:], rest, strict=True):
-                if text:
-                    yield Text(f"  {name}: {text}" if name else f"  {text}", overflow="fold")
 
 
 def _longest(texts: Iterable[str]) -> int:

@@ -177,17 +177,16 @@ def _explain(facts: dict[str, Any], out: Screen) -> None:
     out.print(f"{facts['name']}: {facts['summary']}")
     for label, text in lines:
         out.print(f"  {label:<11}{text}")
-    rows = [[a["name"], a["default"], _range(a), a["help"]] for a in facts["arguments"]]
+    rows = []
+    for argument in facts["arguments"]:
+        values = "true | false" if isinstance(argument["default"], bool) else ""
+        if "choices" in argument:
+            values = " | ".join(map(str, argument["choices"]))
+        elif "low" in argument or "high" in argument:
+            step = f", multiples of {argument['multiple_of']}" if "multiple_of" in argument else ""
+            values = f"{argument.get('low', '')} .. {argument.get('high', '')}{step}"
+        rows.append([argument["name"], argument["default"], values, argument["help"]])
     if rows:
         out.print(table("arguments (--kernel-arg NAME=VALUE)", ["name", "default", "values", "what"], rows))
     if facts["learnable"]:
         out.print(table("stage one, by default", ["option", "value"], list(facts["stage_one"].items())))
-
-
-def _range(argument: dict[str, Any]) -> str:
-    if "choices" in argument:
-        return " | ".join(map(str, argument["choices"]))
-    if "low" in argument or "high" in argument:
-        step = f", multiples of {argument['multiple_of']}" if "multiple_of" in argument else ""
-        return f"{argument.get('low', '')} .. {argument.get('high', '')}{step}"
-    return "true | false" if isinstance(argument["default"], bool) else ""

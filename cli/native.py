@@ -131,7 +131,14 @@ def explain_layers(
         explanations = explain(mixer, tokens, device=device, dtype=dtype or torch.float32)
         folded.setdefault((mixer.info.name, *explanations), []).append(name)
     for (kernel, *found), names in folded.items():
-        out.print(f"Backends of {_ranges(names)}, {kernel}:")
+        called = ", ".join(names)
+        if all(name.isdecimal() for name in names):
+            # Layer numbers as ranges, such as layers 0-3, 5: consecutive numbers are as far from their places.
+            runs = itertools.groupby(enumerate(map(int, names)), key=lambda pair: pair[1] - pair[0])
+            numbers = [[number for _, number in run] for _, run in runs]
+            ranges = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in numbers)
+            called = f"layer{'s' if len(names) > 1 else ''} {', '.join(ranges)}"
+        out.print(f"Backends of {called}, {kernel}:")
         for explanation in found:
             out.print(f"  {explanation.call}: {explanation.backend}")
             reasons: dict[str, list[str]] = {}
@@ -139,15 +146,3 @@ def explain_layers(
                 reasons.setdefault(why, []).append(backend)
             for why, backends in reasons.items():
                 out.print(f"    declined, {why}: {'; '.join(backends)}", soft_wrap=True)
-
-
-def _ranges(names: list[str]) -> str:
-    """Return layer numbers as ranges, such as layers 0-3, 5; other names are unchanged."""
-    if not all(name.isdecimal() for name in names):
-        return ", ".join(names)
-    runs = [
-        [number for _, number in run]
-        for _, run in itertools.groupby(enumerate(map(int, names)), key=lambda pair: pair[1] - pair[0])
-    ]
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer{'s' if len(names) > 1 else ''} {text}"

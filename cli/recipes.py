@@ -16,7 +16,6 @@ from linearize.core.events import Event
 from linearize.core.parsing import read_text
 from linearize.jobs.recipes.recipe import cells, load_recipe, plain, recipe_file, recipe_names
 from linearize.jobs.recipes.results import Table, lines_of, make_table, notes_of, tables, to_markdown
-from linearize.jobs.recipes.schema import Recipe
 
 
 def recipes(args: argparse.Namespace, out: Screen) -> object:
@@ -48,7 +47,14 @@ def run(args: argparse.Namespace, out: Screen) -> object:
     if args.dry_run:
         check_data(recipe)
         if not args.json:
-            _show(recipe, name, out)
+            planned = cells(recipe)
+            print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
+            out.print(f"\n{name}: {len(planned)} cells, flow {recipe.flow}. {recipe.needs}")
+            for cell in planned:
+                data = cell.job.data or cell.job.column.make or cell.job.task.dataset or "no data set; name one"
+                out.print(f"  {cell.key}: {', '.join(cell.job.task.score)} on {data}", soft_wrap=True)
+            for line in recipe.differs:
+                out.print(f"Differs from the paper: {line}")
         return plain(recipe)
     folder = args.output or f"runs/{name}"
 
@@ -69,18 +75,6 @@ def run(args: argparse.Namespace, out: Screen) -> object:
     out.print(results_table(make_table(recipe, name, rows)))
     out.print(f"Results: {folder}/results.jsonl")
     return rows
-
-
-def _show(recipe: Recipe, name: str, out: Screen) -> None:
-    """Print a checked recipe and the cells of its table."""
-    table = cells(recipe)
-    print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
-    out.print(f"\n{name}: {len(table)} cells, flow {recipe.flow}. {recipe.needs}")
-    for cell in table:
-        data = cell.job.data or cell.job.column.make or cell.job.task.dataset or "no data set; name one"
-        out.print(f"  {cell.key}: {', '.join(cell.job.task.score)} on {data}", soft_wrap=True)
-    for line in recipe.differs:
-        out.print(f"Differs from the paper: {line}")
 
 
 def results(args: argparse.Namespace, out: Screen) -> None:

@@ -15,11 +15,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from linearize.attention.native.build import worth_building
 from linearize.checkpoint.output import check_target
@@ -30,9 +31,9 @@ from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memo
 from linearize.fidelity.heads import POINTS
 from linearize.fidelity.measure import measure_layers
 from linearize.jobs import convert
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
 from linearize.jobs.events import Callback, Started, ignore
-from linearize.jobs.finetune import Opened, open_tuning
+from linearize.jobs.finetune import open_tuning
 from linearize.jobs.presets import AUTO
 from linearize.jobs.stages import Context, check_states
 from linearize.jobs.task_config import TuneJob
@@ -44,6 +45,7 @@ from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, distill
 from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_two.rows import Chosen
+from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune
 from linearize.training.trackers import reporter
 
@@ -190,27 +192,54 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
     check_alone("dry run")
     check_target(job.target(), overwrite=job.overwrite, sources=job.sources())
     if isinstance(job, TuneJob):
-        opened = open_tuning(job, on_event)
-        whole, trial = size_of(opened.model), _Trial(on_event, next(opened.model.parameters()).device.type)
-        trial.run("stage two", lambda: [_stage_two(job, opened)])
-        trained = sum(parameter.nbytes for parameter in opened.model.parameters() if parameter.requires_grad)
+        model, data, teacher, _ = open_tuning(job, on_event)
+        whole, trial = size_of(model), _Trial(on_event, next(model.parameters()).device.type)
+        trial.run("stage two", lambda: [_stage_two(job, model, data, teacher)])
+        trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         length = job.data.max_length if job.task.modality == "text" else None
         # The trainer keeps two checkpoints of weights and two moments, and briefly three while it writes a new one.
-        return trial.bill(str(job.target()), opened.data.description, length, whole + 3 * (whole + 2 * trained))
-    return _of_training(job, on_event)
+        return trial.bill(str(job.target()), data.description, length, whole + 3 * (whole + 2 * trained))
+    check_states(job)
+    # This refuses unknown names; nothing is opened before the first step.
+    with reporter(job.report_to, job.target()):
+        pass
+    if isinstance(job, ConvertJob):
+        context = convert.open_conversion(job, on_event, trial=True)
+    else:
+        context = convert.open_converted(job, on_event)
+    model, source = context.loaded.model, context.source
+    trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
+    if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
+        how = WITHOUT_NATIVE
+    if isinstance(job, ConvertJob) and job.kernel == AUTO:
+        trial.run("the search", lambda: [_search(context, job)])
+        how += SEARCHED
+    trial.stages += [
+        StageBill(CHOICES[choice][0], 0, 0, 0.0, 0, 0, CHOICES[choice][1] * seconds)
+        for choice, seconds in context.choosing.items()
+    ]
+    if source is not None and isinstance(job, ConvertJob | DistillJob) and job.distill.steps:
+        trial.run("stage one", lambda: _trained(context, job.distill))
+    alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
+    if alignment is not None and alignment.steps:
+        trial.run("the alignment", lambda: _trained(context, alignment))
+    disk = size_of(model)
+    if job.keeps_states:
+        # Each state has weights, the best weights and two moments; while one is written there is one more than `keep`.
+        whole = alignment is not None and alignment.steps and alignment.train in ("blocks", "attention")
+        trained = disk if whole else sum(parameter.nbytes for parameter in kernel_parameters(model))
+        disk += (job.stage.keep + 1) * 4 * trained
+    length = None if source is None or context.loaded.modality != "text" else source.options["max_length"]
+    return trial.bill(context.target, "none is read" if source is None else source.description, length, disk, how)
 
 
-@dataclass
 class _Trial:
     """Runs a few steps of each stage and estimates its cost; peak memory is measured from construction on."""
 
-    on_event: Callback
-    device: str
-    stages: list[StageBill] = field(default_factory=list)
-    problem: str = ""
-
-    def __post_init__(self) -> None:
-        start, self.peak = peak_meter(self.device)
+    def __init__(self, on_event: Callback, device: str) -> None:
+        self.on_event, self.device, self.problem = on_event, device, ""
+        self.stages: list[StageBill] = []
+        start, self.peak = peak_meter(device)
         start()
 
     def run(self, what: str, stage: Callable[[], Iterable[StageBill]]) -> None:
@@ -245,41 +274,6 @@ def free_disk(target: str) -> int:
     """Return the free bytes on the disk where a folder will be created."""
     path = user_path(target).absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
-
-
-def _of_training(job: ConvertJob | DistillJob | AlignJob, on_event: Callback) -> Bill:
-    check_states(job)
-    # This refuses unknown names; nothing is opened before the first step.
-    with reporter(job.report_to, job.target()):
-        pass
-    if isinstance(job, ConvertJob):
-        context = convert.open_conversion(job, on_event, trial=True)
-    else:
-        context = convert.open_converted(job, on_event)
-    model, source = context.loaded.model, context.source
-    trial, how = _Trial(on_event, next(model.parameters()).device.type), HOW
-    if trial.device == "cpu" and isinstance(job, ConvertJob) and worth_building():
-        how = WITHOUT_NATIVE
-    if isinstance(job, ConvertJob) and job.kernel == AUTO:
-        trial.run("the search", lambda: [_search(context, job)])
-        how += SEARCHED
-    trial.stages += [
-        StageBill(CHOICES[choice][0], 0, 0, 0.0, 0, 0, CHOICES[choice][1] * seconds)
-        for choice, seconds in context.choosing.items()
-    ]
-    if source is not None and isinstance(job, StageOneJob) and job.distill.steps:
-        trial.run("stage one", lambda: _trained(context, job.distill))
-    alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
-    if alignment is not None and alignment.steps:
-        trial.run("the alignment", lambda: _trained(context, alignment))
-    disk = size_of(model)
-    if job.keeps_states:
-        # Each state has weights, the best weights and two moments; while one is written there is one more than `keep`.
-        whole = alignment is not None and alignment.steps and alignment.train in ("blocks", "attention")
-        trained = disk if whole else sum(parameter.nbytes for parameter in kernel_parameters(model))
-        disk += (job.stage.keep + 1) * 4 * trained
-    length = None if source is None or context.loaded.modality != "text" else source.options["max_length"]
-    return trial.bill(context.target, "none is read" if source is None else source.description, length, disk, how)
 
 
 def _search(context: Context, job: ConvertJob) -> StageBill:
@@ -356,9 +350,9 @@ class _Enough(Exception):
     """Ends the trainer's run after its first evaluation, before it writes a checkpoint."""
 
 
-def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
-    config, data = job.tune, opened.data
-    train = len(data.train) + (len(data.extra) if data.extra and opened.teacher else 0)
+def _stage_two(job: TuneJob, model: PreTrainedModel, data: TaskData, teacher: PreTrainedModel | None) -> StageBill:
+    config = job.tune
+    train = len(data.train) + (len(data.extra) if data.extra and teacher else 0)
     per_epoch = max(1, math.ceil(math.ceil(train / config.batch_size) / config.gradient_accumulation))
     total = config.steps or math.ceil(config.epochs * per_epoch)
     evaluations = math.ceil(total / (config.eval_every or per_epoch)) + 1
@@ -381,13 +375,13 @@ def _stage_two(job: TuneJob, opened: Opened) -> StageBill:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Enough):
         finetune(
-            opened.model,
+            model,
             few,
             replace(config, steps=steps, eval_every=steps, save_every=None, selection_rows=0, report_to="none"),
             folder=Path(folder) / "training",
             on_log=on_log,
             on_step=lambda step: seconds.append(step.seconds),
-            teacher=opened.teacher,
+            teacher=teacher,
         )
     first = seconds[0]
     step = (seconds[-1] - first) / (steps - 1) if steps > 1 else first

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -138,27 +138,33 @@ class Read:
     result: SideResult
 
 
-@dataclass
 class Sides:
     """Measures checkpoints on the same rows and times them in turns; every checkpoint is loaded once.
 
-    Attributes:
+    Args:
         task: the task.
         dataset: the data, passed to `linearize.training.stage_two.prepare.prepare`.
         device: device that the models run on.
         on_event: called with `Started` before each side, and with `Advanced` after each batch.
         batch_size: rows per batch; None: as many as fit into `TOKENS` tokens, at most `MOST_ROWS`.
         memory: whether to measure the peak memory of the longest row, in a separate process.
+
+    Attributes:
         read: the measured sides.
     """
 
-    task: Task
-    dataset: Given | None
-    device: str
-    on_event: Callback
-    batch_size: int | None = None
-    memory: bool = False
-    read: list[Read] = field(default_factory=list)
+    def __init__(
+        self,
+        task: Task,
+        dataset: Given | None,
+        device: str,
+        on_event: Callback,
+        batch_size: int | None = None,
+        memory: bool = False,
+    ) -> None:
+        self.task, self.dataset, self.device, self.on_event = task, dataset, device, on_event
+        self.batch_size, self.memory = batch_size, memory
+        self.read: list[Read] = []
 
     def measure(self, name: str, checkpoint: str, options: DataOptions, without: str | None = None) -> Read:
         """Measure one side; the rows are made with its own tokenizer or image processor.
@@ -183,11 +189,7 @@ class Sides:
             model = move(load.load_for_task(checkpoint, data), self.device).eval()
         facts = {"context": options.max_length, **data.facts}
         length = facts.get("max_length", facts["context"])
-        tokens = min(length, facts.get("longest_row", length))
-        exact = _within_window(model, tokens) if task.modality == "text" else None
-        left_out = _left_out(checkpoint, data)
-        found = (load.beyond_training(model, task, length), load.other_classes(checkpoint, data), exact, left_out)
-        note = " ".join(text for text in found if text is not None) or None
+        note = _notes(checkpoint, model, data, length)
         with ablated(model, without) if without is not None else nullcontext():
             measured = measure_with_interval(
                 model,
@@ -230,14 +232,21 @@ class Sides:
     def times(self) -> Times:
         """Time all sides in turns on some short and long rows; also measure memory if `memory` is set."""
         self.on_event(Started("timing all sides in turns"))
-        text = self.task.modality == "text"
         timed = [read for read in self.read if read.without is None]
-        rows = _spread_rows([read.data for read in timed], text=text)
+        # Some rows that all sides have, spread over the lengths; fewer if rows are long.
+        count = min(len(read.data.validation) for read in timed)
+        lengths = [0] * count
+        if self.task.modality == "text":
+            sides = [read.data.validation for read in timed]
+            lengths = [max(len(rows[row].get("input_ids", ())) for rows in sides) for row in range(count)]
+        order = sorted(range(count), key=lambda row: lengths[row])
+        wanted = max(1, min(TIMED_ROWS, count, TOKENS // max(1, max(lengths))))
+        rows = [order[(2 * number + 1) * count // (2 * wanted)] for number in range(wanted)]
         watch = Noise(self.device)
         calls = {read.result.name: self._reading(read, rows) for read in timed}
         timings = in_turns(calls, aim=TIMING, most=TURNS)
         noise = watch.stop()
-        sides = []
+        times = []
         for read in timed:
             timing, most, peak = timings[read.result.name], read.result.max_length, None
             if self.memory and most is not None:
@@ -245,9 +254,9 @@ class Sides:
                 tokens, pieces = min(longest, most), -(-longest // most) if read.result.chunks else 1
                 together, head = min(pieces, max(1, TOKENS // tokens)), self.task.head.auto_class
                 peak = peak_of_reading(read.result.model, head, together, tokens, self.device)
-            sides.append(SideTime(read.result.name, timing.seconds / len(rows), timing.spread, peak))
+            times.append(SideTime(read.result.name, timing.seconds / len(rows), timing.spread, peak))
         turns = next(iter(timings.values())).repeats
-        return Times(tuple(sides), len(rows), turns, noise.text, noise.too_noisy)
+        return Times(tuple(times), len(rows), turns, noise.text, noise.too_noisy)
 
     def _reading(self, read: Read, numbers: Sequence[int]) -> Call:
         """Return a call that runs the model on some rows, with the batch size used for its score."""
@@ -265,28 +274,18 @@ class Sides:
         return forward
 
 
-def _left_out(name: str, data: TaskData) -> str | None:
-    """Return a note if an embedding has more than what is measured; None if not."""
+def _notes(name: str, model: PreTrainedModel, data: TaskData, length: int) -> str | None:
+    """Return what a reader must know about a side whose rows have up to `length` tokens; None if nothing."""
+    notes = [load.beyond_training(model, data.task, length), load.other_classes(name, data)]
+    if data.task.modality == "text" and is_linearized(model):
+        exact = exact_rows(Plan.from_dict(model.config.linearize), min(length, data.facts.get("longest_row", length)))
+        # If attention is exact in all rows, no score shows what the kernel does.
+        notes.append(None if exact is None else f"{exact}, so they show nothing of the kernel.")
     how, more = pooling_of(name) if isinstance(data.type, EmbeddedPairs) else ("", [])
-    left_out = f"left out, unlike in SentenceTransformer: {', '.join(more)}"
-    return f"Measured were token states ({how}); {left_out}." if more else None
-
-
-def _within_window(model: PreTrainedModel, tokens: int) -> str | None:
-    """Return a note if attention is exact in rows of `tokens` tokens: no score then shows what the kernel does."""
-    exact = exact_rows(Plan.from_dict(model.config.linearize), tokens) if is_linearized(model) else None
-    return None if exact is None else f"{exact}, so they show nothing of the kernel."
-
-
-def _spread_rows(data: Sequence[TaskData], *, text: bool) -> list[int]:
-    """Return up to `TIMED_ROWS` row numbers that all sides have, spread over the lengths; fewer if rows are long."""
-    count = min(len(side.validation) for side in data)
-    lengths = [0] * count
-    if text:
-        lengths = [max(len(side.validation[row].get("input_ids", ())) for side in data) for row in range(count)]
-    order = sorted(range(count), key=lambda row: lengths[row])
-    wanted = max(1, min(TIMED_ROWS, count, TOKENS // max(1, max(lengths))))
-    return [order[(2 * number + 1) * count // (2 * wanted)] for number in range(wanted)]
+    if more:
+        left_out = f"left out, unlike in SentenceTransformer: {', '.join(more)}"
+        notes.append(f"Measured were token states ({how}); {left_out}.")
+    return " ".join(note for note in notes if note is not None) or None
 
 
 def rows_per_batch(facts: Facts) -> int:

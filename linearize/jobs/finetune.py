@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -44,27 +43,41 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
     """
     target = job.target()
     with reserved(job):
-        opened = open_tuning(job, on_event)
-        model, data = opened.model, opened.data
+        model, data, teacher, earlier = open_tuning(job, on_event)
+        work = work_folder(job)
         if is_main():
             check_room(target, size_of(model))
             if not job.resume:
                 # Last, after all checks.
-                saving.remove_work(opened.work)
+                saving.remove_work(work)
         result = finetune(
             model,
             data,
             job.tune,
-            folder=opened.work,
+            folder=work,
             resume=job.resume,
             on_log=lambda entry: on_event(Logged(entry)),
             on_step=lambda step: on_event(StepDone(step)),
             tensorboard=target.with_name(f"{target.name}.tensorboard"),
-            teacher=opened.teacher,
+            teacher=teacher,
             adapter_of=_adapter_of(job),
         )
         if is_main():
-            _save(job, opened, result)
+            record = saving.tuning_record(data, job.tune, result, job.teacher)
+            files: dict[str, str | bytes] = {**saving.tuning_files(record, result, earlier)}
+            files |= {f"{ADAPTER}/{name}": content for name, content in (result.adapter or {}).items()}
+            section = getattr(model.config, "linearize", None) or {}
+            stage = {"finetuning": record, **add_command(section.get("provenance") or {})}
+            processor = data.type.processor
+            try:
+                saving.save_model(model, target, processor, overwrite=job.overwrite, stage=stage, extra_files=files)
+            except CheckpointError as error:
+                # The trainer's checkpoints are kept.
+                if saving.last_checkpoint(work) is None:
+                    raise
+                raise NotSavedError(str(error), str(work)) from error
+            with contextlib.suppress(CheckpointError, OSError):
+                saving.remove_work(work)
         wait_for_all()
         findings = after_tuning(model, job, data)
     on_event(Saved(target))
@@ -72,32 +85,24 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
     return target, result
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Everything that fine-tuning starts from.
-
-    Attributes:
-        work: the folder of the trainer's checkpoints.
-        earlier: the checkpoint's log.
-        model: the model with the task's head, on its device.
-        data: the task's rows and their processor, with some of the training rows held out.
-        teacher: the tuned softmax model, or None.
-    """
-
-    work: Path
-    earlier: list[dict[str, object]]
-    model: PreTrainedModel
-    data: TaskData
-    teacher: PreTrainedModel | None
+def work_folder(job: TuneJob) -> Path:
+    """Return the folder of the trainer's checkpoints."""
+    return job.target().with_name(f"{job.target().name}.training")
 
 
-def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
+def open_tuning(
+    job: TuneJob, on_event: Callback
+) -> tuple[PreTrainedModel, TaskData, PreTrainedModel | None, list[dict[str, object]]]:
     """Prepare a tuning up to its first step: check the options, open the data, load the models; write nothing.
+
+    Returns:
+        The model with the task's head, on its device; the task's rows and their processor, with some of the training
+        rows held out; the tuned softmax model as the teacher, or None; and the checkpoint's log.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct.
     """
-    target, data_options = job.target(), job.data
+    data_options = job.data
     check_options(job.tune, _adapter_of(job))
     device = own_device(job.device)
     check_report_to(job.tune.report_to)
@@ -105,8 +110,7 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
         raise ConfigError(
             f"extra_pairs: got {data_options.extra_pairs!r}, but new pairs have no label; name a teacher (--teacher)"
         )
-    work = target.with_name(f"{target.name}.training")
-    saving.check_work(work, resume=job.resume, overwrite=job.overwrite)
+    saving.check_work(work_folder(job), resume=job.resume, overwrite=job.overwrite)
     # A damaged log is refused before the first slow step; the output may be the same folder.
     earlier = read_log(job.model)
     data = prepare(job.task, load_processor(job.model, job.task.modality), data_options, data=job.dataset)
@@ -123,7 +127,7 @@ def open_tuning(job: TuneJob, on_event: Callback) -> Opened:
     teacher = None if job.teacher is None else load_teacher(job.teacher, data, model)
     check_trainable(model, data, job.tune)
     data = hold_out(data, job.tune.selection_rows, seed=job.tune.seed)
-    return Opened(work, earlier, model, data, teacher)
+    return model, data, teacher, earlier
 
 
 def _adapter_of(job: TuneJob) -> str | None:
@@ -140,27 +144,3 @@ def _adapter_of(job: TuneJob) -> str | None:
             "unchanged model; choose another output"
         )
     return name_of(job.model)
-
-
-def _save(job: TuneJob, opened: Opened, result: TuneResult) -> None:
-    """Write the result, and remove the trainer's checkpoints.
-
-    Raises:
-        NotSavedError: if it cannot be written; the trainer's checkpoints are then kept.
-    """
-    record = saving.tuning_record(opened.data, job.tune, result, job.teacher)
-    files: dict[str, str | bytes] = {**saving.tuning_files(record, result, opened.earlier)}
-    files |= {f"{ADAPTER}/{name}": content for name, content in (result.adapter or {}).items()}
-    section = getattr(opened.model.config, "linearize", None) or {}
-    stage = {"finetuning": record, **add_command(section.get("provenance") or {})}
-    processor = opened.data.type.processor
-    try:
-        saving.save_model(
-            opened.model, job.target(), processor, overwrite=job.overwrite, stage=stage, extra_files=files
-        )
-    except CheckpointError as error:
-        if saving.last_checkpoint(opened.work) is None:
-            raise
-        raise NotSavedError(str(error), str(opened.work)) from error
-    with contextlib.suppress(CheckpointError, OSError):
-        saving.remove_work(opened.work)

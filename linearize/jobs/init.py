@@ -40,10 +40,11 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
         LinearizeError: a subclass of it, for everything the user can correct.
     """
     with claim(job.output, overwrite=job.overwrite, sources=[job.config if isinstance(job.config, str) else None]):
-        chosen = task(job.task)
-        source = job.tokenizer or (job.config if has_processor(job.config) else None)
+        chosen, source = task(job.task), job.tokenizer
+        if isinstance(job.config, str) and any((user_path(job.config) / name).is_file() for name in PROCESSORS):
+            source = source or job.config
         if processor is None and source is not None:
-            processor = load_processor(str(source), chosen.modality)
+            processor = load_processor(source, chosen.modality)
         values = read_config(job.config) if isinstance(job.config, str) else job.config
         model = fresh_model(values, chosen, job.num_labels, seed=job.seed, matching_keys=job.matching_keys)
         linear = job.kernel is not None or job.layers is not None
@@ -52,11 +53,6 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
         stage = {"from_scratch": True, "seed": job.seed}
         save_model(model, job.output, processor, overwrite=job.overwrite, stage=stage)
         return Plan.from_dict(model.config.linearize) if linear else None
-
-
-def has_processor(config: object) -> bool:
-    """Tell whether a config is in a folder with a tokenizer or an image processor."""
-    return isinstance(config, str) and any((user_path(config) / name).is_file() for name in PROCESSORS)
 
 
 def read_config(name: str) -> dict[str, object]:

@@ -116,7 +116,16 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
                 run(step, on_event)
         result = compare(job, work, data, lengths, device, on_event)
         result = replace(result, seconds=time.perf_counter() - start)
-        save_all(job, work, result)
+        # Both models and the results become one folder.
+        values = {**asdict(result), "output": target.name, "options": {"task": job.task.name, **recorded(job)}}
+        timed = {name: values.pop(name) for name in ("times", "seconds")}
+        with atomic_folder(target, overwrite=job.overwrite) as fresh:
+            for name in (ORIGINAL, LINEAR):
+                shutil.copytree(work / name, fresh / name)
+            for file, content in ((RESULTS, values), (TIMES, timed)):
+                (fresh / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with contextlib.suppress(CheckpointError):
+            remove(job, work)
     on_event(Saved(target))
     return result
 
@@ -290,19 +299,6 @@ def _gain(job: LongdocJob, differences: tuple[SideDifference, ...], minus: str) 
     words = {1: "better", 0: "within the noise", -1: "worse"}
     # If one metric is within the noise, the other decides; if they contradict each other, the result is noise.
     return sum(signs), f" (by {' and '.join(f'{name}: {words[sign]}' for name, sign in by_metric.items())})"
-
-
-def save_all(job: LongdocJob, work: Path, result: LongdocResult) -> None:
-    """Write both models and the results as one folder, and remove the work folder."""
-    values = {**asdict(result), "output": job.target().name, "options": {"task": job.task.name, **recorded(job)}}
-    timed = {name: values.pop(name) for name in ("times", "seconds")}
-    with atomic_folder(job.target(), overwrite=job.overwrite) as fresh:
-        for name in (ORIGINAL, LINEAR):
-            shutil.copytree(work / name, fresh / name)
-        for file, content in ((RESULTS, values), (TIMES, timed)):
-            (fresh / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    with contextlib.suppress(CheckpointError):
-        remove(job, work)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
-from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
-from linearize.modeling.plan import LayerPlan, Plan
+from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
@@ -239,16 +239,12 @@ def note_exact_rows(on_event: Callback, plan: Plan, tokens: int, advice: str) ->
 
 def exact_rows(plan: Plan, tokens: int) -> str | None:
     """Say that attention is exact in all converted layers for rows of `tokens` tokens; None if it is not."""
-    if plan.converted and all(tokens <= _exact_tokens(layer) for layer in plan.converted):
-        return f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact"
-    return None
-
-
-def _exact_tokens(layer: LayerPlan) -> int:
-    """Return the tokens of the longest row in which no query of a layer needs the kernel."""
-    width, chosen = layer.hybrid.window or 0, layer.hybrid.sinks + layer.hybrid.exact_keys
-    # Causal, keys are chosen among those that left the window; else half of the window lies ahead.
-    return width + chosen if layer.shape.causal else max(width // 2 + 1, chosen)
+    for layer in plan.converted:
+        width, chosen = layer.hybrid.window or 0, layer.hybrid.sinks + layer.hybrid.exact_keys
+        # Causal, keys are chosen among those that left the window; else half of the window lies ahead.
+        if tokens > (width + chosen if layer.shape.causal else max(width // 2 + 1, chosen)):
+            return None
+    return f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact" if plan.converted else None
 
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:
@@ -274,7 +270,7 @@ def run_alignment(context: Context, config: AlignConfig) -> None:
 
 def _reporter(context: Context, tag: str) -> AbstractContextManager[Callable[[StepReport | AlignStep], None]]:
     """Return a context with a function that reports every step to the trackers and the caller."""
-    assert isinstance(context.job, StageOneJob | AlignJob)
+    assert isinstance(context.job, ConvertJob | DistillJob | AlignJob)
     names = context.job.report_to if is_main() else "none"
     return reporter(names, f"{context.target}.tensorboard", tag, lambda report: context.on_event(StepDone(report)))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
@@ -119,9 +118,7 @@ def search(
     move(model, accelerator.device)
     carrier = carrier_of(model, base)
     with frozen(carrier):
-        run = _Search(carrier, data, config, layout, max_length, on_step, on_event, accelerator)
-        run.identify(model)
-        return run.run(held_out)
+        return _Search(data, config, on_step, accelerator).run(model, carrier, layout, held_out, max_length, on_event)
 
 
 def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
@@ -141,34 +138,28 @@ class _Search(Run):
     costs: Costs
     table: Table
     whole: WholeModel
+    best: Choice | None = None
 
-    def __init__(
+    def run(
         self,
+        model: PreTrainedModel,
         carrier: PreTrainedModel,
-        data: Batches,
-        config: SearchConfig,
         layout: Layout,
+        held_out: list[dict[str, Tensor]],
         max_length: int | None,
-        on_step: Callable[[SearchStep], None] | None,
         on_event: Callback,
-        accelerator: Accelerator,
-    ) -> None:
-        super().__init__(data, config, on_step, accelerator)
-        self.carrier, self.layout, self.max_length, self.on_event = carrier, layout, max_length, on_event
-        self.candidates = Candidates(layout, carrier, accelerator.device)
-        self.best: Choice | None = None
-
-    def run(self, held_out: list[dict[str, Tensor]]) -> SearchResult:
+    ) -> SearchResult:
         """Search; after a Ctrl-C the error carries the best plan so far."""
+        self.carrier, self.layout, self.max_length, self.on_event = carrier, layout, max_length, on_event
+        self.candidates = Candidates(layout, carrier, self.accelerator.device)
+        self.identify(model)
         first, saved = 0, self.load(self.candidates.weights())
         if saved is not None:
-            # A resumed search keeps the costs that it started with.
-            known: Mapping[str, Mapping[str, Any]] = saved.record["costs"]
-            # States of earlier versions also have the peak memory.
+            # A resumed search keeps its costs. States of earlier versions also have the peak memory.
             names = [field.name for field in fields(Cost)]
             self.costs = {
                 int(number): {label: Cost(*(cost[name] for name in names)) for label, cost in row.items()}
-                for number, row in known.items()
+                for number, row in saved.record["costs"].items()
             }
         else:
             # The main process measures, and the others receive its figures.
@@ -190,7 +181,7 @@ class _Search(Run):
                 self._rung(number, saved)
                 saved = None
             try:
-                return self._result(self._choose())
+                return self._conclude()
             except KeyboardInterrupt:
                 self.save()
                 raise
@@ -253,8 +244,8 @@ class _Search(Run):
         )
         self.finish_step(report)
 
-    def _choose(self) -> Choice:
-        """Return the choice with the smallest error of the whole model.
+    def _conclude(self) -> SearchResult:
+        """Choose the plan with the smallest error of the whole model, measure others for the table, save a last state.
 
         Raises:
             TrainingError: if so many candidates diverged that no plan meets the budget.
@@ -265,11 +256,8 @@ class _Search(Run):
                 "check the data for broken inputs, or name other candidates (--candidates)"
             )
         self.on_event(Started("trying plans on the whole model"))
-        self.best = self.whole.decide(self.table, tuple(map(self.table.best_of, self.table.rows)), self.best)
-        return self.best
-
-    def _result(self, choice: Choice) -> SearchResult:
-        """Measure the other plans of the table, save a last state, and return the result."""
+        closest = tuple(map(self.table.best_of, self.table.rows))
+        choice = self.best = self.whole.decide(self.table, closest, self.best)
         names = named_choices(choice, self.table)
         self.on_event(Started(f"trying {len(names)} plans for the table"))
         self.whole.errors(list(names))

@@ -19,7 +19,6 @@ from linearize.training.stage_one.run import Report
 from linearize.training.stage_one.states import RunState
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -262,40 +261,36 @@ def layer_choices(choice: Choice, layout: Layout, table: Table) -> tuple[LayerCh
 
 def reasons(choice: Choice, table: Table) -> dict[int, str]:
     """Return the reason for each layer's kernel, by layer number."""
-    uniform = len(set(choice)) == 1
-    return {number: _reason(number, label, table, uniform) for number, label in zip(table.rows, choice, strict=True)}
-
-
-def _reason(number: int, label: str, table: Table, uniform: bool) -> str:
-    row, best = table.rows[number], table.best_of(number)
-    least = row[best].error or 0.0
-    if label == SOFTMAX:
-        text = f"kept softmax: with {best}, the closest, the layer's output would have an error of {least:.3g}"
-        if number in table.weights:
-            text += f", which alone gives the whole model a squared error of {table.weights[number] * least**2:.3g}"
-        return text
-    entry = row[label]
-    if label == best:
-        others = sorted((e.error, x) for x, e in row.items() if x != label and e.error is not None and not e.diverged)
-        text = f"the closest of {len(row)} candidates: error {least:.3g}"
-        return text + (f", next {others[0][1]} with {others[0][0]:.3g}" if others else "")
-    if uniform:
-        return f"error {entry.error:.3g}, {best} {least:.3g}; the whole model is closest with {label} in every layer"
-    if entry.share < row[best].share:
-        return (
-            f"at {entry.share:.3g} times softmax's time, error {entry.error:.3g}; {best}, the closest, has {least:.3g} "
-            f"at {row[best].share:.3g}, more than the budget has for this layer"
-        )
-    return f"error {entry.error:.3g}, {best} {least:.3g}"
+    texts = {}
+    for (number, row), label in zip(table.rows.items(), choice, strict=True):
+        best, entry = table.best_of(number), row.get(label)
+        least = row[best].error or 0.0
+        figures = "" if entry is None else f"error {entry.error:.3g}, {best} {least:.3g}"
+        if entry is None:  # Softmax is no candidate.
+            text = f"kept softmax: with {best}, the closest, the layer's output would have an error of {least:.3g}"
+            if number in table.weights:
+                text += f", which alone gives the whole model a squared error of {table.weights[number] * least**2:.3g}"
+        elif label == best:
+            others = sorted(
+                (e.error, x) for x, e in row.items() if x != label and e.error is not None and not e.diverged
+            )
+            text = f"the closest of {len(row)} candidates: error {least:.3g}"
+            text += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
+        elif len(set(choice)) == 1:
+            text = f"{figures}; the whole model is closest with {label} in every layer"
+        elif entry.share < row[best].share:
+            text = (
+                f"at {entry.share:.3g} times softmax's time, error {entry.error:.3g}; {best}, the closest, has "
+                f"{least:.3g} at {row[best].share:.3g}, more than the budget has for this layer"
+            )
+        else:
+            text = figures
+        texts[number] = text
+    return texts
 
 
 def write_plot(result: SearchResult, path: str) -> None:
-    """Plot error against time of all points and write a PNG file."""
-    write_file(path, "--plot", style.to_png(error_against_time(result))[0])
-
-
-def error_against_time(result: SearchResult) -> Figure:
-    """Plot all points by name; a line joins those that no other point beats."""
+    """Plot error against time of all points by name, with a line through those that no other beats, as a PNG file."""
     figure = style.new_figure(6.4, 4.0)
     axes = figure.subplots()
     front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
@@ -320,4 +315,4 @@ def error_against_time(result: SearchResult) -> Figure:
     axes.legend(fontsize=7, frameon=False)
     title = f"Whole model compared with its original ({result.figure})"
     style.tidy(axes, title, f"seconds, all attention layers, {result.length:,} tokens", f"error, {result.figure}")
-    return figure
+    write_file(path, "--plot", style.to_png(figure)[0])

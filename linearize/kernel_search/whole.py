@@ -27,7 +27,7 @@ from linearize.kernel_search.table import Choice, Table
 from linearize.modeling.plan import SOFTMAX
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.objective import Objective, Share, is_regression, summed
-from linearize.training.alignment.pair import Outputs, Pair, find_blocks
+from linearize.training.alignment.pair import Outputs, find_blocks
 from linearize.training.stage_one.processes import autocast
 
 
@@ -84,7 +84,7 @@ class WholeModel:
         with contextlib.suppress(ConfigError):
             # Only the last state is compared: the last block's, in a model without a norm after it.
             blocks = {name: name for name in list(find_blocks(model))[-1:]}
-        self.objective = Objective(Pair(model, model, blocks), AlignConfig(logits_weight=float(head)))
+        self.objective = Objective(model, model, AlignConfig(logits_weight=float(head)), blocks)
 
     @property
     def figure(self) -> str:
@@ -123,64 +123,52 @@ class WholeModel:
             show(self.model, self.held_out, visit)
         return {key: math.sqrt(value / max(power[key[0]], 1e-30)) for key, value in error.items()}
 
+    @torch.no_grad()
     def errors(self, choices: Sequence[Choice]) -> list[WholeError]:
         """Return the errors of choices; the original runs once per batch for all new ones.
 
         All processes measure all of the data, so their errors are equal.
         """
-        new = [choice for choice in dict.fromkeys(choices) if choice not in self.known]
-        if new:
-            self._measure(new)
-        return [self.known[choice] for choice in choices]
-
-    @torch.no_grad()
-    def _measure(self, choices: Sequence[Choice]) -> None:
-        objective = self.objective
+        objective, new = self.objective, [choice for choice in dict.fromkeys(choices) if choice not in self.known]
 
         def terms(batch: Mapping[str, Tensor], share: Share) -> dict[tuple[Choice, str], Tensor]:
-            original, found = objective.pair.teach(batch, head=objective.head), {}
-            for choice in choices:
+            original, found = objective.teach(batch), {}
+            for choice in new:
                 of_choice = objective.terms_of(self._run(batch, choice), original, share)
                 found.update({(choice, name): term for name, term in of_choice.items()})
             return found
 
-        with autocast(self.accelerator, self.precision):
-            if not objective.scales:
-                objective.measure_scales(self.held_out)
-            sums = summed(terms, self.held_out)
-        for choice in choices:
+        if new:
+            with autocast(self.accelerator, self.precision):
+                if not objective.scales:
+                    objective.measure_scales(self.held_out)
+                sums = summed(terms, self.held_out)
+        for choice in new:
             figures = objective.closeness({name: term for (of, name), term in sums.items() if of == choice})
             self.known[choice] = WholeError(list(figures.layers.values())[-1], figures.cosine, figures.logits)
+        return [self.known[choice] for choice in choices]
 
     def decide(self, table: Table, labels: Choice, *others: Choice | None) -> Choice:
         """Return the choice with the smallest error of the whole model.
 
         Errors of single layers misrank choices, as their effect on the output depends on all later layers. So each
-        layer's errors are weighted by the effect of one of its candidates alone (`weigh`), and the best choice by
-        weighted errors is tried on the whole model, along with others and with one kernel in every layer.
+        layer's errors are weighted by the effect of one of its candidates alone: the whole model's error with only this
+        layer replaced, over the layer's own. The best choice by weighted errors is tried on the whole model, along with
+        others and with one kernel in every layer.
 
         Args:
-            table: a table with the errors of the candidates.
+            table: a table with the errors of the candidates; its weights are set.
             labels: the candidate of each layer to weigh it by.
             *others: other choices to try, such as the best by plain errors; None is ignored.
-        """
-        self.weigh(table, labels)
-        tried = (table.best(), *others, *table.uniform())
-        choices = [choice for choice in tried if choice is not None]
-        return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
-
-    def weigh(self, table: Table, labels: Choice) -> None:
-        """Set each layer's weight in a table: the error with only this layer replaced, over the layer's own.
-
-        Args:
-            table: a table with the errors of these candidates.
-            labels: the candidate of each layer.
         """
         softmax = (SOFTMAX,) * len(labels)
         alone = [(*softmax[:place], label, *softmax[place + 1 :]) for place, label in enumerate(labels)]
         for (number, row), label, whole in zip(table.rows.items(), labels, self.errors(alone), strict=True):
             own = (row[label].error or 0.0) ** 2
             table.weights[number] = whole.score / own if own > 0 else 0.0
+        tried = (table.best(), *others, *table.uniform())
+        choices = [choice for choice in tried if choice is not None]
+        return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
 
     def _run(self, batch: Mapping[str, Tensor], choice: Choice) -> Outputs:
         """Run the frozen model with the chosen candidates' outputs in place of its layers'."""
@@ -193,7 +181,7 @@ class WholeModel:
             return self.candidates.modules[number, labels[number]](*inputs)
 
         with observed(self.model, observe):
-            return self.objective.pair.learn(batch, head=self.objective.head)
+            return self.objective.learn(batch)
 
 
 def _square_sum(values: Tensor, padding: Tensor | None) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,31 +46,6 @@ HELD_OUT = 8
 """Maximum number of rows for comparing choices."""
 TOKENS = 2048
 """Maximum number of tokens for fitting scales, and for comparing choices; a single longer row is allowed."""
-
-
-@dataclass(frozen=True)
-class ChosenWindows:
-    """A plan with a window, exact keys, and a kernel or no kernel for every layer.
-
-    Attributes:
-        plan: the plan.
-        why: the reason for each layer's choice, by layer number.
-        error: error of the last hidden state before any training, relative to its spread.
-        reference: the same error with the reference in every layer, which has as much state or more.
-    """
-
-    plan: Plan
-    why: Mapping[int, str]
-    error: float
-    reference: float
-
-    @property
-    def text(self) -> str:
-        """The errors in one sentence."""
-        return (
-            f"Windows per layer: the last hidden state has an error of {self.error:.3f} before training, compared with "
-            f"{self.reference:.3f} for the same window in every layer with as much state"
-        )
 
 
 def state_numbers(layer: LayerPlan) -> int:
@@ -107,7 +82,7 @@ def _label(layer: LayerPlan) -> str:
     return ":".join([layer.kernel, *(f"{name}={value}" for name, value in parts.items() if value)])
 
 
-def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenWindows:
+def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[Plan, dict[int, str], float, float]:
     """Choose the windows of a model that is not converted yet; the model is unchanged afterwards.
 
     Args:
@@ -115,6 +90,11 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
         data: training rows for fitting the scales, held-out rows for the errors. Windows of more than half a row are
             left out, because they would look exact.
         base: the plan whose layers with a window are the reference.
+
+    Returns:
+        The plan, with a window, exact keys, and a kernel or no kernel for every layer; the reason for each layer's
+        choice, by layer number; the error of the last hidden state before training, relative to its spread; and the
+        same error with the reference in every layer, which has as much state or more.
 
     Raises:
         ConfigError: if no layer has a window, or there are no held-out rows.
@@ -155,8 +135,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> ChosenW
         number: f"error of the layer's output {error[number, label]:.3g}, with {usual} {error[number, usual]:.3g}"
         for number, label, usual in zip(layers, chosen, reference, strict=True)
     }
-    plan = layout.plan(chosen, {})
-    return ChosenWindows(plan, why, whole.known[chosen].hidden, whole.known[reference].hidden)
+    return layout.plan(chosen, {}), why, whole.known[chosen].hidden, whole.known[reference].hidden
 
 
 def some_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:

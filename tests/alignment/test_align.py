@@ -17,8 +17,8 @@ from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.alignment.objective import Objective, Share, measure, size_of, variance
-from linearize.training.alignment.pair import OUTPUT, find_blocks, make_pair
+from linearize.training.alignment.objective import Objective, measure, size_of, variance
+from linearize.training.alignment.pair import OUTPUT, find_blocks, make_teacher
 from linearize.training.stage_one.states import StateFolder
 
 
@@ -57,9 +57,8 @@ def test_the_teacher_is_the_original():
         if name == "bart":
             continue
         model = sharp(name, head)
-        teacher = make_pair(model, None, shared=True)
         batch = batches(model, 1)[0]
-        shown = teacher.teach(batch, head=True)
+        shown = Objective(model, model, AlignConfig()).teach(batch)
         plain = original(name, head)
         plain.load_state_dict({k: v for k, v in model.state_dict().items() if ".linear_attention." not in k})
         with torch.no_grad():
@@ -121,30 +120,29 @@ def test_blockwise_gradients_are_those_of_the_blocks_under_the_teachers_inputs()
     """Against autograd over everything at once."""
     model = sharp("bert")
     batch = batches(model, 1)[0]
-    pair = make_pair(model, None, shared=False)
-    objective = Objective(pair, AlignConfig())
+    objective = Objective(model, make_teacher(model, None, shared=False), AlignConfig())
     objective.measure_scales([batch])
     model.requires_grad_(True)
-    terms = objective.blockwise(batch, Share(), train=True)
+    terms = objective.blockwise(batch, (1.0, 1.0), train=True)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     mask, keep = batch["attention_mask"], batch["attention_mask"].bool()
     inputs, outputs, attended = {}, {}, {}
     handles = []
-    for name, attention in pair.blocks.items():
-        module = pair.teacher.get_submodule(name)
+    for name, attention in objective.blocks.items():
+        module = objective.teacher.get_submodule(name)
         handles.append(
             module.register_forward_hook(
                 lambda m, a, o, n=name: (inputs.update({n: a[0]}), outputs.update({n: o}))[0] and None
             )
         )
-        child = pair.teacher.get_submodule(attention)
+        child = objective.teacher.get_submodule(attention)
         handles.append(child.register_forward_hook(lambda m, a, o, n=name: attended.update({n: o[0]})))
-    pair.teach(batch, head=False)
+    objective.teach(batch)
     for handle in handles:
         handle.remove()
     total = 0.0
-    for name in pair.blocks:
+    for name in objective.blocks:
         layer = model.get_submodule(name)
         mine = layer.attention(inputs[name], mask)[0]
         whole = layer(inputs[name], mask)
@@ -264,15 +262,14 @@ def test_a_batch_split_over_steps_of_accumulation_gives_the_same_gradient():
     model = sharp("bert", "AutoModelForSequenceClassification")
     whole = batches(model, 1)[0]
     parts = [{name: value[rows] for name, value in whole.items()} for rows in (slice(0, 1), slice(1, 4))]
-    pair = make_pair(model, None, shared=False)
-    objective = Objective(pair, AlignConfig())
+    objective = Objective(model, make_teacher(model, None, shared=False), AlignConfig())
     objective.measure_scales([whole])
     tokens, rows = size_of(whole)
 
     def gradient(given):
         model.zero_grad()
         for batch in given:
-            share = Share(size_of(batch)[0] / tokens, size_of(batch)[1] / rows)
+            share = size_of(batch)[0] / tokens, size_of(batch)[1] / rows
             objective.total(objective.end_to_end(batch, share)).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -287,12 +284,12 @@ def test_variances_do_not_depend_on_the_batches(name, labels):
     head = "AutoModelForSequenceClassification" if labels else "AutoModelForCausalLM"
     model = linearize.convert(loud(name, head, **({"num_labels": labels} if labels else {})))
     whole = batches(model, 1)[0]
-    objective = Objective(make_pair(model, None, shared=False), AlignConfig())
+    objective = Objective(model, make_teacher(model, None, shared=False), AlignConfig())
     objective.measure_scales([whole])
     together = dict(objective.scales)
     objective.measure_scales([{key: value[row : row + 1] for key, value in whole.items()} for row in range(4)])
     assert objective.scales == pytest.approx(together, rel=1e-6)
-    taught = objective.pair.teach(whole, head=True)
+    taught = objective.teach(whole)
     by_hand = {key: float(variance(value, taught.mask)) for key, value in taught.states.items()}
     assert {key: together[key] for key in by_hand} == pytest.approx(by_hand, rel=1e-5)
 
@@ -303,7 +300,7 @@ def test_padding_does_not_matter():
     longer = {
         name: torch.nn.functional.pad(value, (0, 5), value=7 * (name == "input_ids")) for name, value in batch.items()
     }
-    objective = Objective(make_pair(model, None, shared=True), AlignConfig())
+    objective = Objective(model, make_teacher(model, None, shared=True), AlignConfig())
     objective.measure_scales([batch])
     one, two = measure(objective, [batch]), measure(objective, [longer])
     assert one.cosine == pytest.approx(two.cosine, abs=1e-6)
@@ -358,12 +355,12 @@ def test_regression_logits_count_as_numbers():
     plain = original("bert", "AutoModelForSequenceClassification", num_labels=1)
     model = linearize.convert(plain)
     batch = batches(model, 1)[0]
-    objective = Objective(make_pair(model, None, shared=True), AlignConfig())
+    objective = Objective(model, make_teacher(model, None, shared=True), AlignConfig())
     objective.measure_scales([batch])
     found = measure(objective, [batch])
-    taught = objective.pair.teach(batch, head=True).logits["logits"]
+    taught = objective.teach(batch).logits["logits"]
     with torch.no_grad():
-        learned = objective.pair.learn(batch, head=True).logits["logits"]
+        learned = objective.learn(batch).logits["logits"]
     expected = (taught - learned).square().mean() / (taught - taught.mean()).square().mean()
     assert found.logits == pytest.approx(float(expected), rel=1e-5)
 
@@ -380,14 +377,14 @@ def test_classes_are_not_tokens_and_several_labels_are_not_one_choice(problem):
     with torch.no_grad():
         model.classifier.bias += 2.0
         model.classifier.bias[6] += 1.0
-        pair = make_pair(model, plain, shared=False)
+        teacher = make_teacher(model, plain, shared=False)
         mine, theirs = (side.eval()(**batch).logits.double() for side in (model, plain))
     if problem == "single_label_classification":
         expected = (theirs.softmax(-1) * (theirs.log_softmax(-1) - mine.log_softmax(-1))).sum(-1).mean()
     else:
         p, q = theirs.sigmoid(), mine.sigmoid()
         expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
-    objective = Objective(pair, AlignConfig())
+    objective = Objective(model, teacher, AlignConfig())
     objective.measure_scales([batch])
     assert measure(objective, [batch]).logits == pytest.approx(float(expected), rel=1e-4)
 

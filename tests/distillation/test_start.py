@@ -59,12 +59,12 @@ def test_blocks_are_the_layers_weights(causal, padded, exact_keys, most, monkeyp
         for batch, tokens in pieces(targets.key_padding_mask)
     ]
     rows = []
-    for block in start._blocks(layer, targets, layer.mixer.form(0.6)):
-        far = block.products.exp()
-        near = block.total.exp() - block.scores.exp().sum(dim=-1, keepdim=True)
+    for _, keys, scores, products, total in start._blocks(layer, targets, layer.mixer.form(0.6)):
+        far = products.exp()
+        near = total.exp() - scores.exp().sum(dim=-1, keepdim=True)
         # Window and sink hold 5 keys; the first of both sides' queries has half a window, with the sink in it.
         held = (5 if causal else 3) + exact_keys
-        assert most == 10 or int((far > 0).sum(dim=-1).max()) == block.keys.shape[2] - held
+        assert most == 10 or int((far > 0).sum(dim=-1).max()) == keys.shape[2] - held
         rows.append((far, (far / (near + far.sum(dim=-1, keepdim=True))).flatten(1, 2)))
     assert len(rows) == len(wanted)
     for (far, mine), all_of_them in zip(rows, wanted, strict=True):
@@ -85,12 +85,12 @@ def test_known_scales_are_found(causal, padded, monkeypatch):
     blocks = start._blocks
 
     def made(layer, targets, window):
-        for block in blocks(layer, targets, window):
+        for queries, seen, scores, _, total in blocks(layer, targets, window):
             learned = [tensor - now for tensor, now in zip((w, b, u), scales(layer), strict=True)]
-            x, keys = block.queries[..., :-1], block.keys[:, :, None]
+            x, keys = queries[..., :-1], seen[:, :, None]
             a = (x * learned[0].view(1, 2, 2, 1, 6)).sum(-1) + learned[1].view(1, 2, 2, 1)
             c = (keys * learned[2].view(1, 2, 1, 1, 6)).sum(-1)
-            yield block._replace(products=block.scores - a[..., None] - c[:, :, :, None])
+            yield queries, seen, scores, scores - a[..., None] - c[:, :, :, None], total
 
     monkeypatch.setattr(start, "_blocks", made)
     fit_scales(layer, targets)

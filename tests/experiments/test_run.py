@@ -12,7 +12,7 @@ from linearize.checkpoint.provenance import read_log
 from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.jobs.events import Logged, StepDone
 from linearize.jobs.recipes.recipe import cells, check, load_recipe
-from linearize.jobs.recipes.results import _average, _by_seed, _entry, cell_text, read_rows, tables
+from linearize.jobs.recipes.results import _average, _entry, cell_text, read_rows, tables
 from linearize.jobs.recipes.run import CellStarted, run_recipe
 from linearize.jobs.recipes.schema import StageOne
 from linearize.jobs.recipes.stages import _embeds_segments, batches_of
@@ -178,12 +178,12 @@ def test_the_averages_of_seeds_have_a_deviation():
         for task, scores in values.items()
         for seed, score in enumerate(scores)
     ]
-    entry = _average([_entry(rows, "elu", task, None) for task in values], None, _by_seed(rows, "elu", list(values)))
+    entry = _average(rows, "elu", {task: _entry(rows, "elu", task, None) for task in values}, None)
     assert entry.ours == pytest.approx(55.0) and entry.deviation == pytest.approx(0.0, abs=1e-9) and entry.seeds == 2
     # A task that is ahead by a seed moved the mean of the two seeds, to 52.5, beside their deviation and n=2.
     more = [*rows, {"row": "elu", "task": "a", "seed": 2, "score": 0.45, "percent": True}]
-    ahead = [_entry(more, "elu", task, None) for task in values]
-    assert _average(ahead, None, _by_seed(more, "elu", list(values))) == entry
+    ahead = {task: _entry(more, "elu", task, None) for task in values}
+    assert _average(more, "elu", ahead, None) == entry
     assert _entry(rows, "elu", "a", None).deviation == pytest.approx(20 / 2**0.5)
     assert _entry(rows[:1], "elu", "a", None).deviation is None
     assert cell_text(_entry(rows, "elu", "a", None), 3) == "60.00 +- 14.14 n=2"

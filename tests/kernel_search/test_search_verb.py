@@ -162,7 +162,7 @@ def test_ctrl_c_and_resume(place, capsys, monkeypatch):
     whole = run(capsys, *line, "--output", "whole")
     assert whole[0] == 0
     with monkeypatch.context() as patch:
-        patch.setattr(WholeModel, "weigh", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(WholeModel, "decide", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         code, _, err = run(capsys, *line, "--output", "made")
     assert code == 130 and "linearize convert bert --plan made.plan.yaml" in err and "--resume" in err
     assert sorted(path.name for path in place.iterdir() if path.name.startswith("made")) == [
@@ -185,7 +185,7 @@ def test_a_resumed_search_may_write_its_plan_again(place, capsys, monkeypatch):
 
     line = ("search", "bert", *SEARCH, "--save-every", 2, "--plan-out", "own.yaml")
     with monkeypatch.context() as patch:
-        patch.setattr(WholeModel, "weigh", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(WholeModel, "decide", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         code, _, err = run(capsys, *line)
     assert code == 130 and "the best plan so far is in own.yaml" in err and "the same line and --resume" in err
     code, _, err = run(capsys, *line, "--resume")

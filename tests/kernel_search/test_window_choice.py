@@ -61,11 +61,12 @@ def test_a_layer_that_looks_far_gets_more_than_one_that_looks_near():
     base = linearize.plan(model, "hedgehog", window=8, sinks=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = choose_windows(model, rows(), base)
-    first, second = found.plan.converted
+    chosen, why, error, reference = found
+    first, second = chosen.converted
     assert state_numbers(second) > state_numbers(first)
-    assert sum(map(state_numbers, found.plan.converted)) <= sum(map(state_numbers, base.converted))
-    assert found.error < found.reference
-    assert set(found.why) == {0, 1} and "error of the layer's output" in found.why[1]
+    assert sum(map(state_numbers, chosen.converted)) <= sum(map(state_numbers, base.converted))
+    assert error < reference
+    assert set(why) == {0, 1} and "error of the layer's output" in why[1]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert found == choose_windows(model, rows(), base)
 
@@ -75,26 +76,26 @@ def test_the_error_is_that_of_the_converted_model():
     model = loud("llama", CAUSAL)
     base = linearize.plan(model, "none", window=8)
     data = rows()
-    found = choose_windows(model, data, base)
+    chosen, _, error, _ = choose_windows(model, data, base)
     ids = data.holdout_batches()[0]["input_ids"][:8]
     with torch.no_grad():
         wanted = model.model(ids).last_hidden_state.double()
-        got = linearize.apply(model, found.plan).model(ids).last_hidden_state.double()
+        got = linearize.apply(model, chosen).model(ids).last_hidden_state.double()
     spread = (wanted - wanted.mean(dim=(0, 1))).square().sum()
-    assert found.error == pytest.approx(float(((got - wanted).square().sum() / spread).sqrt()), rel=1e-3)
+    assert error == pytest.approx(float(((got - wanted).square().sum() / spread).sqrt()), rel=1e-3)
 
 
 def test_windows_that_are_too_wide_to_judge_are_left_out():
     model = loud("llama", CAUSAL)
-    found = choose_windows(model, rows(tokens=12), linearize.plan(model, "hedgehog", window=8))
-    assert all(one.hybrid.window in (2, 4, 8) for one in found.plan.converted)
+    chosen = choose_windows(model, rows(tokens=12), linearize.plan(model, "hedgehog", window=8))[0]
+    assert all(one.hybrid.window in (2, 4, 8) for one in chosen.converted)
 
 
 def test_layers_without_a_window_stay_as_planned():
     model = loud("llama", CAUSAL)
     base = linearize.plan(model, "hedgehog", window=8, layers={1: "diag_softmax"})
-    found = choose_windows(model, rows(), base)
-    assert found.plan.converted[1] == base.converted[1]
+    chosen = choose_windows(model, rows(), base)[0]
+    assert chosen.converted[1] == base.converted[1]
     with pytest.raises(ConfigError, match="no layer takes a window"):
         choose_windows(model, rows(), linearize.plan(model, "hedgehog"))
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,18 @@ def read_recipe(run: Path) -> Recipe:
     return check(read_values(run / RECIPE, repr(where), "a recipe; the run was damaged: run it again"), where)
 
 
-def make_table(recipe: Recipe, name: str, rows: Sequence[ResultRow], damaged: int = 0) -> Table:
+def make_table(recipe: Recipe, name: str, results: Sequence[ResultRow], damaged: int = 0) -> Table:
     """Make the table of a recipe's run with this name from its results."""
-    wanted, rows = cells(recipe), _with_shares(recipe, rows)
+    wanted, jobs, rows = cells(recipe), resolve(recipe), list[ResultRow]()
+    softmax = {(row.get("task"), row.get("seed")): row for row in results if row.get("row") == SOFTMAX}
+    for row in results:
+        first = softmax.get((row.get("task"), row.get("seed")))
+        # The share of softmax's score, also if softmax was measured after this row (`--only`).
+        late = row.get("original", row) is None and row["kernel"] != SOFTMAX
+        if late and first is not None and row["task"] in jobs:
+            levels = {"chance": row["chance"], "interval": first.get("interval")}
+            row = {**row, "recovered": recovery(jobs[row["task"]].task, row["score"], first["score"], **levels)}
+        rows.append(row)
     columns = list(dict.fromkeys(cell.job.name for cell in wanted))
     several = len(columns) > 1
     table: dict[str, dict[str, Entry]] = {}
@@ -154,7 +163,7 @@ def make_table(recipe: Recipe, name: str, rows: Sequence[ResultRow], damaged: in
     if several:
         for label, line in table.items():
             paper = recipe.figures.get(label, {})
-            line[AVERAGE] = _average(list(line.values()), paper.get(AVERAGE), _by_seed(rows, label, columns))
+            line[AVERAGE] = _average(rows, label, line, paper.get(AVERAGE))
         _recover_averages(recipe, table)
     done = {row["cell"] for row in rows}
     source = "" if recipe.paper is None else f" ({recipe.paper.title}, {recipe.paper.table})"
@@ -167,20 +176,6 @@ def make_table(recipe: Recipe, name: str, rows: Sequence[ResultRow], damaged: in
         seeds=len(recipe.seeds),
         changes=changes_of(recipe),
     )
-
-
-def _with_shares(recipe: Recipe, rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Return the rows, with the share of softmax's score also if softmax was measured after them (`--only`)."""
-    softmax = {(row.get("task"), row.get("seed")): row for row in rows if row.get("row") == SOFTMAX}
-    jobs, made = resolve(recipe), []
-    for row in rows:
-        first = softmax.get((row.get("task"), row.get("seed")))
-        late = row.get("original", row) is None and row["kernel"] != SOFTMAX
-        if late and first is not None and row["task"] in jobs:
-            levels = {"chance": row["chance"], "interval": first.get("interval")}
-            row = {**row, "recovered": recovery(jobs[row["task"]].task, row["score"], first["score"], **levels)}
-        made.append(row)
-    return made
 
 
 def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | None) -> Entry:
@@ -206,22 +201,25 @@ def _deviation(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def _by_seed(rows: Sequence[ResultRow], label: str, columns: Sequence[str]) -> list[float]:
-    """Return a row's average over the tasks, for each seed with which all tasks were run."""
+def _average(rows: Sequence[ResultRow], label: str, line: Mapping[str, Entry], paper: float | None) -> Entry:
+    """Return a row's average if it is complete: mean and deviation of the averages of the complete seeds, if known.
+
+    Args:
+        rows: the results.
+        label: name of the row.
+        line: its entries by task.
+        paper: the paper's average; None: the mean of the paper's figures.
+    """
     seeds: dict[object, dict[str, float]] = {}
     for row in rows:
         if row.get("row") == label:
             seeds.setdefault(row.get("seed"), {})[str(row.get("task"))] = _scaled(row, row["score"])
-    whole = [scores for scores in seeds.values() if set(columns) <= scores.keys()]
-    return [sum(scores[column] for column in columns) / len(columns) for scores in whole]
-
-
-def _average(entries: Sequence[Entry], paper: float | None, by_seed: Sequence[float]) -> Entry:
-    """Return a row's average if it is complete: mean and deviation of the averages of the complete seeds, if known."""
+    # A seed is complete if all tasks were run with it.
+    by_seed = [sum(scores[x] for x in line) / len(line) for scores in seeds.values() if line.keys() <= scores.keys()]
     if paper is None:
-        paper = _mean([entry.paper for entry in entries])
-    ours = _mean(by_seed or [entry.ours for entry in entries])
-    return Entry(ours, paper, None, len(by_seed) or min(entry.seeds for entry in entries), _deviation(by_seed))
+        paper = _mean([entry.paper for entry in line.values()])
+    ours = _mean(by_seed or [entry.ours for entry in line.values()])
+    return Entry(ours, paper, None, len(by_seed) or min(entry.seeds for entry in line.values()), _deviation(by_seed))
 
 
 def _recover_averages(recipe: Recipe, table: dict[str, dict[str, Entry]]) -> None:

@@ -99,7 +99,16 @@ def run_recipe(
         # Another process may have added rows.
         rows = {row["cell"]: row for row in read_rows(folder)[0]}
     if all(cell.key in rows for cell in table):
-        _sweep(recipe, folder)
+        # The files that only an interrupted run needs are removed, and all weights unless `keep_models`; records stay.
+        for path in folder.glob(".work/*/*"):
+            with contextlib.suppress(CheckpointError):
+                remove_work(path)
+        for path in (*folder.glob(".work/*"), folder / ".work"):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        for path in folder.glob("distilled/*" if recipe.keep_models else "*/*"):
+            if path.is_dir():
+                remove_weights(path)
     return [rows[cell.key] for cell in table if cell.key in rows]
 
 
@@ -199,16 +208,3 @@ def _result(recipe: Recipe, folder: Path, cell: Cell, done: Path, converted: Pat
         "align": None if stage_one is None else stage_one.get("alignment"),
         "finetune": {k: tuned.get(k) for k in ("steps", "best_step", "stopped", "seconds", "selection", "teacher")},
     }
-
-
-def _sweep(recipe: Recipe, folder: Path) -> None:
-    """Remove the files that only an interrupted run needs, and all weights unless `keep_models`; records are kept."""
-    for path in folder.glob(".work/*/*"):
-        with contextlib.suppress(CheckpointError):
-            remove_work(path)
-    for path in (*folder.glob(".work/*"), folder / ".work"):
-        with contextlib.suppress(OSError):
-            path.rmdir()
-    for path in folder.glob("distilled/*" if recipe.keep_models else "*/*"):
-        if path.is_dir():
-            remove_weights(path)

@@ -13,9 +13,10 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from torch.utils.data import ConcatDataset
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.output import atomic_folder, claim
@@ -25,6 +26,7 @@ from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback
+from linearize.core.heads import Processor
 from linearize.core.options import options_of
 from linearize.data.columns import column_kinds, find_column
 from linearize.data.source import RowBatches
@@ -45,11 +47,6 @@ from linearize.training.stage_two.save import remove_work, save_model, tuning_fi
 from linearize.training.stage_two.splits import Given, located, raw_table
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune, measure_with_interval
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from linearize.core.heads import Processor
 
 RECORD = "stage.json"
 
@@ -179,7 +176,17 @@ class Runner:
         if model.pretrained:
             return load_for_task(model.checkpoint, data, new_head=new_head, seed=seed, changes=job.config)
         processor = data.type.processor
-        config = _sized(job.config, processor, job.rows.max_length)
+        config, length = job.config, job.rows.max_length
+        if hasattr(processor, "convert_tokens_to_ids"):
+            # Completed from the data: vocabulary size, special tokens, and positions for the longest row.
+            padding, end, kind = processor.pad_token_id, processor.eos_token_id, config.get("model_type")
+            sizes: dict[str, object] = {"vocab_size": len(processor), "pad_token_id": padding}
+            if kind == "gpt2":
+                sizes |= {"n_positions": length, "bos_token_id": end, "eos_token_id": end}
+            else:
+                # RoBERTa numbers its positions starting after the padding token's id.
+                sizes["max_position_embeddings"] = length + ((padding or 0) + 1 if kind == "roberta" else 0)
+            config = {**sizes, **config}
         fresh = fresh_model(config, data.task, data.num_labels, seed=seed, matching_keys=model.matching_keys)
         fit_tokenizer(fresh, processor)
         return fresh if row is None or row.name == SOFTMAX else convert(fresh, row, seed)
@@ -299,26 +306,22 @@ def open_job(model: Model, job: Job) -> TaskData:
             raise ConfigError("model.image_size: got none, expected pixels per side for a model trained from scratch")
         processor = ViTImageProcessor(size={"height": size, "width": size})
     elif processor is None:
-        processor = _tokenizer_for(model, job, given)
+        tokens = job.column.tokenizer or model.tokenizer
+        if tokens is None:
+            raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
+        if tokens.name is not None:
+            processor = load_processor(tokens.name, "text")
+        else:
+            texts: Iterable[str] = ()
+            if tokens.kind in LEARNED:
+                # From the texts to train on.
+                table = raw_table(located(job.task, str(job.task.dataset) if given is None else given), job.task.train)
+                columns = job.task.columns or (find_column(column_kinds(table), None, "text", "text"),)
+                texts = (text for column in columns for text in table[column] if text)
+            framed = not job.task.type.next_token
+            segments = framed and len(job.task.columns) > 1 and _embeds_segments(job.config)
+            processor = make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed, segments=segments)
     return prepare(job.task, processor, job.rows, data=given)
-
-
-def _tokenizer_for(model: Model, job: Job, given: Given | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer for a model from scratch; vocabularies are learned from the training texts."""
-    tokens = job.column.tokenizer or model.tokenizer
-    if tokens is None:
-        raise ConfigError(f"tasks.{job.name}: a model trained from scratch needs a tokenizer; add model.tokenizer")
-    if tokens.name is not None:
-        return load_processor(tokens.name, "text")
-    texts: Iterable[str] = ()
-    if tokens.kind in LEARNED:
-        source = str(job.task.dataset) if given is None else given
-        table = raw_table(located(job.task, source), job.task.train)
-        columns = job.task.columns or (find_column(column_kinds(table), None, "text", "text"),)
-        texts = (text for column in columns for text in table[column] if text)
-    framed = not job.task.type.next_token
-    segments = framed and len(job.task.columns) > 1 and _embeds_segments(job.config)
-    return make_tokenizer(str(tokens.kind), texts, tokens.size, framed=framed, segments=segments)
 
 
 def _embeds_segments(config: dict[str, object]) -> bool:
@@ -331,17 +334,3 @@ def _embeds_segments(config: dict[str, object]) -> bool:
     except Exception:  # Building the model will report what is wrong with its config.
         return False
     return bool(getattr(made, "type_vocab_size", 0) > 1)
-
-
-def _sized(config: dict[str, object], processor: Any, length: int) -> dict[str, object]:
-    """Complete a config from the data: vocabulary size, special tokens, and positions for the longest row."""
-    if not hasattr(processor, "convert_tokens_to_ids"):
-        return config
-    padding, end, kind = processor.pad_token_id, processor.eos_token_id, config.get("model_type")
-    sizes: dict[str, object] = {"vocab_size": len(processor), "pad_token_id": padding}
-    if kind == "gpt2":
-        sizes |= {"n_positions": length, "bos_token_id": end, "eos_token_id": end}
-    else:
-        # RoBERTa numbers its positions starting after the padding token's id.
-        sizes["max_position_embeddings"] = length + ((padding or 0) + 1 if kind == "roberta" else 0)
-    return {**sizes, **config}

@@ -96,7 +96,10 @@ class Articles(MadeSet):
                     f"expected another article and an opening of {self.opening} words; lower opening"
                 )
             opening, splits["train"] = words[: self.opening], train
-            splits = {split: [_opened(text, opening) for text in texts] for split, texts in splits.items()}
+            for texts in splits.values():
+                for place, words in enumerate(text.split() for text in texts):
+                    middle = len(words) // 2
+                    texts[place] = " ".join([*opening, *words[:middle], *opening, *words[middle:]])
         return {split: [{"text": text} for text in texts] for split, texts in splits.items()}
 
     def joined(self, source: str) -> dict[str, list[str]]:
@@ -116,13 +119,6 @@ class Articles(MadeSet):
             raise DataError(f"articles: got {len(everything)} articles, too few to hold out a share of {self.held}")
         held, kept = (np.sort(part) for part in (order[:count], order[count:]))
         return {"train": [everything[n] for n in kept], "validation": [everything[n] for n in held]}
-
-
-def _opened(text: str, opening: list[str]) -> str:
-    """Put words before each half of a text."""
-    words = text.split()
-    middle = len(words) // 2
-    return " ".join([*opening, *words[:middle], *opening, *words[middle:]])
 
 
 def articles(config: Articles, lines: Iterable[str | None]) -> list[str]:
@@ -305,23 +301,19 @@ def documents(
         if config.decides == "one":
             places, chosen = [int(chance.integers(config.parts))], [int(chance.integers(len(texts)))]
         else:
-            places, chosen = _two(config, labels, chance)
+            # Two texts, which have the same class in half of the draws.
+            first = second = int(chance.integers(len(labels)))
+            agree = int(chance.integers(2))
+            while second == first or (labels[second] == labels[first]) != bool(agree):
+                second = int(chance.integers(len(labels)))
+            apart = int(chance.integers(config.apart, config.parts))
+            place = int(chance.integers(config.parts - apart))
+            places, chosen = [place, place + apart], [first, second]
         for place, one in zip(places, chosen, strict=True):
             passages[place] = texts[one]
         text = "\n".join(" ".join(passage.split()[: config.words]) for passage in passages)
         rows.append({"text": text, "label": labels[chosen[-1]], "places": places})
     return rows
-
-
-def _two(config: Documents, labels: Sequence[int | str], chance: np.random.Generator) -> tuple[list[int], list[int]]:
-    """Draw the places of two texts, and the two texts, which have the same class in half of the draws."""
-    first = second = int(chance.integers(len(labels)))
-    agree = int(chance.integers(2))
-    while second == first or (labels[second] == labels[first]) != bool(agree):
-        second = int(chance.integers(len(labels)))
-    apart = int(chance.integers(config.apart, config.parts))
-    place = int(chance.integers(config.parts - apart))
-    return [place, place + apart], [first, second]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, measure, summed
-from linearize.training.alignment.pair import Pair, make_pair
+from linearize.training.alignment.pair import make_teacher
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import autocast
 from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, frozen
@@ -233,8 +233,8 @@ def align(
             "(--align-steps 0), or launch without FSDP"
         )
     move(student, accelerator.device)
-    pair = make_pair(student, teacher, shared=config.train == "kernels")
-    return _Run(data, config, on_step, accelerator).run(pair)
+    teacher = make_teacher(student, teacher, shared=config.train == "kernels")
+    return _Run(data, config, on_step, accelerator).run(student, teacher)
 
 
 class _Run(Run):
@@ -243,58 +243,52 @@ class _Run(Run):
     part_name, weights_name, report = "phase", "trained", AlignStep
     config: AlignConfig
     trainer: AlignTrainer
-    pair: Pair
     objective: Objective
 
-    def run(self, pair: Pair) -> AlignResult:
+    def run(self, student: PreTrainedModel, teacher: PreTrainedModel) -> AlignResult:
         """Measure, train, measure again."""
-        self.pair, self.objective = pair, Objective(pair, self.config)
-        self.identify(pair.student)
+        config = self.config
+        self.objective = Objective(student, teacher, config)
+        self.identify(student)
         held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
-        with frozen(pair.student):
+        with frozen(student):
             self.objective.measure_scales(held_out)
             before = measure(self.objective, held_out)
-            if not self.config.phases():
+            if not config.phases():
                 return AlignResult(0, 0, "steps", before, before)
-            best_step, after = self._train_phases(held_out, before)
+            if config.train == "lora":
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(config.seed)
+                    add_lora(student, LoraConfig(r=config.lora_rank, alpha=2.0 * config.lora_rank))
+                student.requires_grad_(False)
+            try:
+                parameters = trained_parameters(student, self.objective.blocks, config.train)
+                for parameter in parameters.values():
+                    parameter.requires_grad_(True)
+                first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+                saved = self.load(parameters)
+                done = 0
+                for number, (phase, steps) in enumerate(config.phases()):
+                    if saved is None or number >= saved.record["phase"]:
+                        trainer = AlignTrainer(self.objective, parameters, self.accelerator, phase, steps)
+                        start = math.inf if saved is not None else trainer.evaluate(held_out)
+                        self.begin(number, done, steps, trainer, saved, start)
+                        if saved is not None:
+                            # A state has the fp32 copies of weights in half precision.
+                            trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
+                            trainer.factor = 0.5**self.progress.halved
+                        saved = None
+                        self.train(held_out)
+                    done += steps
+                best_step, after = done - steps + self.progress.best_step, measure(self.objective, held_out)
+                if not after.loss < before.loss:
+                    trainer.restore(first)
+                    best_step, after = 0, before
+            finally:
+                if config.train == "lora":
+                    merge_lora(student)
         stopped = self.progress.stopped
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, self.seconds, self.state)
-
-    def _train_phases(self, held_out: list[dict[str, Tensor]], before: Closeness) -> tuple[int, Closeness]:
-        """Run the phases; return the step that was kept, and the final figures."""
-        student, config = self.pair.student, self.config
-        if config.train == "lora":
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.seed)
-                add_lora(student, LoraConfig(r=config.lora_rank, alpha=2.0 * config.lora_rank))
-            student.requires_grad_(False)
-        try:
-            parameters = trained_parameters(student, self.pair.blocks, config.train)
-            for parameter in parameters.values():
-                parameter.requires_grad_(True)
-            first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-            saved = self.load(parameters)
-            done = 0
-            for number, (phase, steps) in enumerate(config.phases()):
-                if saved is None or number >= saved.record["phase"]:
-                    trainer = AlignTrainer(self.objective, parameters, self.accelerator, phase, steps)
-                    start = math.inf if saved is not None else trainer.evaluate(held_out)
-                    self.begin(number, done, steps, trainer, saved, start)
-                    if saved is not None:
-                        # A state has the fp32 copies of weights in half precision.
-                        trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
-                        trainer.factor = 0.5**self.progress.halved
-                    saved = None
-                    self.train(held_out)
-                done += steps
-            after = measure(self.objective, held_out)
-            if not after.loss < before.loss:
-                trainer.restore(first)
-                return 0, before
-            return done - steps + self.progress.best_step, after
-        finally:
-            if config.train == "lora":
-                merge_lora(student)
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1
@@ -336,7 +330,7 @@ class _Run(Run):
         trainer.optimizer.state.clear()
 
     def options(self) -> dict[str, object]:
-        return super().options() | {"teacher weights": weights_digest(self.pair.teacher, kernel=False)}
+        return super().options() | {"teacher weights": weights_digest(self.objective.teacher, kernel=False)}
 
     def last_state(self) -> RunState | None:
         if self.number < len(self.config.phases()) - 1:

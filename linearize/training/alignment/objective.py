@@ -16,20 +16,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
 from linearize.fidelity.teacher import frozen_output, run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper
+from linearize.training.alignment.pair import Outputs, find_blocks, first_tensor, hooked, keeper, run
 
 Name = TypeVar("Name")
 TINY = 1e-12
@@ -151,27 +151,15 @@ FAR_BELOW = -1e4
 """The logit of padding among logits over tokens, so that padding is never an answer."""
 
 
-class Share(NamedTuple):
-    """The size of a batch, or its share of a step.
-
-    Attributes:
-        tokens: number or share of tokens; of rows if the batch has no mask.
-        rows: number or share of rows.
-    """
-
-    tokens: float = 1.0
-    rows: float = 1.0
-
-    def of(self, tokens: float, rows: float) -> Share:
-        """Return the share that a batch of this size has of a total of `tokens` and `rows`."""
-        return Share(self.tokens / max(tokens, 1), self.rows / rows)
+Share = tuple[float, float]
+"""A batch's number of tokens (of rows, if it has no mask) and of rows; or its share of those of a step."""
 
 
 def size_of(batch: Mapping[str, Tensor]) -> Share:
     """Return a batch's number of tokens, counted in its mask [B, T] (of rows, if it has no mask), and of rows."""
     rows = len(next(iter(batch.values())))
     mask = batch.get("attention_mask")
-    return Share(rows if mask is None else int(mask.sum()), rows)
+    return (rows if mask is None else int(mask.sum())), rows
 
 
 def is_regression(config: PreTrainedConfig) -> bool:
@@ -184,17 +172,35 @@ class Objective:
     """Computes the terms of the alignment.
 
     Attributes:
-        pair: student and teacher.
+        student: the converted model that is trained.
+        teacher: a converted model that runs with softmax; the student itself if only kernels are trained.
         config: weights and temperature.
+        blocks: the blocks whose states are compared, by default all (`find_blocks`).
         scales: divisors of squared errors, from `measure_scales`: the teacher's variances per token, summed over
             channels, of the states by their names, of the attentions' outputs after the output projection
             (`ATTENTION` and the block's name), and of regression logits by the names of their terms.
     """
 
-    def __init__(self, pair: Pair, config: AlignConfig) -> None:
-        self.pair, self.config = pair, config
-        self.head = config.logits_weight > 0
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        config: AlignConfig,
+        blocks: Mapping[str, str] | None = None,
+    ) -> None:
+        self.student, self.teacher, self.config = student, teacher, config
+        self.blocks = find_blocks(student) if blocks is None else blocks
         self.scales: dict[str, float] = {}
+
+    @torch.no_grad()
+    def teach(self, batch: Mapping[str, Tensor]) -> Outputs:
+        """Run the teacher on a batch (such as `input_ids` [B, T])."""
+        with observed(self.teacher, frozen_output):
+            return run(self.teacher, self.blocks, batch, head=self.config.logits_weight > 0)
+
+    def learn(self, batch: Mapping[str, Tensor]) -> Outputs:
+        """Run the student on a batch (such as `input_ids` [B, T]), with gradients if they are enabled."""
+        return run(self.student, self.blocks, batch, head=self.config.logits_weight > 0)
 
     @torch.no_grad()
     def measure_scales(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -208,11 +214,11 @@ class Objective:
         """
 
         def moments(batch: Mapping[str, Tensor], _: Share) -> dict[str, Tensor]:
-            with self._attentions(self.pair.teacher, self.pair.blocks) as kept:
-                taught = self.pair.teach(batch, head=self.head)
+            with self._attentions(self.teacher, self.blocks) as kept:
+                taught = self.teach(batch)
             states = {**taught.states, **{ATTENTION + name: state for name, state in kept.items()}}
             found = {name: _moments(masked_rows(state, taught.mask)) for name, state in states.items()}
-            if is_regression(self.pair.teacher.config):
+            if is_regression(self.teacher.config):
                 found |= {f"{LOGITS}/{name}": _moments(masked_rows(x, None)) for name, x in taught.logits.items()}
             return found
 
@@ -223,20 +229,30 @@ class Objective:
 
     def end_to_end(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
         """Return the terms of whole models, all scalars: one per hidden state, `POOLED`, and one per kind of logits."""
-        taught = self.pair.teach(batch, head=self.head)
-        return self.terms_of(self.pair.learn(batch, head=self.head), taught, share)
+        taught = self.teach(batch)
+        return self.terms_of(self.learn(batch), taught, share)
 
     def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
         """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
+        (share_of_tokens, share_of_rows), mask = share, taught.mask
         terms = {
-            name: share.tokens * relative_error(learned.states[name], target, taught.mask, self.scales[name])
+            name: share_of_tokens * relative_error(learned.states[name], target, mask, self.scales[name])
             for name, target in taught.states.items()
         }
         mine, target = (pooled(side.last, side.mask, self.config.pooling) for side in (learned, taught))
-        terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
-        for name, value in taught.logits.items():
-            term = f"{LOGITS}/{name}"
-            terms[term] = self._logits(learned.logits[name], value, taught.mask, share, self.scales.get(term))
+        terms[POOLED] = share_of_rows * pooled_loss(mine, target) / len(mine)
+        for name, target in taught.logits.items():
+            term, mine = f"{LOGITS}/{name}", learned.logits[name]
+            if (scale := self.scales.get(term)) is not None:
+                squared = (mine.float() - target.float()).square().sum()
+                terms[term] = share_of_rows * squared / (target.shape[0] * scale)
+                continue
+            per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
+            if mask is not None and not per_token and target.shape == mask.shape:
+                # One logit per token: the chosen token (the start of an answer) must not be padding.
+                mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
+            mean = logits_loss(mine, target, temperature=self.config.temperature, mask=mask)
+            terms[term] = (share_of_tokens if per_token else share_of_rows) * mean
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -271,7 +287,7 @@ class Objective:
             The error of each block, by its name.
         """
         terms: dict[str, float] = {}
-        mask, student = batch.get("attention_mask"), self.pair.student
+        mask, student = batch.get("attention_mask"), self.student
 
         def after(name: str, attention: str) -> Callable[..., None]:
             module, own = student.get_submodule(name), {name: attention}
@@ -287,7 +303,7 @@ class Objective:
                     error = relative_error(state, target, mask, self.scales[name])
                     if attention != name:
                         error = error + relative_error(mine[name], attended, mask, self.scales[ATTENTION + name])
-                    error = share.tokens * error
+                    error = share[0] * error
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
@@ -297,7 +313,7 @@ class Objective:
 
             return hook
 
-        teacher, blocks = self.pair.teacher, self.pair.blocks
+        teacher, blocks = self.teacher, self.blocks
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
         softmax = observed(teacher, frozen_output)
         with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax, torch.no_grad():
@@ -312,16 +328,6 @@ class Objective:
         # If teacher and student are one model, the student's call inside the teacher's comes second.
         with hooked(model, {attention: keeper(kept, name, first=True) for name, attention in blocks.items()}):
             yield kept
-
-    def _logits(self, mine: Tensor, target: Tensor, mask: Tensor | None, share: Share, scale: float | None) -> Tensor:
-        per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
-        if scale is not None:
-            return share.rows * (mine.float() - target.float()).square().sum() / (target.shape[0] * scale)
-        if mask is not None and not per_token and target.shape == mask.shape:
-            # One logit per token: the chosen token (the start of an answer) must not be padding.
-            mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
-        mean = logits_loss(mine, target, temperature=self.config.temperature, mask=mask)
-        return (share.tokens if per_token else share.rows) * mean
 
 
 def _by_kind(terms: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -383,6 +389,6 @@ def summed(
     tokens, rows = over_processes([sum(column) for column in zip(*sizes, strict=True)])
     sums: dict[Name, Any] = {}
     for batch, size in zip(batches, sizes, strict=True):
-        for name, term in terms_of(batch, size.of(tokens, rows)).items():
+        for name, term in terms_of(batch, (size[0] / max(tokens, 1), size[1] / rows)).items():
             sums[name] = sums.get(name, 0.0) + term
     return sums

@@ -14,14 +14,14 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import move
 from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
-from linearize.fidelity.teacher import body_of, frozen_output, run_module
+from linearize.fidelity.teacher import body_of, run_module
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 
@@ -72,7 +72,8 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
         children = {name: nested[nested.index(name) + 1] if name != host else name for name in candidates}
         unshared = [name for name in candidates if sum(f"{other}.".startswith(f"{name}.") for other in hosts) == 1]
         # A `ModuleList` has no forward.
-        called = [name for name in unshared if not any(_is_list(model, part) for part in (name, children[name]))]
+        silent = {path for path in nested if isinstance(model.get_submodule(path), nn.ModuleList)}
+        called = [name for name in unshared if silent.isdisjoint((name, children[name]))]
         if not candidates:
             raise ConfigError(
                 f"alignment: the attention {host!r} is not inside a list of layers, so its block is not known; "
@@ -81,35 +82,6 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
         name = (called or candidates[-1:])[0]
         blocks.setdefault(name, children[name])
     return blocks
-
-
-def _is_list(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name), nn.ModuleList)
-
-
-@dataclass
-class Pair:
-    """A student and its teacher.
-
-    Attributes:
-        student: the converted model that is trained.
-        teacher: a converted model that runs with softmax; the student itself if only kernels are trained.
-        blocks: the blocks whose states are compared (`find_blocks`).
-    """
-
-    student: PreTrainedModel
-    teacher: PreTrainedModel
-    blocks: Mapping[str, str]
-
-    @torch.no_grad()
-    def teach(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-        """Run the teacher on a batch (such as `input_ids` [B, T]); with `head` its logits too."""
-        with observed(self.teacher, frozen_output):
-            return run(self.teacher, self.blocks, batch, head=head)
-
-    def learn(self, batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
-        """Run the student on a batch (such as `input_ids` [B, T]), with gradients if they are enabled."""
-        return run(self.student, self.blocks, batch, head=head)
 
 
 @contextlib.contextmanager
@@ -145,24 +117,17 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
     with hooked(model, hooks), hooked(body, {"": keep_last}):
         result = run_module(model if head else body, model.config, batch)
     if head:
-        outputs.logits = {
-            name: _as_rows(name, value, model.config)
-            for name, value in getattr(result, "items", dict)()
-            if name.endswith("logits") and torch.is_tensor(value) and value.is_floating_point()
-        }
+        for name, value in getattr(result, "items", dict)():
+            if not name.endswith("logits") or not torch.is_tensor(value) or not value.is_floating_point():
+                continue
+            if name == "logits" and value.ndim == 2 and value.shape[1] == getattr(model.config, "num_labels", None):
+                if getattr(model.config, "problem_type", None) == "multi_label_classification":
+                    # Each label is a separate choice, between it and nothing: [B V, 1, 2].
+                    value = torch.stack([value, torch.zeros_like(value)], dim=-1).flatten(0, 1)
+                # [B, V] as [B, 1, V], which cannot be taken for logits over V tokens.
+                value = value[:, None]
+            outputs.logits[name] = value
     return outputs
-
-
-def _as_rows(name: str, logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Return a classifier's logits [B, V] as [B, 1, V], which cannot be taken for logits over V tokens.
-
-    If a row may have several labels, each label is a separate choice, between it and nothing: [B V, 1, 2].
-    """
-    if name != "logits" or logits.ndim != 2 or logits.shape[1] != getattr(config, "num_labels", None):
-        return logits
-    if getattr(config, "problem_type", None) == "multi_label_classification":
-        logits = torch.stack([logits, torch.zeros_like(logits)], dim=-1).flatten(0, 1)
-    return logits[:, None]
 
 
 def first_tensor(output: object) -> Tensor:
@@ -172,8 +137,8 @@ def first_tensor(output: object) -> Tensor:
     return state
 
 
-def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shared: bool) -> Pair:
-    """Return a student with its teacher.
+def make_teacher(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shared: bool) -> PreTrainedModel:
+    """Return a student's teacher: a converted model that runs with softmax.
 
     Args:
         student: a converted model.
@@ -184,13 +149,12 @@ def make_pair(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shar
         ConfigError: if the teacher does not fit.
     """
     if teacher is None:
-        own = student if shared else copy.deepcopy(student).eval().requires_grad_(False)
-        return Pair(student, own, find_blocks(student))
+        return student if shared else copy.deepcopy(student).eval().requires_grad_(False)
     check_teacher(student, teacher)
     converted = copy.deepcopy(teacher)
     apply(converted, Plan.from_dict(student.config.linearize))
     move(converted, next(student.parameters()).device)
-    return Pair(student, converted.eval().requires_grad_(False), find_blocks(student))
+    return converted.eval().requires_grad_(False)
 
 
 def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from linearize.fidelity.teacher import body_of
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.pair import find_blocks
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
-from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
+from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
 from linearize.training.stage_one.run import Batches, Report, Run, check_inputs, frozen
 from linearize.training.stage_one.start import start_scales
@@ -142,7 +142,16 @@ class _Run(Run):
         passed = frozen_model(model, self.accelerator)
         held_out = self.data.holdout_batches()
         before = measure_layers(passed, held_out)
-        _check_reached(model, layers, before)
+        # Texts alone never reach the image tower of a model for both.
+        ran = {layer.module for layer in before.layers}
+        if missed := [loss.name for loss in layers if loss.name not in ran]:
+            plan = Plan.from_dict(model.config.linearize).converted
+            numbers = [str(one.index) for one in plan if any(f".{name}".endswith(f".{one.module}") for name in missed)]
+            raise DataError(
+                f"stage one: the data never reaches {some(missed)}, so the kernels there would stay untrained; keep "
+                f"them softmax (--keep-softmax {','.join(numbers)}), or call linearize.distill with batches that reach "
+                "them"
+            )
         if not layers or self.config.steps == 0:
             return DistillResult(0, 0, None, "steps" if layers else "nothing to learn", before, before)
         with frozen(model):
@@ -181,18 +190,6 @@ class _Run(Run):
 
     def options(self) -> dict[str, object]:
         return super().options() | {"data": getattr(self.data, "description", None)}
-
-
-def _check_reached(model: PreTrainedModel, layers: Sequence[LayerLoss], measured: Fidelity) -> None:
-    """Refuse data that leaves kernels untrained: texts alone never reach the image tower of a model for both."""
-    ran = {layer.module for layer in measured.layers}
-    if missed := [loss.name for loss in layers if loss.name not in ran]:
-        plan = Plan.from_dict(model.config.linearize).converted
-        numbers = [str(one.index) for one in plan if any(f".{name}".endswith(f".{one.module}") for name in missed)]
-        raise DataError(
-            f"stage one: the data never reaches {some(missed)}, so the kernels there would stay untrained; keep them "
-            f"softmax (--keep-softmax {','.join(numbers)}), or call linearize.distill with batches that reach them"
-        )
 
 
 def within(loaded: Loaded, length: int = DISTILL_LENGTH) -> int:

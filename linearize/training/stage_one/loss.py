@@ -117,7 +117,13 @@ def cross_entropy(
     features = (*queries, *keys)
     gradients = [None if x is None or not gradient else torch.zeros_like(x) for x in features]
     for batch, tokens in pieces(targets.key_padding_mask):
-        rows, places = _places(targets, tokens)
+        # Which of the given queries are among the kept tokens (None for all), and their places among them.
+        rows, places = tokens, targets.positions
+        if places is None:
+            places = torch.arange(targets.k.shape[2] if tokens is None else len(tokens), device=targets.k.device)
+        elif tokens is not None:
+            rows = torch.isin(places, tokens).nonzero()[:, 0]
+            places = torch.searchsorted(tokens, places[rows])
         kept = (rows, rows, tokens, tokens)
         parts = [None if x is None else take(x, batch, side) for x, side in zip(features, kept, strict=True)]
         found = walk.piece(take(targets.q, batch, rows), take(targets.k, batch, tokens), parts, places)
@@ -127,17 +133,6 @@ def cross_entropy(
             if whole is not None and part is not None:
                 put(whole, batch, side, part)
     return walk.total, gradients
-
-
-def _places(targets: Targets, keys: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Return which of the given queries are among the kept tokens (None for all), and their places among them."""
-    if targets.positions is None:
-        tokens = targets.k.shape[2] if keys is None else len(keys)
-        return keys, torch.arange(tokens, device=targets.k.device)
-    if keys is None:
-        return None, targets.positions
-    queries = torch.isin(targets.positions, keys).nonzero()[:, 0]
-    return queries, torch.searchsorted(keys, targets.positions[queries])
 
 
 @dataclass

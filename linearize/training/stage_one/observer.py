@@ -68,18 +68,27 @@ class LayerLoss:
 
     def add(self, targets: Targets, v: Tensor, *, train: bool, sample: Tensor | None) -> None:
         """Add a batch's loss; with `train`, also add the gradient of the sum to the kernel's parameters."""
-        with torch.autocast(device_type=v.device.type, enabled=False):
-            if self.weights:
-                self.total += float(self._weights(targets, train, sample))
-            if self.output:
-                self.total += self.output * float(self._output(targets, v, train, sample))
-        self.count += targets.sampled(sample).size()
-
-    def _weights(self, targets: Targets, train: bool, sample: Tensor | None) -> Tensor:
-        """Return the cross-entropy of the weights; only features exist for all tokens at once."""
-        mixer: Any = self.layer.mixer
         q, k, scaling, _, mask, _ = targets
         chosen = targets.sampled(sample)
+        with torch.autocast(device_type=v.device.type, enabled=False):
+            if self.weights:
+                self.total += float(self._weights(targets, chosen, train, sample))
+            if self.output:
+                with torch.set_grad_enabled(train):
+                    out = self.layer(q, k, v, mask, scaling)
+                    target = softmax_output(self.layer, q.float(), k.float(), v.float(), mask, scaling)
+                    if sample is not None:
+                        out, target = out[:, :, sample], target[:, :, sample]
+                    loss = output_loss(out, target, chosen)
+                    if train and loss.requires_grad:
+                        (self.output * loss).backward()
+                self.total += self.output * float(loss.detach())
+        self.count += chosen.size()
+
+    def _weights(self, targets: Targets, chosen: Targets, train: bool, sample: Tensor | None) -> Tensor:
+        """Return the cross-entropy of the chosen queries' weights; only features exist for all tokens at once."""
+        mixer: Any = self.layer.mixer
+        q, k, scaling, _, mask, _ = targets
         # A map that depends on positions or on other tokens needs the whole sequence.
         whole = mixer.info.positional or mixer.inputs is not None
         with torch.set_grad_enabled(train):
@@ -94,19 +103,6 @@ class LayerLoss:
         if reached:
             torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
         return loss
-
-    def _output(self, targets: Targets, v: Tensor, train: bool, sample: Tensor | None) -> Tensor:
-        """Return the squared error of the outputs."""
-        q, k, scaling, _, mask, _ = targets
-        with torch.set_grad_enabled(train):
-            out = self.layer(q, k, v, mask, scaling)
-            target = softmax_output(self.layer, q.float(), k.float(), v.float(), mask, scaling)
-            if sample is not None:
-                out, target = out[:, :, sample], target[:, :, sample]
-            loss = output_loss(out, target, targets.sampled(sample))
-            if train and loss.requires_grad:
-                (self.output * loss).backward()
-        return loss.detach()
 
 
 def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> LayerLoss:

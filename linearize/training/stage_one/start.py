@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,9 +107,9 @@ def fit_scales(layer: LinearAttention, targets: Targets) -> None:
     unknowns = groups * (size + 1) + size
     moments = torch.zeros(key_heads, unknowns, unknowns, dtype=torch.float64)
     right = torch.zeros(key_heads, unknowns, dtype=torch.float64)
-    for block in _blocks(layer, targets, replace(window, exact_keys=0)):
-        x, keys, weights = block.queries, block.keys[:, :, None], (block.scores - block.total).exp()
-        errors = weights * torch.where(weights > 0, block.scores - block.products, 0.0)
+    for x, seen, scores, products, total in _blocks(layer, targets, replace(window, exact_keys=0)):
+        keys, weights = seen[:, :, None], (scores - total).exp()
+        errors = weights * torch.where(weights > 0, scores - products, 0.0)
         of_queries = x.transpose(-1, -2) @ (weights.sum(dim=-1, keepdim=True) * x)
         crossed = x.transpose(-1, -2) @ (weights @ keys)
         of_keys = keys.transpose(-1, -2) @ (weights.sum(dim=(2, 3))[:, :, None, :, None] * keys)
@@ -120,40 +120,31 @@ def fit_scales(layer: LinearAttention, targets: Targets) -> None:
             moments[:, -size:, part] += _summed(crossed[:, :, g].transpose(-1, -2))
         moments[:, -size:, -size:] += _summed(of_keys[:, :, 0])
         right[:, :-size] += _summed((x.transpose(-1, -2) @ errors.sum(dim=-1, keepdim=True)).flatten(2))
-        right[:, -size:] += _summed((errors.sum(dim=(2, 3))[:, :, None] @ block.keys)[:, :, 0])
+        right[:, -size:] += _summed((errors.sum(dim=(2, 3))[:, :, None] @ seen)[:, :, 0])
     solved = _solve(moments, right)
     _add(layer, solved[:, :-size].reshape(-1, size + 1), solved[:, -size:])
     moments = torch.zeros(key_heads, groups, size + 1, size + 1, dtype=torch.float64)
     right = torch.zeros(key_heads, groups, size + 1, dtype=torch.float64)
-    for block in _blocks(layer, targets, window):
-        logs = block.scores.logsumexp(dim=-1)
-        mass = (logs - block.total[..., 0]).exp()
-        wanted = torch.where(mass > 0, logs - block.products.logsumexp(dim=-1), 0.0)
-        weighted = block.queries * (mass * (1 - mass))[..., None]
-        moments += _summed(weighted.transpose(-1, -2) @ block.queries)
+    for x, _, scores, products, total in _blocks(layer, targets, window):
+        logs = scores.logsumexp(dim=-1)
+        mass = (logs - total[..., 0]).exp()
+        wanted = torch.where(mass > 0, logs - products.logsumexp(dim=-1), 0.0)
+        weighted = x * (mass * (1 - mass))[..., None]
+        moments += _summed(weighted.transpose(-1, -2) @ x)
         right += _summed((weighted * wanted[..., None]).sum(dim=-2))
     _add(layer, _solve(moments, right).flatten(0, 1))
 
 
-class _Block(NamedTuple):
-    """A block of queries of b rows.
+def _blocks(
+    layer: LinearAttention, targets: Targets, window: Window
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Walk blocks of queries of b rows.
 
-    Attributes:
-        queries: [b, K, G, C, D + 1], each with a 1 appended.
-        keys: [b, K, S, D].
-        scores: [b, K, G, C, S] s_ij of far keys, -inf elsewhere.
-        products: the kernel's log-weights of far keys, -inf elsewhere.
-        total: [b, K, G, C, 1] logsumexp of s_ij over all keys that a query sees.
+    Yields:
+        The queries [b, K, G, C, D + 1], each with a 1 appended; the keys [b, K, S, D]; the scores s_ij of far keys and
+        the kernel's log-weights of them, [b, K, G, C, S], -inf elsewhere; and the logsumexp of s_ij over all keys that
+        a query sees [b, K, G, C, 1].
     """
-
-    queries: Tensor
-    keys: Tensor
-    scores: Tensor
-    products: Tensor
-    total: Tensor
-
-
-def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterator[_Block]:
     mixer: Any = layer.mixer
     count = layer.shape.key_heads
     for batch, tokens in pieces(targets.key_padding_mask):
@@ -178,7 +169,7 @@ def _blocks(layer: LinearAttention, targets: Targets, window: Window) -> Iterato
             products = products.maximum(SMALL * mean).clamp(min=1e-30).log()
             products = products + query_scale[:, :, :, rows.part] + key_scale[:, :, None, None, : rows.seen]
             scores, products = (side.masked_fill(hidden, -torch.inf) for side in (scores, products))
-            yield _Block(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1), seen, scores, products, total)
+            yield torch.cat([x, torch.ones_like(x[..., :1])], dim=-1), seen, scores, products, total
 
 
 def _summed(values: Tensor) -> Tensor:

@@ -9,28 +9,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config, timm_options
 from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
+from linearize.core.heads import Processor
 from linearize.core.parsing import user_path
 from linearize.data.encode import copy_tokenizer
 from linearize.fidelity.teacher import run_module
 from linearize.modeling.model import evaluating, is_linearized
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.task_types.base import TaskData
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from linearize.core.heads import Processor
-    from linearize.training.stage_two.tasks import Task
+from linearize.training.stage_two.tasks import Task
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that records what it was tuned for, and how."""

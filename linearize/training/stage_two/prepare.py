@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
+from linearize.core.heads import Processor
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.rows import Chosen
 from linearize.training.stage_two.splits import Given, located
 from linearize.training.stage_two.task_types.base import TaskData, TaskType
-
-if TYPE_CHECKING:
-    from linearize.core.heads import Processor
-    from linearize.training.stage_two.tasks import Task
+from linearize.training.stage_two.tasks import Task
 
 SHARE, FEWEST, MOST, LARGEST_SHARE = 0.05, 32, 500, 0.2
 """Share of the training rows that is held out; at least 32 of them, at most 500, and never over a fifth."""

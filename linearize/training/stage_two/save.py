@@ -10,8 +10,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from linearize.checkpoint.fingerprint import check_same, fingerprint, weights_digest
 from linearize.checkpoint.loading import move, quiet
@@ -20,6 +23,7 @@ from linearize.checkpoint.ownership import TRANSFORMERS, holds_only, remove_part
 from linearize.checkpoint.provenance import STAGE_TWO, log_file
 from linearize.checkpoint.save import save, write_files
 from linearize.core.errors import CheckpointError, interrupted_run
+from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
@@ -28,11 +32,6 @@ from linearize.training.stage_two.intervals import Measured
 from linearize.training.stage_two.load import RECORD, recorded
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.tasks import above_chance
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from linearize.core.heads import Processor
 
 MEASURED = ("metrics", "score", "interval", "chance")
 """Fields of a result that its record has under the same names."""
@@ -177,11 +176,8 @@ def remove_work(folder: Path, *, check_only: bool = False) -> None:
     Raises:
         CheckpointError: if the folder holds something else; nothing is removed then.
     """
-    remove_parts(folder, PARTS, CALLED, record=STARTED, unmarked=_is_checkpoint, check_only=check_only)
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return holds_only(folder, TRAINERS)
+    unmarked = partial(holds_only, names=TRAINERS)
+    remove_parts(folder, PARTS, CALLED, record=STARTED, unmarked=unmarked, check_only=check_only)
 
 
 def describe(

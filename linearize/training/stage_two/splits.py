@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,7 +51,11 @@ def located(task: Task, given: Given) -> Given:
     for name in (*task.folders, task.name):
         if exists(root / name):
             return str(root / name)
-    if task.folders and not _holds_data(root):
+    try:
+        files = [file for file in root.iterdir() if file.is_file()] if task.folders else []
+    except OSError as error:
+        raise DataError(f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one") from error
+    if task.folders and all(file.suffix.lower() in (".md", "") for file in files):
         raise DataError(
             f"data: {given!r} has no folder {task.folders[0]!r} for task {task.name}, expected one with files such as "
             "train.jsonl.gz and validation.jsonl.gz; add it or leave the task out"
@@ -109,8 +112,13 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
     """
     called = given if isinstance(given, str) else "tables"
     open_split: Any = raw_table if raw else partial(_view, task)
-    # Measuring needs no rows to train on.
-    alone = not options.trains and _lacks_training(task, given)
+    alone = False
+    if not options.trains:
+        # Measuring needs no rows to train on, if tables or a folder have only a split to measure on.
+        path = user_path(given) if isinstance(given, str) else None
+        names = set(given) if path is None else set(splits_of(path)) if path.is_dir() else set()
+        can_measure = bool(names & {*task.validation}) or (bool(names) and task.exact_validation)
+        alone = can_measure and task.train not in names
     train: Any = None if alone else open_split(given, task.train)
     name = _validation_split(task, given)
     if name is None:
@@ -143,25 +151,11 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
     return Splits(train, validation, f"{called}: {trained}measured on {where}{left_out}")
 
 
-def _lacks_training(task: Task, given: Given) -> bool:
-    """Tell whether tables or a folder have a split to measure on, and none to train on."""
-    path = user_path(given) if isinstance(given, str) else None
-    names = set(given) if path is None else set(splits_of(path)) if path.is_dir() else set()
-    return bool(names) and task.train not in names and (task.exact_validation or bool(names & {*task.validation}))
-
-
 def _some(task: Task, rows: int, count: int) -> np.ndarray:
     """Choose rows [count]: the first ones of texts; evenly spread ones of images, which are often sorted."""
     if task.modality == "text":
         return np.arange(count)
     return np.linspace(0, rows - 1, count).round().astype(np.int64)
-
-
-def _holds_data(root: Path) -> bool:
-    try:
-        return any(file.is_file() and file.suffix.lower() not in (".md", "") for file in root.iterdir())
-    except OSError as error:
-        raise DataError(f"data: cannot read folder {root.name!r}: {cause(error)}; expected a readable one") from error
 
 
 def raw_table(given: Given, split: str) -> Dataset:

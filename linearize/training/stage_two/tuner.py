@@ -152,11 +152,17 @@ class Tuner(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Return the loss of a batch: the distance from the teacher while training with one, else the model's own."""
-        if self.teacher is not None and self.selecting:
-            return self._selection_loss(model, inputs)
-        if self.teacher is None or not model.training:
+        if self.teacher is None or not (model.training or self.selecting):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         tune, label_weight = self.tune, self.label_weight()
+        if self.selecting:
+            # The divergence from the teacher, and the loss on the labels if they join.
+            label_weight = tune.final_labels_weight
+            outputs, taught = self._outputs(model, inputs, labelled=label_weight > 0)
+            loss = self.data.type.teacher_loss(outputs, taught, inputs)
+            if label_weight:
+                loss = tune.teacher_logits_weight * loss + label_weight * self.data.type.label_loss(outputs, inputs)
+            return loss, outputs
         weights = {"hidden": tune.teacher_hidden_weight, "logits": tune.teacher_logits_weight, "task": label_weight}
         outputs, taught = self._outputs(model, inputs, labelled=label_weight > 0, hidden=weights["hidden"] > 0)
         parts = {}
@@ -281,15 +287,6 @@ class Tuner(Trainer):
         self.save_model(str(folder), _internal_call=True)
         self.state.best_metric, self.state.best_global_step = measured["eval_selection"], 0
         self.state.best_model_checkpoint = str(folder)
-
-    def _selection_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
-        """Return the divergence from the teacher on a batch, and the loss on its labels if they join; and outputs."""
-        weight = self.tune.final_labels_weight
-        outputs, taught = self._outputs(model, inputs, labelled=weight > 0)
-        value = self.data.type.teacher_loss(outputs, taught, inputs)
-        if weight:
-            value = self.tune.teacher_logits_weight * value + weight * self.data.type.label_loss(outputs, inputs)
-        return value, outputs
 
     def _outputs(
         self, model: nn.Module, inputs: dict[str, Tensor], *, labelled: bool, hidden: bool = False

@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
@@ -21,9 +22,6 @@ from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Predictions, Row, RowSet, pad_with_labels
 from linearize.training.stage_two.splits import Given, View
 from linearize.training.stage_two.tasks import Kind, Task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MOST_CLASSES = 100_000
 """Labels must be below this number: a head with a million outputs would be a mistake."""

@@ -58,7 +58,18 @@ class Chat(CausalType):
         column, most = self.task.columns[0], self.options.max_length
         rows, lengths, silent = [], [], 0
         for messages in table[column]:
-            ids, spoken = encode(self.tokenizer, _checked(messages, column))
+            listed = messages if isinstance(messages, list) else []
+            good = all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") is not None for m in listed
+            )
+            if not good or not listed:
+                raise DataError(
+                    f"chat: got {str(messages)[:60]!r} in column {column!r}, expected a list of messages with 'role' "
+                    "and 'content'; repair the row, or name another column (--columns)"
+                )
+            # Tables give every message all the fields that any message has.
+            given = [{name: value for name, value in m.items() if value is not None} for m in listed]
+            ids, spoken = encode(self.tokenizer, given)
             labels = [token if own else IGNORED for token, own in zip(ids[:most], spoken, strict=False)]
             # The first token has nothing before it to be predicted from.
             if not any(label != IGNORED for label in labels[1:]):
@@ -72,18 +83,6 @@ class Chat(CausalType):
                 f"expected messages with the role {ASSISTANT!r}; raise max_length, or check column {column!r}"
             )
         return rows, lengths, silent
-
-
-def _checked(messages: object, column: str) -> list[Message]:
-    listed = messages if isinstance(messages, list) else []
-    good = all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") is not None for m in listed)
-    if not good or not listed:
-        raise DataError(
-            f"chat: got {str(messages)[:60]!r} in column {column!r}, expected a list of messages with 'role' and "
-            "'content'; repair the row, or name another column (--columns)"
-        )
-    # Tables give every message all the fields that any message has.
-    return [{name: value for name, value in message.items() if value is not None} for message in listed]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:

@@ -6,6 +6,7 @@ Texts are read whole or in chunks (`task_types.text`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +22,7 @@ from linearize.core.heads import HEADS
 from linearize.training.alignment.objective import pooled
 from linearize.training.stage_two.metrics import part_ranks, ranks, retrieval
 from linearize.training.stage_two.rows import IGNORED, Predictions, Row
-from linearize.training.stage_two.splits import Given, Splits, View, open_splits
+from linearize.training.stage_two.splits import Given, View, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 from linearize.training.stage_two.task_types.text import Reader, Texts, mean_over_chunks, read_chunks
 
@@ -99,21 +100,9 @@ class EmbeddedPairs(Texts):
         """Read rows of two texts and their labels.
 
         Raises:
-            DataError: if rows have only one text, or a label does not fit the task.
+            DataError: if rows have only one text, a text has no token, or a label does not fit the task.
         """
         splits = open_splits(self.task, given, self.options)
-        return self.rows(splits, splits.description)
-
-    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
-        """Return the first and the second texts of all rows, and their labels."""
-        raise NotImplementedError
-
-    def rows(self, splits: Splits, description: str) -> TaskData:
-        """Return both splits as rows: those to measure on in chunks, and those to train on, if the options say so.
-
-        Raises:
-            DataError: if a text has no token.
-        """
         first, second, labels = self.read(splits.validation)
         texts, facts = self.measured(first + second)
         validation = _side_by_side(texts, labels)
@@ -124,7 +113,11 @@ class EmbeddedPairs(Texts):
             first, second, labels = self.read(splits.train)
             train = _side_by_side(self.checked(first + second), labels)
         chunkable = getattr(self.tokenizer, "is_fast", False)
-        return TaskData(self, train, validation, description, facts=facts, chunkable=chunkable)
+        return TaskData(self, train, validation, splits.description, facts=facts, chunkable=chunkable)
+
+    def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
+        """Return the first and the second texts of all rows, and their labels."""
+        raise NotImplementedError
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return the fields of 2 N texts of N rows, and the labels [N]."""
@@ -183,13 +176,13 @@ class Retrieval(EmbeddedPairs):
         Raises:
             DataError: if a text has only one word, or there is only one text.
         """
-        splits = open_splits(self.task, given, self.options)
-        if len(splits.validation) < 2:
+        data = super().prepare(given)
+        if len(data.validation) < 2:
             raise DataError(
-                f"task {self.task.name}: got {len(splits.validation)} text to measure on, expected several; add rows"
+                f"task {self.task.name}: got {len(data.validation)} text to measure on, expected several; add rows"
             )
         what = "halves of the texts of" if len(self.task.columns) < 2 else "questions and texts of"
-        return self.rows(splits, f"{what} {splits.description}")
+        return replace(data, description=f"{what} {data.description}")
 
     def read(self, view: View) -> tuple[list[str], list[str], Sequence[float]]:
         """Return the first and the second halves of all texts, or both texts of each row, and their numbers.

@@ -169,6 +169,7 @@ class _TextRows(Texts):
 
         Raises:
             DataError: if a column is missing, a regression's label is text, or a class is not among the task's.
+            ConfigError: if pairs of texts are asked for in chunks, or new pairs of texts without a pair.
         """
         splits = open_splits(self.task, given, self.options)
         self.read_labels(splits.train)
@@ -185,7 +186,17 @@ class _TextRows(Texts):
         else:
             # Labels are checked all the same.
             self.numbered(examples)
-        extra = self._new_pairs(examples) if self.options.extra_pairs else None
+        extra: list[Row] | None = None
+        if share := self.options.extra_pairs:
+            if examples[0].pair is None:
+                raise ConfigError(f"data, extra_pairs: got {share}, but task {self.task.name} reads no pairs; drop it")
+            firsts, seconds = [e.value for e in examples], [str(e.pair) for e in examples]
+            sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
+            texts = [firsts[first] for first, _ in sources], [seconds[second] for _, second in sources]
+            pairs = tokenise(self.tokenizer, *texts, self.options.max_length)
+            label = math.nan if self.numeric else IGNORED
+            # Each has the training rows that it shares a text with.
+            extra = [{**row, "sources": places, "labels": label} for row, places in zip(pairs, sources, strict=True)]
         note = f", {len(extra):,} new pairs" if extra else ""
         chunkable = getattr(self.tokenizer, "is_fast", False) and not paired
         description = splits.description + note
@@ -215,22 +226,6 @@ class _TextRows(Texts):
 
     def _labelled(self, rows: list[Row], examples: Sequence[Example]) -> list[Row]:
         return [{**row, "labels": label} for row, label in zip(rows, self.numbered(examples), strict=True)]
-
-    def _new_pairs(self, examples: Sequence[Example]) -> list[Row]:
-        """Return new pairs of the rows' texts without a label, each with the training rows it shares a text with.
-
-        Raises:
-            ConfigError: if the task does not read pairs.
-        """
-        share = self.options.extra_pairs
-        if examples[0].pair is None:
-            raise ConfigError(f"data, extra_pairs: got {share}, but task {self.task.name} reads no pairs; drop it")
-        firsts, seconds = [e.value for e in examples], [str(e.pair) for e in examples]
-        sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
-        texts = [firsts[first] for first, _ in sources], [seconds[second] for _, second in sources]
-        pairs = tokenise(self.tokenizer, *texts, self.options.max_length)
-        label = math.nan if self.numeric else IGNORED
-        return [{**row, "sources": places, "labels": label} for row, places in zip(pairs, sources, strict=True)]
 
 
 def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str] | None]:

@@ -26,7 +26,6 @@ from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData,
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import BatchEncoding
 
 
 class TokenLabels(TaskType):
@@ -204,7 +203,23 @@ class QuestionAnswering(TaskType):
                 return_offsets_mapping=True,
                 padding="max_length",
             )
-            rows += [_row(coded, piece, owner, answer) for piece in range(len(coded["input_ids"]))]
+            for piece, offsets in enumerate(coded["offset_mapping"]):
+                # The places of the text's tokens in it, None at others.
+                parts = zip(offsets, coded.sequence_ids(piece), strict=True)
+                spans = [tuple(span) if part == 1 else None for span, part in parts]
+                start = end = 0
+                if answer["text"]:
+                    # Blanks around an answer belong to no token.
+                    known, first = answer["text"][0], answer["answer_start"][0]
+                    first, last = first + len(known) - len(known.lstrip()), first + len(known.rstrip())
+                    begins = [i for i, span in enumerate(spans) if span and span[0] <= first < span[1]]
+                    ends = [i for i, span in enumerate(spans) if span and span[0] < last <= span[1]]
+                    # If the answer is not entirely inside the row, its span is the first token.
+                    if begins and ends:
+                        start, end = begins[0], ends[-1]
+                fields = {name: coded[name][piece] for name in TOKEN_FIELDS if name in coded}
+                places = {"start_positions": start, "end_positions": end}
+                rows.append({**fields, **places, "owner": owner, "offsets": spans})
         return rows
 
     def _overlap(self, question: str) -> int:
@@ -222,23 +237,6 @@ class QuestionAnswering(TaskType):
                 f"in rows of {most}; raise max_length, or shorten it"
             )
         return max(0, min(room - stride if stride else min(128, most // 4), room - 1))
-
-
-def _row(coded: BatchEncoding, piece: int, owner: int, answer: dict[str, Any]) -> Row:
-    """Return one row; if the answer is not entirely inside, its span is the first token."""
-    inside = [part == 1 for part in coded.sequence_ids(piece)]
-    offsets = [tuple(pair) if keep else None for pair, keep in zip(coded["offset_mapping"][piece], inside, strict=True)]
-    start = end = 0
-    if answer["text"]:
-        # Blanks around an answer belong to no token.
-        text, first = answer["text"][0], answer["answer_start"][0]
-        first, last = first + len(text) - len(text.lstrip()), first + len(text.rstrip())
-        begins = [i for i, pair in enumerate(offsets) if pair and pair[0] <= first < pair[1]]
-        ends = [i for i, pair in enumerate(offsets) if pair and pair[0] < last <= pair[1]]
-        if begins and ends:
-            start, end = begins[0], ends[-1]
-    fields = {name: coded[name][piece] for name in TOKEN_FIELDS if name in coded}
-    return {**fields, "start_positions": start, "end_positions": end, "owner": owner, "offsets": offsets}
 
 
 def best_answers(start: np.ndarray, end: np.ndarray, rows: list[Row], texts: list[str], empty: bool) -> list[str]:
