@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,7 +190,11 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     counts = [layer.index, layer.cache_index, hybrid.window, hybrid.sinks, hybrid.exact_keys, hybrid.trained_length]
     good = all(count is None or _count(count) for count in counts) and all(map(_count, hybrid.softmax_heads))
     _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *hybrid.softmax_heads])
-    _expect("host" not in got or _one_direction(host), "host of a layer", host)
+    # A host states its direction once, and only known facts.
+    known_facts = {*_PLANNED, CALLED, MASKED, LOCAL, OWN}
+    named = all(isinstance(fact, str) and fact in known_facts for fact in host) and len(set(host)) == len(host)
+    one_direction = named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
+    _expect("host" not in got or one_direction, "host of a layer", host)
     if not layer.converted:
         _expect(not layer.arguments and hybrid == PLAIN, "arguments of a layer that is not converted", layer.arguments)
         return layer
@@ -200,13 +204,6 @@ def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
     with contextlib.suppress(ConfigError):
         legacy = kernel_info(layer.kernel).legacy_defaults
     return dataclasses.replace(layer, arguments={**legacy, **layer.arguments})
-
-
-def _one_direction(host: Collection[object]) -> bool:
-    """Tell whether a list contains only known facts, and exactly one about the direction."""
-    known = (*_PLANNED, CALLED, MASKED, LOCAL, OWN)
-    named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
-    return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
 
 
 def _count(value: object) -> bool:

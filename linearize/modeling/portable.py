@@ -45,7 +45,17 @@ def code_files(plan: Plan) -> dict[str, str]:
     kernels = sorted({f"linearize.kernels.{layer.kernel}" for layer in plan.converted})
     modules = _closure([*ROOTS, *kernels])
     files = {f"{flat_name(module)}.py": flat_text(source_of(module)) for module in modules}
-    return {f"{ENTRY}.py": _entry(kernels)} | files
+    # The module that `auto_map` names. Importing a kernel registers it.
+    entry = [
+        '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',
+        "",
+        f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
+        f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",
+        *(f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels),
+        "",
+        "on_config_class(register_architecture)",
+    ]
+    return {f"{ENTRY}.py": "".join(f"{line}\n" for line in entry)} | files
 
 
 def why_not(plan: Plan) -> str:
@@ -89,20 +99,6 @@ def flat_name(module: str) -> str:
 def flat_text(source: str) -> str:
     """Rewrite a module's imports to point to the flat files."""
     return _IMPORT.sub(lambda match: f"{match[1]}.{flat_name(match[2])}{match[3]}", source)
-
-
-def _entry(kernels: Iterable[str]) -> str:
-    """Return the source of the module that `auto_map` names. Importing a kernel registers it."""
-    lines = [
-        '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',
-        "",
-        f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
-        f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",
-        *(f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels),
-        "",
-        "on_config_class(register_architecture)",
-    ]
-    return "".join(f"{line}\n" for line in lines)
 
 
 @functools.cache
