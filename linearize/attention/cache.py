@@ -305,8 +305,17 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
             cache with states and lost them.
     """
     if isinstance(cache, EncoderDecoderCache):
-        _check_not_emptied(cache, index)
-        cache = cache.self_attention_cache
+        across, cache = cache.cross_attention_cache.layers, cache.self_attention_cache
+        if index is not None and index < min(len(cache.layers), len(across)):
+            layer = cache.layers[index]
+            keys = getattr(layer, "keys", None) if isinstance(layer, DynamicLayer) else None
+            # Whisper's `generate` rebuilds the cache that it returns from each row's keys, and a state has none.
+            if getattr(across[index], "is_initialized", False) and keys is not None and keys.shape[2] == 0:
+                raise ConfigError(
+                    "got a generation cache without any keys, which was rebuilt from a cache of linear attention and "
+                    "lost its state; generation cannot be resumed from it: pass all tokens again, without "
+                    "past_key_values"
+                )
     layers = getattr(cache, "layers", None) or []
     if index is None:
         bad = next((layer for layer in layers if isinstance(layer, StaticLayer)), None)
@@ -323,16 +332,3 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
             "use model.new_cache(), or no cache: generate() makes its own"
         )
     return None
-
-
-def _check_not_emptied(cache: EncoderDecoderCache, index: int | None) -> None:
-    """Reject a cache returned by Whisper's `generate`: it is rebuilt from each row's keys, and a state has none."""
-    layers, across = cache.self_attention_cache.layers, cache.cross_attention_cache.layers
-    if index is None or index >= min(len(layers), len(across)) or not getattr(across[index], "is_initialized", False):
-        return
-    keys = getattr(layers[index], "keys", None)
-    if isinstance(layers[index], DynamicLayer) and keys is not None and keys.shape[2] == 0:
-        raise ConfigError(
-            "got a generation cache without any keys, which was rebuilt from a cache of linear attention and lost its "
-            "state; generation cannot be resumed from it: pass all tokens again, without past_key_values"
-        )
