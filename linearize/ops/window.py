@@ -26,7 +26,6 @@ from torch import Tensor
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
 from linearize.ops.window_parts import (
-    Columns,
     Keys,
     Mapped,
     Part,
@@ -84,10 +83,10 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
     half = window.size // 2 if isinstance(tokens, torch.SymInt) else min(window.size // 2, tokens - 1)
     place = torch.arange(tokens, device=keys.mask.device)
     if window.sinks:
-        first = collect(keys, window.sinks, None)
+        k, v, there, _ = collect(keys, window.sinks, None)
         # Not the first places: an exported graph would refuse rows with fewer tokens than sinks.
         outside = (place[:, None] - torch.arange(window.sinks, device=place.device)).abs() > half
-        columns.append(Columns(first.k, first.v, (outside & first.mask[:, None])[:, None]))
+        columns.append((k, v, (outside & there[:, None])[:, None]))
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
@@ -97,7 +96,7 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
         index = places_of(there, slots)
         visible = ((place[:, None] - index[:, :, None]).abs() > half) & there.gather(2, index)[:, :, None]
         index = index.clamp(max=tokens - 1)
-        columns.append(Columns(pick(keys.k, index), pick(keys.v, index), visible))
+        columns.append((pick(keys.k, index), pick(keys.v, index), visible))
         phi, scale = far.phi.masked_fill(chosen[..., None], 0.0), far.scale.masked_fill(chosen, FLOOR)
         far = far._replace(phi=phi, scale=scale)
     near = softmax_part(queries.x, keys, half, 2 * half + 1, window.scaling, columns)

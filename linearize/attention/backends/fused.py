@@ -99,7 +99,12 @@ class Fused:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
         maps, mask = maps_of(mixer), call.key_padding_mask
         mask = None if mask is None else mask.bool().contiguous()
-        factor, shift = _key_factors(mixer, call, mask)
+        # The factors [B, K, T] of the keys, and the logarithm [B, K] of what they are divided by; None if all are 1.
+        factor, shift, log_scale = None, None, mixer.log_scales(call)[1]
+        if log_scale is not None:
+            log_scale = log_scale if mask is None else log_scale.masked_fill(~mask[:, None], FLOOR)
+            shift = log_scale.detach().amax(dim=-1)
+            factor = torch.exp(log_scale - shift[..., None])
         scale, gradient = mixer.input_scale(call.scaling), torch.is_grad_enabled()
         settings = Settings(maps[0].kind, mixer.shape.causal, scale, mixer.eps, call.needs_state, gradient)
         weights = [getattr(map, name) for map in maps for name in WEIGHTS]
@@ -107,18 +112,6 @@ class Fused:
         if not call.needs_state:
             return out, None
         return out, {"kv": kv, "log_scale": kv.new_zeros(kv.shape[:2]) if shift is None else shift}
-
-
-def _key_factors(
-    mixer: FeatureMapMixer, call: AttentionCall, mask: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the factors [B, K, T] of the keys, and the logarithm [B, K] of what they are divided by; None if all 1."""
-    scale = mixer.log_scales(call)[1]
-    if scale is None:
-        return None, None
-    scale = scale if mask is None else scale.masked_fill(~mask[:, None], FLOOR)
-    shift = scale.detach().amax(dim=-1)
-    return torch.exp(scale - shift[..., None]), shift
 
 
 class Settings(NamedTuple):
@@ -163,13 +156,8 @@ class Side(NamedTuple):
     keys: bool
 
 
-class SideGradients(NamedTuple):
-    """The gradients of a side: tokens, values, factors, and the map's weights as the kernel stores them."""
-
-    x: Tensor
-    y: Tensor | None
-    a: Tensor | None
-    weights: Tensor | None
+SideGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""The gradients of a side: tokens, values, factors, and the map's weights as the kernel stores them."""
 
 
 class Launcher:
@@ -304,9 +292,9 @@ class Launcher:
         if dw is not None:
             dw = dw.unflatten(0, (self.batch, -1, group * side.map_group)).sum(dim=(0, 2, 3))
         if group == 1:
-            return SideGradients(dx, dy, da, dw)
+            return dx, dy, da, dw
         dy, da = (None if x is None else x.unflatten(1, (-1, group)).sum(dim=2) for x in (dy, da))
-        return SideGradients(dx.unflatten(1, (-1, group)).sum(dim=2), dy, da, dw)
+        return dx.unflatten(1, (-1, group)).sum(dim=2), dy, da, dw
 
     def tokens_first(self, heads: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return memory [B, heads, T, size] with the tokens first, because that is how the host reads it next."""
@@ -363,22 +351,22 @@ class _Attend(torch.autograd.Function):
         queries, keys = _sides(q, grad, k, v, *more)
         learned = any(ctx.needs_input_grad[6:])
         queries = queries._replace(a=inverse, b=launcher.slopes(out, queries.y, inverse))
-        of_q = launcher.gradients(queries, keys, states, learned=learned)
+        dq, _, _, query_weights = launcher.gradients(queries, keys, states, learned=learned)
         sums = launcher.sums(queries, -1 if settings.causal else 0)
         if not settings.causal:
             sums = sums.unflatten(0, (-1, launcher.groups)).sum(dim=1)
-        of_k = launcher.gradients(keys, queries, sums, learned=learned)
+        dk, dv, dfactor, key_weights = launcher.gradients(keys, queries, sums, learned=learned)
         size = q.shape[-1]
         if len(weights) == len(WEIGHTS):
-            whole = None if of_k.weights is None or of_q.weights is None else of_k.weights + of_q.weights
+            whole = None if key_weights is None or query_weights is None else key_weights + query_weights
             of_weights = _weight_gradients(whole, weights, size)
         else:
             of_weights = [
-                *_weight_gradients(of_k.weights, weights[: len(WEIGHTS)], size),
-                *_weight_gradients(of_q.weights, weights[len(WEIGHTS) :], size),
+                *_weight_gradients(key_weights, weights[: len(WEIGHTS)], size),
+                *_weight_gradients(query_weights, weights[len(WEIGHTS) :], size),
             ]
-        of_v = None if of_k.y is None else of_k.y.to(v.dtype)
-        return None, None, of_q.x.to(q.dtype), of_k.x.to(k.dtype), of_v, of_k.a, *of_weights
+        dv = None if dv is None else dv.to(v.dtype)
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv, dfactor, *of_weights
 
 
 def _weight_gradients(packed: Tensor | None, weights: Sequence[Tensor | None], size: int) -> list[Tensor | None]:

@@ -5,7 +5,7 @@ Causal calls without a window whose keys have learned log-scales are computed he
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,19 +36,9 @@ if TYPE_CHECKING:
     from linearize.attention.feature_map import FeatureMapMixer
 
 
-class Tuning(NamedTuple):
-    """Queries of a block and keys of a tile, and threads over 32: of `window_attend`, then of `chunk_sums`."""
-
-    block: int
-    tile: int
-    warps: int
-    sums_tile: int
-    sums_warps: int
-    stages: int = 1
-
-
-TUNING = {"bf16": Tuning(64, 32, 4, 64, 4), "tf32": Tuning(64, 32, 8, 32, 4), EXACT: Tuning(32, 32, 8, 32, 8)}
-"""By precision of products."""
+TUNING = {"bf16": (64, 32, 4, 64, 4), "tf32": (64, 32, 8, 32, 4), EXACT: (32, 32, 8, 32, 8)}
+"""Queries of a block, keys of a tile and threads over 32 of `window_attend`; then keys of a tile and threads over 32 of
+`chunk_sums`; by precision of products."""
 
 CHUNK, SEGMENTS = 128, 512
 """Tokens of a segment, and most segments; segments of longer rows have more tokens."""
@@ -135,7 +125,6 @@ class Launcher:
             "CHUNK": padded(-(-self.tokens // SEGMENTS), CHUNK),
             "SCALED": self.scaled,
         }
-        self.tuning = TUNING[self.precision]
         self.width = form.size if form.causal else form.size // 2
         self.segments = -(-self.tokens // self.options["CHUNK"])
         self.lost: Tensor | None = None
@@ -176,7 +165,8 @@ class Launcher:
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, H, T, V], and the state of the tokens that left the window (meaningful if causal)."""
-        form, tuned, numbers = self.form, self.tuning, self.numbers
+        form, numbers = self.form, self.numbers
+        block, tile, warps, sums_tile, sums_warps = TUNING[self.precision]
         width, device = numbers[2] + 1, self.q.device
         sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
         levels = torch.empty(self.rows, self.segments, device=device) if self.scaled else None
@@ -190,8 +180,8 @@ class Launcher:
             (self.rows, self.segments),
             arguments,
             **self.options,
-            TILE=tuned.sums_tile,
-            num_warps=tuned.sums_warps,
+            TILE=sums_tile,
+            num_warps=sums_warps,
         )
         states, levels = self.outside(sums, levels)
         out = self.q.new_empty(self.q.shape[0], self.tokens, self.heads, width - 1, dtype=self.v.dtype).transpose(1, 2)
@@ -208,15 +198,15 @@ class Launcher:
         )
         launch(
             "window_kernels.window_attend",
-            (self.q.shape[0] * self.heads, -(-self.tokens // tuned.block)),
+            (self.q.shape[0] * self.heads, -(-self.tokens // block)),
             arguments,
             CAUSAL=form.causal,
             FADES=self.trained is not None,
             **self.options,
-            BLOCK=tuned.block,
-            TILE=tuned.tile,
-            num_warps=tuned.warps,
-            num_stages=tuned.stages,
+            BLOCK=block,
+            TILE=tile,
+            num_warps=warps,
+            num_stages=1,
         )
         shape = self.k.shape[:2]
         level = states.new_zeros(shape) if levels is None else levels[:, -1].reshape(shape).clone()
