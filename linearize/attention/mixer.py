@@ -15,7 +15,7 @@ from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, Hybrid, KernelInfo, kernel_info
 from linearize.kernels.base import Kernel, Output
-from linearize.ops import BlockState, block_attention, block_weights
+from linearize.ops import Blocks, BlockState, block_attention, block_weights
 
 IMPLEMENTATION = "linearize"
 """The name under which transformers knows the attention function of converted models."""
@@ -93,7 +93,7 @@ class BlockMixer(Mixer):
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape) -> None:
         super().__init__(info, config, shape)
         build: Any = info.build
-        self.form = {"size": config.block, "causal": shape.causal, "softmax": build.softmax}
+        self.blocks = Blocks(config.block, shape.causal, build.softmax)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -107,7 +107,7 @@ class BlockMixer(Mixer):
             call.q,
             call.k,
             call.v,
-            **self.form,
+            self.blocks,
             scaling=call.scaling,
             key_padding_mask=call.key_padding_mask,
             initial_state=None if call.state is None else BlockState(**call.state),
@@ -116,4 +116,4 @@ class BlockMixer(Mixer):
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the weights [B, H, T, S] as `Mixer.weights` does."""
-        return block_weights(q, k, **self.form, scaling=scaling, key_padding_mask=key_padding_mask)
+        return block_weights(q, k, self.blocks, scaling=scaling, key_padding_mask=key_padding_mask)

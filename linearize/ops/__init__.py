@@ -1,7 +1,7 @@
 """Linear attention as pure functions on tensors: torch only, [B, H, T, D] layout, sums over tokens in fp32."""
 
 from linearize.ops.bidirectional import bidirectional_attention, gather_keys, read_state
-from linearize.ops.block import BlockState, block_attention, block_weights
+from linearize.ops.block import Blocks, BlockState, block_attention, block_weights
 from linearize.ops.causal import advance, causal_attention, recurrent_attention
 from linearize.ops.floored import floored_attention
 from linearize.ops.naive import kernel_weights
@@ -11,6 +11,7 @@ from linearize.ops.window_parts import Mapped, Window, WindowState, window_weigh
 
 __all__ = [
     "BlockState",
+    "Blocks",
     "LinearOp",
     "LinearOptions",
     "Mapped",

@@ -8,6 +8,7 @@ Paper: Qin et al. 2022, "The Devil in Linear Transformer" (TransNormer), https:/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.state import FLOOR, put_back, real_first, real_tokens, take, without_padding
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The form of the attention.
+
+    Attributes:
+        size: tokens per block, w.
+        causal: whether query i sees only keys up to its own position.
+        softmax: softmax of the scores; otherwise their ReLU.
+    """
+
+    size: int
+    causal: bool
+    softmax: bool = True
 
 
 class BlockState(NamedTuple):
@@ -35,10 +51,8 @@ def block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    size: int,
+    blocks: Blocks,
     *,
-    causal: bool,
-    softmax: bool = True,
     scaling: float,
     key_padding_mask: Tensor | None = None,
     initial_state: BlockState | None = None,
@@ -49,9 +63,7 @@ def block_attention(
         q: [B, H, T, D].
         k: [B, K, T, D], K divides H.
         v: [B, K, T, V].
-        size: tokens per block, w.
-        causal: whether query i sees only keys up to its own position.
-        softmax: softmax of the scores; otherwise their ReLU.
+        blocks: their size, direction and weights.
         scaling: factor of the scores.
         key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
         initial_state: the state before these tokens (causal only).
@@ -59,7 +71,7 @@ def block_attention(
     Returns:
         Output [B, H, T, V] in fp32 and the state after the last token, from which a causal attention continues.
     """
-    tokens = q.shape[2]
+    tokens, size = q.shape[2], blocks.size
     mask = real_tokens(q, key_padding_mask)
     q, k, v = (without_padding(x, key_padding_mask) for x in (q, k, v))
     order = None
@@ -71,7 +83,7 @@ def block_attention(
     if initial_state is not None or key_padding_mask is not None:
         order = real_first(mask)
         q, k, v, mask = take(q, order), take(k, order), take(v, order), mask.gather(1, order)
-    out = _attend(q.float() * scaling, k, v, mask, size, causal, softmax)
+    out = _attend(q.float() * scaling, k, v, mask, blocks)
     if order is not None:
         out = put_back(out, order)
     # The block that is not full; padding comes last.
@@ -83,20 +95,20 @@ def block_attention(
     return out[:, :, -tokens:], BlockState(last_k, last_v, count % size)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, size: int, causal: bool, softmax: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blocks: Blocks) -> Tensor:
     """Attend inside blocks of tokens without gaps: shapes as in `block_attention`, q scaled, mask [B, T]."""
     batch, heads, tokens, _ = q.shape
     key_heads = k.shape[1]
-    size = min(size, tokens)
+    size = min(blocks.size, tokens)
     rest = -tokens % size
     count = (tokens + rest) // size
     q, k, v = (F.pad(x.float(), (0, 0, 0, rest)) for x in (q, k, v))
     q = q.reshape(batch, key_heads, heads // key_heads, count, size, -1)
     k, v = (x.reshape(batch, key_heads, 1, count, size, -1) for x in (k, v))
     visible = F.pad(mask, (0, rest)).reshape(batch, 1, 1, count, 1, size)
-    if causal:
+    if blocks.causal:
         visible = visible & torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    out = _activate(q @ k.transpose(-1, -2), visible, softmax) @ v
+    out = _activate(q @ k.transpose(-1, -2), visible, blocks.softmax) @ v
     return out.reshape(batch, heads, count * size, -1)[:, :, :tokens]
 
 
@@ -109,14 +121,7 @@ def _activate(scores: Tensor, visible: Tensor, softmax: bool) -> Tensor:
 
 
 def block_weights(
-    q: Tensor,
-    k: Tensor,
-    size: int,
-    *,
-    causal: bool,
-    softmax: bool = True,
-    scaling: float,
-    key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, blocks: Blocks, *, scaling: float, key_padding_mask: Tensor | None = None
 ) -> Tensor:
     """Return the weights [B, H, T, S] of `block_attention` in fp32, for the same arguments: the quadratic reference.
 
@@ -124,11 +129,11 @@ def block_weights(
     """
     queries, keys = q.shape[2], k.shape[2]
     real = real_tokens(k, key_padding_mask)
-    number = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // size
+    number = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // blocks.size
     visible = (number[:, -queries:, None] == number[:, None, :]) & real[:, None]
-    if causal:
+    if blocks.causal:
         visible = visible & torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     k = without_padding(k, key_padding_mask)
     q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -queries:])
     scores = (q.float() * scaling) @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
-    return _activate(scores, visible[:, None], softmax)
+    return _activate(scores, visible[:, None], blocks.softmax)

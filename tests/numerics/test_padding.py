@@ -11,6 +11,7 @@ from support.op_cases import parallel_attention
 
 from linearize.attention.backends.causal import attend_causally
 from linearize.ops import (
+    Blocks,
     Mapped,
     Window,
     bidirectional_attention,
@@ -117,7 +118,7 @@ def windowed(q, k, v, *, log_scale, key_padding_mask):
 
 
 def blockwise(q, k, v, *, log_scale, key_padding_mask):
-    return block_attention(q, k, v, 4, causal=True, scaling=0.1, key_padding_mask=key_padding_mask)
+    return block_attention(q, k, v, Blocks(4, causal=True), scaling=0.1, key_padding_mask=key_padding_mask)
 
 
 def traced(q, k, v, *, log_scale, key_padding_mask):
