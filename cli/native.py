@@ -132,10 +132,10 @@ def explain_layers(
         folded.setdefault((mixer.info.name, *explanations), []).append(name)
     for (kernel, *found), names in folded.items():
         out.print(f"Backends of {_ranges(names)}, {kernel}:")
-        for explanation in found:
-            out.print(f"  {explanation.call}: {explanation.backend}")
+        for call, chosen, declined in found:
+            out.print(f"  {call}: {chosen}")
             reasons: dict[str, list[str]] = {}
-            for backend, why in explanation.declined:
+            for backend, why in declined:
                 reasons.setdefault(why, []).append(backend)
             for why, backends in reasons.items():
                 out.print(f"    declined, {why}: {'; '.join(backends)}", soft_wrap=True)

@@ -52,8 +52,8 @@ LEGACY_DEFAULTS = {"form": "paper", "floor": 0.0}
 
 
 def spectral_stage_one(config: SpectralConfig) -> StageOne:
-    """Return hedgehog's defaults, with a penalty on negative weights if weights can be negative."""
-    return StageOne(learning_rate=1e-2, negative_penalty=0.0 if config.positive else 1.0)
+    """Return the usual defaults, with a penalty on negative weights if weights can be negative."""
+    return StageOne(negative_penalty=0.0 if config.positive else 1.0)
 
 
 class SpectralMap(FeatureMap):

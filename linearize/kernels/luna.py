@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, orthonormal, project
 from linearize.ops.state import is_tracing
 
@@ -201,6 +201,5 @@ register_kernel(
         parameters_formula="M (d + 1) + L (3 hidden + 1)",
         learnable=True,
         positive=True,
-        stage_one=StageOne(learning_rate=1e-2),
     )
 )

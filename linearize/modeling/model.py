@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.cache import LinearizeCache, given_cache
 from linearize.attention.interface import linear_attentions, register_interface
@@ -50,8 +50,6 @@ from linearize.modeling.weights import (
 )
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
     _Original = PreTrainedModel
 else:
     _Original = object

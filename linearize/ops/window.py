@@ -100,11 +100,6 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
         phi, scale = far.phi.masked_fill(chosen[..., None], 0.0), far.scale.masked_fill(chosen, FLOOR)
         far = far._replace(phi=phi, scale=scale)
     near = softmax_part(queries.x, keys, half, 2 * half + 1, window.scaling, columns)
-    return [near, *_beyond(queries, far, half)]
-
-
-def _beyond(queries: Mapped, keys: Keys, half: int) -> list[Part]:
-    """Return the kernel's parts over the keys more than `half` tokens before each query, and after it."""
 
     # Both ways at once: the keys after a query are those before it in the reversed order.
     def both(x: Tensor, tokens: int = 2) -> Tensor:
@@ -115,11 +110,11 @@ def _beyond(queries: Mapped, keys: Keys, half: int) -> list[Part]:
         ends = (0, 0) * (x.ndim - 1 - tokens) + (half + 1, 0)
         return F.pad(both(x, tokens), ends).narrow(tokens, 0, x.shape[tokens])
 
-    phi, v, scale, mask = gone(keys.phi), gone(keys.v), gone(keys.scale), gone(keys.mask, 1)
+    phi, v, scale, mask = gone(far.phi), gone(far.v), gone(far.scale), gone(far.mask, 1)
     (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, empty_state(phi, v, scaled=True))
     # ONNX has no translation for `chunk` along an axis of unknown size.
     mixed, level = (x.unflatten(0, (2, -1)) for x in (mixed, both(queries.scale()) + level))
-    return [(mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
+    return [near, (mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
 
 
 AT_ONCE = 256

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.ops import (
     LinearOp,
     Mapped,
@@ -18,9 +17,6 @@ from linearize.ops import (
     floored_attention,
     window_attention,
 )
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 NO_WINDOW = "it does not support a softmax window"
 NO_FLOOR = "it does not support a floor for denominators"

@@ -8,7 +8,7 @@ start from the sum of the segments before theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,10 @@ from linearize.attention.backends.triton_calls import (
     unusable,
 )
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.native.gradient import first_order
+from linearize.kernels.base import MapSpec
 from linearize.ops.state import FLOOR
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
-    from linearize.kernels.base import MapSpec
 
 UNIT, LEAST = 64, 128
 """Segments are multiples of UNIT tokens, LEAST or more."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -21,10 +19,8 @@ from linearize.attention.backends.triton_calls import (
     weights_of,
 )
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING, UNITS
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 MOST_GROUPS = 4
 """Most query heads per key head: one program holds the features of all of them."""

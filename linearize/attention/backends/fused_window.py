@@ -5,7 +5,7 @@ Causal calls without a window whose keys have learned log-scales are computed he
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +27,11 @@ from linearize.attention.backends.triton_calls import (
     weights_of,
 )
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING
 from linearize.ops import State, Window
 from linearize.ops.state import put_back, real_tokens
 from linearize.ops.window_causal import state_after
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
-
 
 TUNING = {"bf16": (64, 32, 4, 64, 4), "tf32": (64, 32, 8, 32, 4), EXACT: (32, 32, 8, 32, 8)}
 """Queries of a block, keys of a tile and threads over 32 of `window_attend`; then keys of a tile and threads over 32 of
@@ -127,22 +124,20 @@ class Launcher:
         }
         self.width = form.size if form.causal else form.size // 2
         self.segments = -(-self.tokens // self.options["CHUNK"])
-        self.lost: Tensor | None = None
-        self.order: Tensor | None = None
-        self.places: Tensor | None = None
-        if form.exact_keys:
-            self.choose()
+        self.lost, self.order, self.places = self.choose()
 
-    def choose(self) -> None:
-        """Choose the exact keys: set `lost`, `order` and `places`, as `window_kernels.contest` describes them."""
+    def choose(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Choose the exact keys, if any; the results are those that `window_kernels.contest` describes."""
+        if not self.form.exact_keys:
+            return None, None, None
         form, shape, device = self.form, self.k.shape[:3], self.k.device
         priority = torch.zeros(shape, device=device) if self.c is None else self.c
-        self.lost = torch.full(shape, self.tokens, dtype=torch.int32, device=device)
-        self.order = torch.full(shape, -1, dtype=torch.int32, device=device)
-        places = self.order.new_empty(*shape[:2], self.segments + 1, form.sinks + form.exact_keys)
+        lost = torch.full(shape, self.tokens, dtype=torch.int32, device=device)
+        order = torch.full(shape, -1, dtype=torch.int32, device=device)
+        places = order.new_empty(*shape[:2], self.segments + 1, form.sinks + form.exact_keys)
         width = form.size if form.causal else 0
         arguments = (
-            *(priority, self.mask, self.lost, self.order, places),
+            *(priority, self.mask, lost, order, places),
             *(self.tokens, self.segments, self.key_heads, width, form.sinks, form.exact_keys),
         )
         launch(
@@ -157,11 +152,11 @@ class Launcher:
         )
         if not form.causal:
             # All keys competed at once, so only the winners at the end count.
-            kept = self.lost == self.tokens
+            kept = lost == self.tokens
             place = torch.arange(self.tokens, dtype=torch.int32, device=device)
-            self.lost, self.order = torch.where(kept, self.lost, 0), torch.where(kept, -1, place)
+            lost, order = torch.where(kept, lost, 0), torch.where(kept, -1, place)
             places = places[:, :, -1:].contiguous()
-        self.places = places
+        return lost, order, places
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, H, T, V], and the state of the tokens that left the window (meaningful if causal)."""

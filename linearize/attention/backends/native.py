@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import fade
 from linearize.attention.native import loaded, unreadable
 from linearize.attention.native.gradient import WindowedAttention, attend_with_gradient
@@ -18,9 +19,6 @@ from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import State, causal_attention
 from linearize.ops.state import put_back, real_first, real_tokens, take
 from linearize.ops.window_causal import state_after
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 
 class Native:

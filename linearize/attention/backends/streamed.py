@@ -7,7 +7,7 @@ once. The backward pass recomputes them, part by part, from q, k and v and the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from linearize.attention.backends.causal import causal_op
 from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.ops import LinearOptions, State, gather_keys, read_state
 from linearize.ops.state import is_tracing, without_padding
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 RECOMPUTED = 8192
 """From this many tokens on, the backward pass recomputes features: 25 to 75 % slower, but with little memory."""

@@ -6,18 +6,16 @@ import functools
 import importlib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linearize.attention.backends.native import maps_of, unknown_maps
 from linearize.attention.call import AttentionCall
+from linearize.attention.feature_map import FeatureMapMixer
+from linearize.kernels.base import MapSpec
 from linearize.ops.state import is_tracing
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
-    from linearize.kernels.base import MapSpec
 
 SWITCH = "LINEARIZE_TRITON"
 """Environment variable: with 0 the Triton kernels are not used."""
