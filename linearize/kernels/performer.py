@@ -47,13 +47,13 @@ class Performer(FeatureMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the directions."""
-        shape = self.weight.shape
+        heads, rows, size = self.weight.shape
         if not self.config.orthogonal:
-            self.weight.copy_(torch.randn(shape, generator=generator))
+            self.weight.copy_(torch.randn(heads, rows, size, generator=generator))
             return
         # Each row is Gaussian, and orthogonal to the other rows in its block.
-        directions = orthonormal(*shape, generator)
-        lengths = torch.randn(shape, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+        directions = orthonormal(heads, rows, size, generator)
+        lengths = torch.randn(heads, rows, size, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
         self.weight.copy_(directions * lengths)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
