@@ -62,15 +62,10 @@ class Windowed:
         window = mixer.form(call.scaling)
         assert window is not None
         queries, keys = mixer.features(call)
+        sides = Mapped(call.q, *queries), Mapped(call.k, *keys)
+        mask, before = call.key_padding_mask, None if call.state is None else WindowState.of(call.state)
         # Stay in fp32 until the output, like all sums.
-        out, state = window_attention(
-            Mapped(call.q, *queries),
-            Mapped(call.k, *keys),
-            call.v,
-            window,
-            key_padding_mask=call.key_padding_mask,
-            initial_state=None if call.state is None else WindowState.of(call.state),
-        )
+        out, state = window_attention(*sides, call.v, window, key_padding_mask=mask, initial_state=before)
         after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after
 

@@ -133,10 +133,6 @@ class Side(NamedTuple):
     keys: bool
 
 
-SideGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of a side: tokens, values, factors, and the map's weights as the kernel stores them."""
-
-
 class Launcher:
     """Runs the kernels of one call, forwards and backwards; holds no tensors.
 
@@ -170,19 +166,10 @@ class Launcher:
     def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[Any], **options: bool | int) -> None:
         """Run a kernel for every segment of all heads."""
         tuned = self.tuning[tuning]
-        launch(
-            f"fused_kernels.{name}",
-            (self.batch * heads, self.segments),
-            arguments,
-            **options,
-            **self.padded,
-            KIND=self.kind,
-            HALVES=self.halves,
-            PRECISION=self.precision,
-            BLOCK=tuned.block,
-            num_warps=tuned.warps if max(self.padded.values()) > FEW else 4,
-            num_stages=tuned.stages,
-        )
+        warps = tuned.warps if max(self.padded.values()) > FEW else 4
+        shared = {**self.padded, "KIND": self.kind, "HALVES": self.halves, "PRECISION": self.precision}
+        blocks = {"BLOCK": tuned.block, "num_warps": warps, "num_stages": tuned.stages}
+        launch(f"fused_kernels.{name}", (self.batch * heads, self.segments), arguments, **options, **shared, **blocks)
 
     def blocks(self, tuning: str) -> int:
         """Return the number of blocks of a segment."""
@@ -245,7 +232,7 @@ class Launcher:
 
     def gradients(
         self, side: Side, other: Side, mask: Tensor | None, states: Tensor, *, learned: bool
-    ) -> SideGradients:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of a side, given the sums of the other: in causal calls those before or after segments.
 
         Args:
@@ -254,6 +241,9 @@ class Launcher:
             mask: [B, T] bool, or None.
             states: the sums of the other side, for each of its heads.
             learned: whether the gradients of the weights are needed.
+
+        Returns:
+            Those of the side's tokens, values and factors, and of the map's weights as the kernel stores them.
         """
         causal = self.causal
         # Causal keys are mapped once for each query head, because the kernel also reads the queries in order.

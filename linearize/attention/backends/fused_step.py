@@ -76,20 +76,9 @@ class FusedStep:
             *(call.scaling, mixer.input_scale(call.scaling), mixer.eps, float(length or 1), FADING),
             *(heads, groups, groups if len(maps) == 1 else 1, *sizes, ring, sinks, slots),
         )
-        launch(
-            "step_kernels.step",
-            (batch * key_heads,),
-            arguments,
-            **padded_sizes(sizes),
-            **places,
-            UNITS=UNITS,
-            KIND=maps[0].kind,
-            HALVES=HALVES[maps[0].kind],
-            TILE=32,
-            SINKS_=padded(sinks),
-            G_=padded(groups, 1),
-            num_warps=4,
-        )
+        kind, tiles = maps[0].kind, {**padded_sizes(sizes), **places, "SINKS_": padded(sinks), "G_": padded(groups, 1)}
+        options = {"UNITS": UNITS, "KIND": kind, "HALVES": HALVES[kind], "TILE": 32, "num_warps": 4}
+        launch("step_kernels.step", (batch * key_heads,), arguments, **tiles, **options)
         if ring:
             shared = state["ring_mask"], mask, state.get("tokens"), state.get("kept_mask"), ring, sinks, slots
             launch("step_kernels.advance", (batch,), shared, WIDTH_=padded(ring), **places, num_warps=1)

@@ -114,16 +114,11 @@ class Launcher:
         numbers = maps[0].first.shape[1], self.q.shape[3], self.v.shape[3]
         self.numbers, self.precision = numbers, precision_of(self.v)
         self.features = HALVES[maps[0].kind] * numbers[0]
-        self.options: dict[str, Any] = {
-            **padded_sizes(numbers),
-            "KIND": maps[0].kind,
-            "HALVES": HALVES[maps[0].kind],
-            "PRECISION": self.precision,
-            "CHUNK": padded(-(-self.tokens // SEGMENTS), CHUNK),
-            "SCALED": self.scaled,
-        }
+        kind, self.chunk = maps[0].kind, padded(-(-self.tokens // SEGMENTS), CHUNK)
+        self.options: dict[str, Any] = {**padded_sizes(numbers), "KIND": kind, "HALVES": HALVES[kind]}
+        self.options |= {"PRECISION": self.precision, "CHUNK": self.chunk, "SCALED": self.scaled}
         self.width = form.size if form.causal else form.size // 2
-        self.segments = -(-self.tokens // self.options["CHUNK"])
+        self.segments = -(-self.tokens // self.chunk)
         self.lost, self.order, self.places = self.choose()
 
     def choose(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -140,16 +135,9 @@ class Launcher:
             *(priority, self.mask, lost, order, places),
             *(self.tokens, self.segments, self.key_heads, width, form.sinks, form.exact_keys),
         )
-        launch(
-            "window_kernels.contest",
-            (self.rows,),
-            arguments,
-            CHUNK=self.options["CHUNK"],
-            TILE=min(64, self.options["CHUNK"]),
-            PLACES=padded(form.exact_keys),
-            SINKS_=padded(form.sinks),
-            num_warps=1,
-        )
+        tiles = {"CHUNK": self.chunk, "TILE": min(64, self.chunk)}
+        tiles |= {"PLACES": padded(form.exact_keys), "SINKS_": padded(form.sinks)}
+        launch("window_kernels.contest", (self.rows,), arguments, **tiles, num_warps=1)
         if not form.causal:
             # All keys competed at once, so only the winners at the end count.
             kept = lost == self.tokens
@@ -170,14 +158,8 @@ class Launcher:
             *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
             *(self.width if form.causal else 0, form.sinks, *numbers),
         )
-        launch(
-            "window_kernels.chunk_sums",
-            (self.rows, self.segments),
-            arguments,
-            **self.options,
-            TILE=sums_tile,
-            num_warps=sums_warps,
-        )
+        options = {**self.options, "TILE": sums_tile, "num_warps": sums_warps}
+        launch("window_kernels.chunk_sums", (self.rows, self.segments), arguments, **options)
         states, levels = self.outside(sums, levels)
         out = self.q.new_empty(self.q.shape[0], self.tokens, self.heads, width - 1, dtype=self.v.dtype).transpose(1, 2)
         groups = self.heads // self.key_heads
@@ -191,18 +173,10 @@ class Launcher:
             *(self.width, form.sinks, sets, keep, states.shape[1], self.heads, groups, groups if self.tied else 1),
             *numbers,
         )
-        launch(
-            "window_kernels.window_attend",
-            (self.q.shape[0] * self.heads, -(-self.tokens // block)),
-            arguments,
-            CAUSAL=form.causal,
-            FADES=self.trained is not None,
-            **self.options,
-            BLOCK=block,
-            TILE=tile,
-            num_warps=warps,
-            num_stages=1,
-        )
+        options = {"CAUSAL": form.causal, "FADES": self.trained is not None, **self.options}
+        options |= {"BLOCK": block, "TILE": tile, "num_warps": warps, "num_stages": 1}
+        grid = self.q.shape[0] * self.heads, -(-self.tokens // block)
+        launch("window_kernels.window_attend", grid, arguments, **options)
         shape = self.k.shape[:2]
         level = states.new_zeros(shape) if levels is None else levels[:, -1].reshape(shape).clone()
         return out, states[:, -1].unflatten(0, shape).clone(), level
@@ -212,7 +186,7 @@ class Launcher:
         slots, size = self.segments + int(self.form.causal), self.features * (self.numbers[2] + 1)
         states = sums.new_empty(self.rows, slots, *sums.shape[2:])
         state_levels = None if levels is None else levels.new_empty(self.rows, slots)
-        apart = 0 if self.form.causal else -(-self.width // self.options["CHUNK"])
+        apart = 0 if self.form.causal else -(-self.width // self.chunk)
         # Those of the sums from the one side; the others are added from the other side.
         before = None if levels is None else torch.empty_like(levels)
         grid, arguments = (self.rows, -(-size // 128)), (sums, levels, states, state_levels, before)

@@ -56,14 +56,10 @@ class Engine:
             k: keys [B, K, T, D].
             v: values [B, K, T, V].
         """
-        return (
-            type(q) is Tensor
-            and q.is_cpu
-            and q.dtype == k.dtype
-            and q.dtype in structures.TYPES
-            and v.dtype in structures.TYPES
-            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        )
+        if type(q) is not Tensor or not q.is_cpu or q.dtype != k.dtype:
+            return False
+        known = q.dtype in structures.TYPES and v.dtype in structures.TYPES
+        return known and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
 
     pack = staticmethod(packed)
     """Describe maps and log-scales for `step` and `window_step`."""
