@@ -10,7 +10,6 @@ from torch import Tensor
 
 from linearize.core.registry import StageOne, option
 from linearize.kernels.base import FeatureMap, floor_option, orthonormal, project
-from linearize.ops.state import is_tracing
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,4 @@ def halves(angle: Tensor, envelope: Tensor) -> Tensor:
 
 def waves(angle: Tensor, envelope: Tensor) -> Tensor:
     """Return [cos angle * envelope ; sin angle * envelope]: [..., n] each -> [..., 2 n]."""
-    if torch.is_grad_enabled() or is_tracing():
-        return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)
-    # The same without the copy of `cat`.
-    n = angle.shape[-1]
-    phi = angle.new_empty(*angle.shape[:-1], 2 * n)
-    torch.mul(angle.cos(), envelope, out=phi[..., :n])
-    torch.mul(angle.sin(), envelope, out=phi[..., n:])
-    return phi
+    return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)
