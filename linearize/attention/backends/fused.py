@@ -334,15 +334,12 @@ class _Attend(torch.autograd.Function):
         if not launcher.causal:
             sums = sums.unflatten(0, (-1, launcher.groups)).sum(dim=1)
         dk, dv, dfactor, key_weights = launcher.gradients(keys, queries, mask, sums, learned=learned)
-        size = q.shape[-1]
-        if len(weights) == len(WEIGHTS):
-            whole = None if key_weights is None or query_weights is None else key_weights + query_weights
-            of_weights = _weight_gradients(whole, weights, size)
-        else:
-            of_weights = [
-                *_weight_gradients(key_weights, weights[: len(WEIGHTS)], size),
-                *_weight_gradients(query_weights, weights[len(WEIGHTS) :], size),
-            ]
+        size, count, shared = q.shape[-1], len(WEIGHTS), len(weights) == len(WEIGHTS)
+        if shared and key_weights is not None and query_weights is not None:
+            key_weights = key_weights + query_weights
+        of_weights = _weight_gradients(key_weights, weights[:count], size)
+        if not shared:
+            of_weights += _weight_gradients(query_weights, weights[count:], size)
         dv = None if dv is None else dv.to(v.dtype)
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv, dfactor, *of_weights
 
