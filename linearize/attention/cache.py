@@ -8,16 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    StaticLayer,
-)
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from linearize.core.errors import ConfigError, LinearizeError
 

@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import (
-    AttentionMaskInterface,
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer

@@ -45,14 +45,13 @@ class SpectralConfig:
         """Whether the map has a learned magnitude."""
         return self.positive and self.magnitude
 
+    def stage_one(self) -> StageOne:
+        """Return the usual defaults, with a penalty on negative weights if weights can be negative."""
+        return StageOne(negative_penalty=0.0 if self.positive else 1.0)
+
 
 LEGACY_DEFAULTS = {"form": "paper", "floor": 0.0}
 """Defaults for checkpoints that do not mention these arguments: older versions had only this form, without a floor."""
-
-
-def spectral_stage_one(config: SpectralConfig) -> StageOne:
-    """Return the usual defaults, with a penalty on negative weights if weights can be negative."""
-    return StageOne(negative_penalty=0.0 if config.positive else 1.0)
 
 
 class SpectralMap(FeatureMap):

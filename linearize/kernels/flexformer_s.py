@@ -38,14 +38,7 @@ import torch
 from torch import Tensor
 
 from linearize.core.registry import KernelInfo, option, register_kernel
-from linearize.kernels._spectral import (
-    LEGACY_DEFAULTS,
-    SpectralConfig,
-    SpectralMap,
-    halves,
-    signed_directions,
-    spectral_stage_one,
-)
+from linearize.kernels._spectral import LEGACY_DEFAULTS, SpectralConfig, SpectralMap, halves, signed_directions
 from linearize.kernels.base import Features, MapSpec, draw_normal, project
 
 
@@ -133,7 +126,7 @@ register_kernel(
         parameters_formula="n d + n + d (n d + n without magnitude, n d + 1 in the other forms)",
         learnable=True,
         positive=lambda config: config.positive,
-        stage_one=spectral_stage_one,
+        stage_one=SpectralConfig.stage_one,
         legacy_defaults=LEGACY_DEFAULTS,
     )
 )

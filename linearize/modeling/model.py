@@ -40,14 +40,7 @@ from linearize.modeling.compat import (
 )
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, OWN, UNKNOWN, LayerPlan, Plan, contradiction, damaged
-from linearize.modeling.weights import (
-    HUB_OPTIONS,
-    absent_weights,
-    check_loaded,
-    check_numbers,
-    check_weights,
-    take_stored_names,
-)
+from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_loaded, check_weights, take_stored_names
 
 if TYPE_CHECKING:
     _Original = PreTrainedModel
@@ -85,7 +78,6 @@ class LinearizedModel(_Original):
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
         check_loaded(model, info, saved)
-        check_numbers(model)
         # So that weights are saved under the same names as those of a freshly converted model.
         forget_renamings(model)
         return (model, info) if output_loading_info else model

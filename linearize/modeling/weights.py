@@ -88,7 +88,9 @@ def check_weights(
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
-    """Check that all weights shared with the saved model were loaded: transformers randomly fills in missing ones.
+    """Check that all weights shared with the saved model were loaded, and as finite numbers.
+
+    transformers fills in missing ones at random.
 
     Args:
         model: the loaded model; if its head differs from the saved one, the weights of the head are new.
@@ -96,7 +98,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
         saved: names of the weights in the saved model; empty if unknown.
 
     Raises:
-        CheckpointError: if a weight is missing, has the wrong size, or was not expected.
+        CheckpointError: if a weight is missing, has the wrong size, was not expected, or is NaN or infinite.
     """
     prefix = f"{model.base_model_prefix}."
     shared = {name.removeprefix(prefix) for name in saved}
@@ -116,6 +118,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
                 "incomplete, or the installed transformers reads their names differently: download it again or convert "
                 "the model again"
             )
+    check_numbers(model)
 
 
 def check_merged(model: torch.nn.Module) -> None:

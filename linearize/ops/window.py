@@ -25,18 +25,7 @@ from torch import Tensor
 
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
-from linearize.ops.window_parts import (
-    Keys,
-    Mapped,
-    Part,
-    Window,
-    WindowState,
-    collect,
-    join,
-    pick,
-    places_of,
-    strongest,
-)
+from linearize.ops.window_parts import Keys, Mapped, Window, WindowState, collect, join, pick, places_of, strongest
 
 
 def window_attention(
@@ -76,7 +65,7 @@ def window_attention(
     return (out if order is None else put_back(out, order)).to(v.dtype), state
 
 
-def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Part]:
+def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tuple[Tensor, Tensor]]:
     """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
     tokens, far, columns = queries.x.shape[2], keys, []
     # A window wider than the text is cut to the text: no key is further away than T - 1 tokens.

@@ -8,15 +8,7 @@ from torch import Tensor
 from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.ops import (
-    LinearOp,
-    Mapped,
-    WindowState,
-    advance,
-    bidirectional_attention,
-    floored_attention,
-    window_attention,
-)
+from linearize.ops import Mapped, WindowState, advance, bidirectional_attention, floored_attention, window_attention
 
 NO_WINDOW = "it does not support a softmax window"
 NO_FLOOR = "it does not support a floor for denominators"
@@ -36,11 +28,9 @@ class Eager:
         queries, keys = mixer.features(call)
         # Stay in fp32 until the output: sums without a denominator would overflow fp16.
         tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
-        op: LinearOp = bidirectional_attention
-        if mixer.shape.causal:
-            op = causal_op(call.k, normalize=mixer.divides)
-            if op is attend_with_state and not call.needs_state:
-                return mixer.cast_output(attend_causally(*tensors, **options), call.v.dtype), None
+        op = causal_op(call.k, normalize=mixer.divides) if mixer.shape.causal else bidirectional_attention
+        if op is attend_with_state and not call.needs_state:
+            return mixer.cast_output(attend_causally(*tensors, **options), call.v.dtype), None
         if mixer.floor > 0.0:
             out, state = floored_attention(*tensors, mixer.floor, op=op, **options)
         else:
