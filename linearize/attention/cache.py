@@ -141,11 +141,6 @@ class LinearStateLayer(CacheLayerMixin):
         """Make the layer croppable from now on."""
         self.record_past = True
 
-    @property
-    def window(self) -> int:
-        """How many tokens can be cropped."""
-        return self.keep or RECORDED
-
     def before(self, fold: Fold) -> State | None:
         """Return the state before the next tokens; after a crop, recompute it from the recorded tokens."""
         if self._cropped:
@@ -162,8 +157,9 @@ class LinearStateLayer(CacheLayerMixin):
             self.base, self.recorded = mapped(before, torch.clone), tokens
         else:
             self.recorded = self.recorded.then(tokens)
-        surplus = self.recorded.length - self.window
-        if surplus > self.window:
+        most = self.keep or RECORDED
+        surplus = self.recorded.length - most
+        if surplus > most:
             self.base = fold(self.base, self.recorded.part(slice(0, surplus)))
             self.recorded = self.recorded.part(slice(surplus, None))
 

@@ -351,18 +351,11 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
     """Return the config class of converted models of `base`; create and register it with the Auto classes if needed."""
     if base in _CLASSES:
         return _CLASSES[base]
+    # transformers would copy only this file and name this class, but we write more files and name the entry.
+    members: dict[str, Any] = {"__module__": __name__, "__annotations__": {}, "_auto_class": None}
+    members["__doc__"] = f"Config of a converted model; see `{base.__name__}`."
     # A composite's own from_dict or to_diff_dict comes after ours in the method resolution order.
-    converted: Any = type(
-        f"Linearized{base.__name__}",
-        (_Mixin, LinearizeConfig, base),
-        {
-            "__module__": __name__,
-            "__doc__": f"Config of a converted model; see `{base.__name__}`.",
-            "__annotations__": {},
-            # transformers would copy only this file and name this class, but we write more files and name the entry.
-            "_auto_class": None,
-        },
-    )
+    converted: Any = type(f"Linearized{base.__name__}", (_Mixin, LinearizeConfig, base), members)
     _CLASSES[base] = converted
     for callback in _CALLBACKS:
         callback(converted, base)

@@ -34,8 +34,7 @@ from linearize.modeling.compat import (
     keep_tokens,
     record_outputs,
     refusal,
-    share_classes,
-    share_renamings,
+    share_tables,
     use_implementations,
 )
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
@@ -198,7 +197,7 @@ def _inner_class(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of a converted body inside a model with a head, creating it once."""
     if whole not in _CLASSES:
         name, base = f"{whole.__name__}{_INNER}", whole.__mro__[2]
-        share_renamings(name, base, inner=True)
+        share_tables(name, base, inner=True)
         _CLASSES[whole] = type(name, (whole,), {"__module__": __name__, "__doc__": whole.__doc__, "whole": whole})
     return _CLASSES[whole]
 
@@ -208,8 +207,7 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
     if base in _CLASSES:
         return _CLASSES[base]
     name = f"Linearized{base.__name__}"
-    share_renamings(name, base)
-    share_classes(base)
+    share_tables(name, base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
     values = {"__module__": __name__, "__doc__": f"`{base.__name__}` with linear attention."}
     own = {"config_class": config, "_keep_in_fp32_modules_strict": kept}

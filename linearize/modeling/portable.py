@@ -132,8 +132,5 @@ def _closure(roots: Iterable[str]) -> list[str]:
 @functools.cache
 def _imports(module: str) -> tuple[str, ...]:
     """Return the package modules that a module imports, including inside functions; cached, as every save asks."""
-    return tuple(
-        node.module
-        for node in ast.walk(ast.parse(source_of(module)))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "linearize"
-    )
+    nodes = (node for node in ast.walk(ast.parse(source_of(module))) if isinstance(node, ast.ImportFrom))
+    return tuple(node.module for node in nodes if node.module and node.module.split(".")[0] == "linearize")

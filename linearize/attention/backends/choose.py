@@ -126,10 +126,8 @@ def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Ex
     backend, declined = BACKENDS[number], reasons[:number]
     if not backend.uses_op:
         return words, backend.name, tuple(declined)
-    op = PYTORCH_OP
     # Bidirectional attention uses no causal op, so it is computed in PyTorch.
-    if mixer.shape.causal:
-        why = why_not_native(call.k, normalize=mixer.divides)
-        op = PYTORCH_OP if why else NATIVE_OP
-        declined += [(NATIVE_OP, why)] if why else []
+    why = why_not_native(call.k, normalize=mixer.divides) if mixer.shape.causal else ""
+    op = NATIVE_OP if mixer.shape.causal and not why else PYTORCH_OP
+    declined += [(NATIVE_OP, why)] if why else []
     return words, f"{backend.name}, {op}", tuple(declined)

@@ -60,11 +60,8 @@ TUNING = {
 """By kernel, or by the way in which it is used; the fastest for bf16 on an H100 (docs/benchmarks/gpu.md)."""
 
 TIGHT = {
-    "sums": Tuning(32, 8),
-    "read": Tuning(32, 8),
-    "scan": Tuning(16, 8),
-    "gradients": Tuning(16, 8),
-    "causal_gradients": Tuning(16, 8),
+    **dict.fromkeys(("sums", "read"), Tuning(32, 8)),
+    **dict.fromkeys(("scan", "gradients", "causal_gradients"), Tuning(16, 8)),
     "slopes": Tuning(64, 4),
 }
 """The same for exact products and for sizes above `USUAL`: an H100's shared memory has 227 KB per block."""

@@ -41,12 +41,11 @@ class FusedStep:
         """Return why it declines a call; empty if it can compute it."""
         if why := elsewhere(call):
             return why
-        if not call.one_step or call.q.shape[0] == 0:
+        state = call.state
+        if state is None or not call.one_step or call.q.shape[0] == 0:
             return "the call is not a decoding step"
         if mixer.floor > 0.0:
             return NO_FLOOR
-        state = call.state
-        assert state is not None
         if state["kv"].dtype != torch.float32 or not all(x.is_contiguous() for x in state.values()):
             return "it cannot write into this state"
         if call.q.shape[1] > MOST_GROUPS * call.k.shape[1]:
