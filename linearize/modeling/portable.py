@@ -43,8 +43,7 @@ def code_files(plan: Plan) -> dict[str, str]:
     if reason := why_not(plan):
         raise CheckpointError(reason)
     kernels = sorted({f"linearize.kernels.{layer.kernel}" for layer in plan.converted})
-    modules = _closure([*ROOTS, *kernels])
-    files = {f"{flat_name(module)}.py": flat_text(source_of(module)) for module in modules}
+    files = {f"{flat_name(name)}.py": flat_text(source_of(name)) for name in _closure([*ROOTS, *kernels])}
     # The module that `auto_map` names. Importing a kernel registers it.
     entry = [
         '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',

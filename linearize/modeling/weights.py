@@ -236,9 +236,8 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> No
         CheckpointError: if a tensor holds NaN or infinity; the message names the first.
     """
     tensors = [*model.named_parameters(), *(x for x in model.named_buffers() if "linear_attention." in x[0])]
-    bad = []
+    kinds, bad = (torch.float64, torch.float32, torch.bfloat16, torch.float16), []
     for name, tensor in tensors:
-        kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in kinds:
             continue
         # Quantised tensors of torchao hold integers and scales.
