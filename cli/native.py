@@ -139,10 +139,10 @@ def explain_layers(
             ranges = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in numbers)
             called = f"layer{'s' if len(names) > 1 else ''} {', '.join(ranges)}"
         out.print(f"Backends of {called}, {kernel}:")
-        for explanation in found:
-            out.print(f"  {explanation.call}: {explanation.backend}")
+        for call, chosen, declined in found:
+            out.print(f"  {call}: {chosen}")
             reasons: dict[str, list[str]] = {}
-            for backend, why in explanation.declined:
+            for backend, why in declined:
                 reasons.setdefault(why, []).append(backend)
             for why, backends in reasons.items():
                 out.print(f"    declined, {why}: {'; '.join(backends)}", soft_wrap=True)

@@ -8,16 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    StaticLayer,
-)
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from linearize.core.errors import ConfigError, LinearizeError
 
@@ -149,11 +141,6 @@ class LinearStateLayer(CacheLayerMixin):
         """Make the layer croppable from now on."""
         self.record_past = True
 
-    @property
-    def window(self) -> int:
-        """How many tokens can be cropped."""
-        return self.keep or RECORDED
-
     def before(self, fold: Fold) -> State | None:
         """Return the state before the next tokens; after a crop, recompute it from the recorded tokens."""
         if self._cropped:
@@ -170,8 +157,9 @@ class LinearStateLayer(CacheLayerMixin):
             self.base, self.recorded = mapped(before, torch.clone), tokens
         else:
             self.recorded = self.recorded.then(tokens)
-        surplus = self.recorded.length - self.window
-        if surplus > self.window:
+        most = self.keep or RECORDED
+        surplus = self.recorded.length - most
+        if surplus > most:
             self.base = fold(self.base, self.recorded.part(slice(0, surplus)))
             self.recorded = self.recorded.part(slice(surplus, None))
 
@@ -305,8 +293,17 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
             cache with states and lost them.
     """
     if isinstance(cache, EncoderDecoderCache):
-        _check_not_emptied(cache, index)
-        cache = cache.self_attention_cache
+        across, cache = cache.cross_attention_cache.layers, cache.self_attention_cache
+        if index is not None and index < min(len(cache.layers), len(across)):
+            layer = cache.layers[index]
+            keys = getattr(layer, "keys", None) if isinstance(layer, DynamicLayer) else None
+            # Whisper's `generate` rebuilds the cache that it returns from each row's keys, and a state has none.
+            if getattr(across[index], "is_initialized", False) and keys is not None and keys.shape[2] == 0:
+                raise ConfigError(
+                    "got a generation cache without any keys, which was rebuilt from a cache of linear attention and "
+                    "lost its state; generation cannot be resumed from it: pass all tokens again, without "
+                    "past_key_values"
+                )
     layers = getattr(cache, "layers", None) or []
     if index is None:
         bad = next((layer for layer in layers if isinstance(layer, StaticLayer)), None)
@@ -323,16 +320,3 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
             "use model.new_cache(), or no cache: generate() makes its own"
         )
     return None
-
-
-def _check_not_emptied(cache: EncoderDecoderCache, index: int | None) -> None:
-    """Reject a cache returned by Whisper's `generate`: it is rebuilt from each row's keys, and a state has none."""
-    layers, across = cache.self_attention_cache.layers, cache.cross_attention_cache.layers
-    if index is None or index >= min(len(layers), len(across)) or not getattr(across[index], "is_initialized", False):
-        return
-    keys = getattr(layers[index], "keys", None)
-    if isinstance(layers[index], DynamicLayer) and keys is not None and keys.shape[2] == 0:
-        raise ConfigError(
-            "got a generation cache without any keys, which was rebuilt from a cache of linear attention and lost its "
-            "state; generation cannot be resumed from it: pass all tokens again, without past_key_values"
-        )

@@ -12,9 +12,6 @@ from linearize.core.errors import ConfigError
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo, kernel_info, make_config
 from linearize.kernels.base import BlockKernel, Kernel
 
-NUMBER = 4
-"""Bytes of one number of a state."""
-
 
 def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid = PLAIN) -> Mixer:
     """Build an uninitialised mixer for a kernel name and its arguments.
@@ -135,8 +132,9 @@ def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> i
     """
     if info.feature_dim is None:
         return None
+    # Four bytes each.
     numbers = (one.key_heads * info.feature_dim(config, one.head_dim) * (one.value_dim + 1) for one in shapes)
-    return NUMBER * sum(numbers)
+    return 4 * sum(numbers)
 
 
 def count_parameters(kernel: str, arguments: Mapping[str, object], shape: HeadShape, layers: int = 1) -> int:

@@ -112,13 +112,9 @@ class FeatureMapMixer(Mixer):
 
     def options(self, call: AttentionCall, log_scale: Tensor | None) -> LinearOptions:
         """Return the options of an op that computes the call, given the log-scales [B, K, T] of the keys' features."""
-        return {
-            "key_padding_mask": call.key_padding_mask,
-            "log_scale": log_scale,
-            "initial_state": call.linear_state,
-            "normalize": self.keys.normalize,
-            "eps": self.eps,
-        }
+        mask, state = call.key_padding_mask, call.linear_state
+        given: LinearOptions = {"key_padding_mask": mask, "log_scale": log_scale, "initial_state": state}
+        return {**given, "normalize": self.keys.normalize, "eps": self.eps}
 
     def log_scales(self, call: AttentionCall) -> Scales:
         """Return the learned log-scales of queries [B, H, T] and keys [B, K, S], for a kernel without `inputs`."""

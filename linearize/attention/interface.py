@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import (
-    AttentionMaskInterface,
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
@@ -75,12 +71,10 @@ def attention_forward(
             return attend_apart(attend, query, key, value, attention_mask)
         finally:
             SEGMENTS.reset(packed)
-    _check_documents(module, query, attention_mask)
+    _check_call(module, query, key, value, attention_mask, kwargs)
     layer = getattr(module, "linear_attention", None)
     if layer is None:
         return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    _check_call(module, layer, query, key, value, kwargs)
-    _check_window(module, layer, key, attention_mask)
     mask = _key_padding_mask(module, layer, attention_mask)
     mask = mask if mask is None else mask.expand(query.shape[0], -1)
     if layer.observer is not None:
@@ -115,23 +109,25 @@ def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
     return mask if found is None else found
 
 
-def _check_documents(module: nn.Module, query: Tensor, mask: Tensor | None) -> None:
-    """Reject packed rows whose documents the host did not pass on: they would silently become one document."""
+def _check_call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]
+) -> None:
+    """Reject what a kernel cannot follow, and sizes (q [B, H, T, D], k [B, K, S, D], v [B, K, S, V]) unlike the plan's.
+
+    A layer that keeps softmax can follow everything but documents that the host did not pass on.
+    """
+    segments = None if is_tracing() else SEGMENTS.get()
     per_pair = mask is not None and mask.ndim == 4 and mask.shape[2] > 1
-    if is_tracing() or (segments := SEGMENTS.get()) is None or per_pair:
-        return
-    if segments.shape == (query.shape[0], query.shape[2]):
+    if segments is not None and not per_pair and segments.shape == (query.shape[0], query.shape[2]):
+        # They would silently become one document.
         raise UnsupportedModelError(
             f"{type(module).__name__}: got several documents packed into one row (position_ids that start again, or "
             "cu_seq_lens), but this architecture does not pass its mask on; expected one document per row: pad them "
             "(DataCollatorWithPadding)"
         )
-
-
-def _check_call(
-    module: nn.Module, layer: LinearAttention, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]
-) -> None:
-    """Reject changes of the scores, and sizes (q [B, H, T, D], k [B, K, S, D], v [B, K, S, V]) unlike the plan's."""
+    layer: LinearAttention | None = getattr(module, "linear_attention", None)
+    if layer is None:
+        return
     for name, change in UNSUPPORTED_SCORE_MODS.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__}: a kernel cannot apply {change} ({name})")
@@ -148,16 +144,10 @@ def _check_call(
             f"{type(module).__name__}: got a call with is_causal {causal}, expected {shape.causal} as the plan says; "
             "config.json was edited: convert the model again"
         )
-
-
-def _check_window(module: nn.Module, layer: LinearAttention, key: Tensor, mask: Tensor | None) -> None:
-    """Reject a mask with a window that this layer no longer has: it hides padding and tokens before the window alike.
-
-    A layer with a state needs it only for the new tokens.
-    """
-    if not layer.local_as_full or mask is None or mask.ndim != 4 or mask.shape[2] >= key.shape[2]:
-        return
-    if getattr(getattr(module, "config", None), "_attn_implementation", None) != LOCAL_AS_FULL:
+    # The mask of a window that this layer no longer has hides padding and tokens before the window alike. A layer with
+    # a state needs it only for the new tokens.
+    windowed = layer.local_as_full and mask is not None and mask.ndim == 4 and mask.shape[2] < key.shape[2]
+    if windowed and getattr(getattr(module, "config", None), "_attn_implementation", None) != LOCAL_AS_FULL:
         raise ConfigError(
             f"{type(module).__name__}: got a generation cache of all keys, but this layer was converted as full "
             "attention and gets the mask of layers that kept their window; use model.new_cache() or use_cache=False"

@@ -117,24 +117,21 @@ class LinearAttention(nn.Module):
             missing = k.shape[2] - q.shape[2]
             padded = F.pad(q, (0, 0, missing, 0)) if missing else q
             return self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))[0][:, :, missing:]
-        recorded = Recorded(k, v, real_tokens(k, key_padding_mask)) if cache.is_croppable else None
-        state = cache.state if recorded is None else self._record(cache, recorded, scaling)
+        state = cache.state
+        if cache.is_croppable:
+
+            def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
+                q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
+                state = mapped(state, torch.clone)
+                folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, state, True)
+                after: MixerState = self.mixer(folded)[1]
+                return after
+
+            state = cache.before(fold)
+            cache.record(Recorded(k, v, real_tokens(k, key_padding_mask)), state, fold)
         out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, state, True))
         cache.store(after)
         return out
-
-    def _record(self, cache: LinearStateLayer, tokens: Recorded, scaling: float) -> MixerState | None:
-        """Record the tokens of a call in a cache that can be cropped; return the state before them."""
-
-        def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
-            q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
-            folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, mapped(state, torch.clone), True)
-            after: MixerState = self.mixer(folded)[1]
-            return after
-
-        state = cache.before(fold)
-        cache.record(tokens, state, fold)
-        return state
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

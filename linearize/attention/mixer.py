@@ -103,14 +103,9 @@ class BlockMixer(Mixer):
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Mix -> [B, H, T, V], as `Mixer.forward` does; the state is the tokens of the last block."""
+        mask, before = call.key_padding_mask, None if call.state is None else BlockState(**call.state)
         mixed, after = block_attention(
-            call.q,
-            call.k,
-            call.v,
-            self.blocks,
-            scaling=call.scaling,
-            key_padding_mask=call.key_padding_mask,
-            initial_state=None if call.state is None else BlockState(**call.state),
+            call.q, call.k, call.v, self.blocks, scaling=call.scaling, key_padding_mask=mask, initial_state=before
         )
         return self.apply_output(mixed).to(call.v.dtype), after._asdict() if call.needs_state else None
 

@@ -91,7 +91,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
     values = read_config(str(name))
     total = count_parameters(name)
     if total is None and (header := read_header(name)) is not None:
-        total = sum(prod(tensor.shape) for tensor in header.values())
+        total = sum(prod(shape) for shape, _ in header.values())
     converted = values.get("model_type") == MODEL_TYPE
     section: Mapping[str, Any] = {}
     make: Any = AutoModel.from_config

@@ -124,13 +124,9 @@ def _options_of(config: type) -> Mapping[str, Option]:
                 continue
             shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
             kind = kinds_of(field_types(section.config)[field.name])[0]
-            metadata, required = {**field.metadata, **shown}, _is_required(field)
+            metadata, required = {**field.metadata, **shown}, field.name in _required(section.config)
             options[name] = Option(name, kind, field.default, metadata, section.title, (place,), required)
     return types.MappingProxyType(options)
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def make(config: type[Config], values: Mapping[str, Any]) -> Config:
@@ -356,7 +352,7 @@ def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
 
 
 def _required(cls: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls) if _is_required(field)]
+    return [f.name for f in dataclasses.fields(cls) if f.default is MISSING and f.default_factory is MISSING]
 
 
 def kind_of(value: object) -> str:

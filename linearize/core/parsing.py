@@ -90,22 +90,12 @@ def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    check_depth(value)
-    return value
-
-
-def check_depth(value: object) -> None:
-    """Check that lists and mappings are nested at most `MOST_DEPTH` levels deep.
-
-    Raises:
-        ValueError: if they are nested deeper.
-    """
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         lists = [list(one.values()) if isinstance(one, dict) else one for one in level]
         level = [inner for one in lists if isinstance(one, list) for inner in one]
         if not level:
-            return
+            return value
     raise ValueError(_TOO_DEEP)
 
 

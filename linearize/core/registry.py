@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import operator
+import pkgutil
 import sys
 import threading
 import types
@@ -245,7 +246,9 @@ def _discover() -> None:
         _discovered = True
         if not __name__.startswith("linearize."):
             return
-        importlib.import_module("linearize.kernels").load_all()
+        for module in pkgutil.iter_modules(importlib.import_module("linearize.kernels").__path__):
+            if not module.name.startswith("_") and module.name != "base":
+                importlib.import_module(f"linearize.kernels.{module.name}")
         from importlib.metadata import entry_points
 
         for entry in entry_points(group="linearize.kernels"):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from linearize.core.registry import StageOne, option
 from linearize.kernels.base import FeatureMap, floor_option, orthonormal, project
-from linearize.ops.state import is_tracing
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,13 @@ class SpectralConfig:
         """Whether the map has a learned magnitude."""
         return self.positive and self.magnitude
 
+    def stage_one(self) -> StageOne:
+        """Return the usual defaults, with a penalty on negative weights if weights can be negative."""
+        return StageOne(negative_penalty=0.0 if self.positive else 1.0)
+
 
 LEGACY_DEFAULTS = {"form": "paper", "floor": 0.0}
 """Defaults for checkpoints that do not mention these arguments: older versions had only this form, without a floor."""
-
-
-def spectral_stage_one(config: SpectralConfig) -> StageOne:
-    """Return hedgehog's defaults, with a penalty on negative weights if weights can be negative."""
-    return StageOne(learning_rate=1e-2, negative_penalty=0.0 if config.positive else 1.0)
 
 
 class SpectralMap(FeatureMap):
@@ -104,11 +102,4 @@ def halves(angle: Tensor, envelope: Tensor) -> Tensor:
 
 def waves(angle: Tensor, envelope: Tensor) -> Tensor:
     """Return [cos angle * envelope ; sin angle * envelope]: [..., n] each -> [..., 2 n]."""
-    if torch.is_grad_enabled() or is_tracing():
-        return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)
-    # The same without the copy of `cat`.
-    n = angle.shape[-1]
-    phi = angle.new_empty(*angle.shape[:-1], 2 * n)
-    torch.mul(angle.cos(), envelope, out=phi[..., :n])
-    torch.mul(angle.sin(), envelope, out=phi[..., n:])
-    return phi
+    return torch.cat([angle.cos() * envelope, angle.sin() * envelope], dim=-1)

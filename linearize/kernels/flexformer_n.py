@@ -45,15 +45,7 @@ import torch
 from torch import Tensor
 
 from linearize.core.registry import KernelInfo, option, register_kernel
-from linearize.kernels._spectral import (
-    LEGACY_DEFAULTS,
-    SpectralConfig,
-    SpectralMap,
-    halves,
-    signed_directions,
-    spectral_stage_one,
-    waves,
-)
+from linearize.kernels._spectral import LEGACY_DEFAULTS, SpectralConfig, SpectralMap, halves, signed_directions, waves
 from linearize.kernels.base import Features, MapSpec, draw_normal, project
 
 
@@ -131,7 +123,7 @@ register_kernel(
         parameters_formula="2 n d + d (2 n d if damped or without magnitude, 2 n d + 1 for paper)",
         learnable=True,
         positive=lambda config: config.positive,
-        stage_one=spectral_stage_one,
+        stage_one=SpectralConfig.stage_one,
         legacy_defaults=LEGACY_DEFAULTS,
     )
 )

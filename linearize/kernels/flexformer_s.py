@@ -38,14 +38,7 @@ import torch
 from torch import Tensor
 
 from linearize.core.registry import KernelInfo, option, register_kernel
-from linearize.kernels._spectral import (
-    LEGACY_DEFAULTS,
-    SpectralConfig,
-    SpectralMap,
-    halves,
-    signed_directions,
-    spectral_stage_one,
-)
+from linearize.kernels._spectral import LEGACY_DEFAULTS, SpectralConfig, SpectralMap, halves, signed_directions
 from linearize.kernels.base import Features, MapSpec, draw_normal, project
 
 
@@ -102,23 +95,18 @@ class FlexformerS(SpectralMap):
             envelope = self.times_magnitude(y.softmax(dim=-1), x)
             return Features(halves(y.roll(-1, dims=-1) * self.stretch.float()[:, None], envelope))
         phi = torch.cat([y.cos(), y.sin()], dim=-1) * self.n**-0.5
-        return Features(phi if self.config.form == "paper" else _products(phi), self.log_norm(x))
+        if self.config.form == "squared":
+            # The products of all pairs of features, each pair once. Pairs of different features are weighted by
+            # sqrt(2), so that the dot product is the square of phi's.
+            one, other = torch.triu_indices(phi.shape[-1], phi.shape[-1], device=phi.device)
+            phi = phi[..., one] * phi[..., other] * torch.where(one == other, 1.0, math.sqrt(2.0))
+        return Features(phi, self.log_norm(x))
 
     def map_spec(self) -> MapSpec | None:
         """Describe the map for the native op; None if it lacks this form."""
         if self.config.form != "paper":
             return None
         return MapSpec("waves", self.weight, tau=self.tau, amplitude=self.n**-0.5, scaled=True)
-
-
-def _products(u: Tensor) -> Tensor:
-    """Return the products of all pairs of entries of u [..., m], each pair once: [..., m (m + 1) / 2].
-
-    Pairs of different entries are weighted by sqrt(2), so that the dot product is the square of u's.
-    """
-    one, other = torch.triu_indices(u.shape[-1], u.shape[-1], device=u.device)
-    weight = torch.where(one == other, 1.0, math.sqrt(2.0))
-    return u[..., one] * u[..., other] * weight
 
 
 register_kernel(
@@ -138,7 +126,7 @@ register_kernel(
         parameters_formula="n d + n + d (n d + n without magnitude, n d + 1 in the other forms)",
         learnable=True,
         positive=lambda config: config.positive,
-        stage_one=spectral_stage_one,
+        stage_one=SpectralConfig.stage_one,
         legacy_defaults=LEGACY_DEFAULTS,
     )
 )

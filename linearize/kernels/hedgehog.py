@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, MapSpec, orthonormal, project
 
 
@@ -99,6 +99,5 @@ register_kernel(
         parameters_formula="F (d + 1) / 2",
         learnable=True,
         positive=True,
-        stage_one=StageOne(learning_rate=1e-2),
     )
 )

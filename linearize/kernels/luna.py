@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, MapSpec, draw_normal, draw_uniform, orthonormal, project
 from linearize.ops.state import is_tracing
 
@@ -87,12 +87,7 @@ class Luna(FeatureMap):
         """Start at exponentials, or at listing 1: Gaussian projections, PyTorch's defaults for the MLPs."""
         gates = [part for part in (self.gate, self.gate_bias) if part is not None]
         self.bias.zero_()
-        if self.config.start == "exp":
-            self._start_at_exponentials(generator)
-            # A gate that is not constant would turn the exponentials into other functions.
-            for part in gates:
-                part.zero_()
-        else:
+        if self.config.start == "paper":
             draw_normal(self.weight, generator, self.head_dim**-0.5)
             draw_uniform(self.slope, generator, 1.0)
             draw_uniform(self.offset, generator, 1.0)
@@ -100,8 +95,10 @@ class Luna(FeatureMap):
             self.out_bias.fill_(0.5)
             for part in gates:
                 draw_uniform(part, generator, self.head_dim**-0.5)
-
-    def _start_at_exponentials(self, generator: torch.Generator) -> None:
+            return
+        # A gate that is not constant would turn the exponentials into other functions.
+        for part in gates:
+            part.zero_()
         channels, hidden = self.config.channels, self.config.hidden
         rates = SHARPEST * (torch.linspace(-1.0, 1.0, channels) if channels > 1 else torch.ones(1))
         rows = orthonormal(self.heads, self.config.projections, self.head_dim, generator)
@@ -119,7 +116,18 @@ class Luna(FeatureMap):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """Map queries or keys by the formula of the module."""
         u = project(x, self.weight) + self.bias.float()[:, None]
-        psi = self._psi(u) * self.config.projections**-0.5
+        batch, heads, tokens, count = u.shape
+        sets = self.heads
+        knots, slopes, intercepts = self._segments()
+        # One row of numbers per set of parameters and channel: [sets, L, (H / sets) B T M].
+        rows = u.transpose(0, 1).reshape(sets, 1, -1).expand(-1, self.config.channels, -1)
+        # ONNX has no searchsorted.
+        find = _bisect if torch.compiler.is_exporting() else torch.searchsorted
+        segment = find(knots, rows.detach().contiguous())
+        psi = (slopes.gather(-1, segment) * rows + intercepts.gather(-1, segment)).relu()
+        # [B, H, T, M, L].
+        psi = psi.reshape(sets, -1, heads // sets, batch, tokens, count).permute(3, 0, 2, 4, 5, 1).flatten(1, 2)
+        psi = psi * self.config.projections**-0.5
         if self.gate is not None and self.gate_bias is not None:
             psi = psi * (project(x, self.gate) + self.gate_bias.float()[:, None]).sigmoid()[..., None, :]
         return Features(psi.flatten(-2))
@@ -132,19 +140,6 @@ class Luna(FeatureMap):
         parts = (self.slope.expand(shape), self.offset.expand(shape), self.out_weight, self.out_bias[..., None])
         amplitude = self.config.projections**-0.5
         return MapSpec("bank", self.weight, bias=self.bias, bank=torch.cat(parts, dim=-1), amplitude=amplitude)
-
-    def _psi(self, u: Tensor) -> Tensor:
-        """Apply the scalar functions: [B, H, T, M] -> [B, H, T, M, L]."""
-        batch, heads, tokens, count = u.shape
-        sets = self.heads
-        knots, slopes, intercepts = self._segments()
-        # One row of numbers per set of parameters and channel: [sets, L, (H / sets) B T M].
-        rows = u.transpose(0, 1).reshape(sets, 1, -1).expand(-1, self.config.channels, -1)
-        # ONNX has no searchsorted.
-        find = _bisect if torch.compiler.is_exporting() else torch.searchsorted
-        segment = find(knots, rows.detach().contiguous())
-        y = (slopes.gather(-1, segment) * rows + intercepts.gather(-1, segment)).relu()
-        return y.reshape(sets, -1, heads // sets, batch, tokens, count).permute(3, 0, 2, 4, 5, 1).flatten(1, 2)
 
     def _segments(self) -> Segments:
         """Return the segments; on the CPU without a gradient, reuse those of the last call if the weights are equal."""
@@ -206,6 +201,5 @@ register_kernel(
         parameters_formula="M (d + 1) + L (3 hidden + 1)",
         learnable=True,
         positive=True,
-        stage_one=StageOne(learning_rate=1e-2),
     )
 )

@@ -47,21 +47,20 @@ class Performer(FeatureMap):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the directions."""
-        draw = orthogonal_normal if self.config.orthogonal else torch.randn
-        self.weight.copy_(draw(self.heads, self.m, self.head_dim, generator=generator))
+        heads, rows, size = self.weight.shape
+        if not self.config.orthogonal:
+            self.weight.copy_(torch.randn(heads, rows, size, generator=generator))
+            return
+        # Each row is Gaussian, and orthogonal to the other rows in its block.
+        directions = orthonormal(heads, rows, size, generator)
+        lengths = torch.randn(heads, rows, size, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+        self.weight.copy_(directions * lengths)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Features:
         """Map queries or keys by the formula of the module."""
         exponent = project(x, self.weight) - 0.5 * x.square().sum(dim=-1, keepdim=True)
         largest = exponent.amax(dim=-1, keepdim=True)
         return Features(torch.exp(exponent - largest) * self.m**-0.5, largest[..., 0])
-
-
-def orthogonal_normal(heads: int, rows: int, size: int, *, generator: torch.Generator) -> Tensor:
-    """Draw [heads, rows, size]: each row is Gaussian, and orthogonal to the other rows in its block of `size`."""
-    directions = orthonormal(heads, rows, size, generator)
-    lengths = torch.randn(heads, rows, size, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
-    return (directions * lengths).float()
 
 
 register_kernel(

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
+from linearize.core.registry import KernelInfo, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features
 
 
@@ -84,6 +84,5 @@ register_kernel(
         parameters_formula="3 d",
         learnable=True,
         positive=True,
-        stage_one=StageOne(learning_rate=1e-2),
     )
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from linearize.attention.cache import CACHE_NAMES, LinearizeCache, cache_argument, cache_name, given_cache, state_layer
@@ -15,9 +15,6 @@ from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
 from linearize.modeling.compat import check_implementation
 from linearize.ops.state import is_tracing
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -115,8 +115,11 @@ def refusal(name: object) -> str:
     )
 
 
-def share_renamings(name: str, base: type[PreTrainedModel], inner: bool = False) -> None:
-    """Apply the original's renaming of weights, which transformers finds by class or `model_type`, to its new class.
+def share_tables(name: str, base: type[PreTrainedModel], inner: bool = False) -> None:
+    """Enter a converted class in the tables that transformers reads by class.
+
+    One table says which weights are renamed, by class or `model_type`. Some modeling files (SAM) have another, of
+    attention classes by the implementation's name; there ours get those of SDPA.
 
     Args:
         name: name of the converted class.
@@ -134,20 +137,16 @@ def share_renamings(name: str, base: type[PreTrainedModel], inner: bool = False)
         mapping = get_checkpoint_conversion_mapping(base.config_class.model_type)
     if mapping is not None:
         register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+    modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
+    for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
+        if "eager" in table and all(isinstance(x, type) for x in table.values()):
+            for kind in IMPLEMENTATIONS:
+                table.setdefault(kind, table.get("sdpa", table["eager"]))
 
 
 def forget_renamings(model: PreTrainedModel) -> None:
     """Make a model save its weights under their current names instead of those in the file it was loaded from."""
     model._weight_conversions = None  # type: ignore[assignment]
-
-
-def share_classes(base: type[PreTrainedModel]) -> None:
-    """Make modeling files that choose attention classes by the implementation's name (SAM) choose those of SDPA."""
-    modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
-    for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
-        if "eager" in table and all(isinstance(x, type) for x in table.values()):
-            for name in IMPLEMENTATIONS:
-                table.setdefault(name, table.get("sdpa", table["eager"]))
 
 
 def record_outputs(model: PreTrainedModel) -> None:

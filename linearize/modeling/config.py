@@ -19,9 +19,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
-from linearize.attention.shape import HeadShape
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
-from linearize.core.registry import Hybrid, kernel_info
+from linearize.core.registry import kernel_info
 from linearize.modeling.compat import IMPLEMENTATIONS, implementation, implementation_of, refusal, use_linear_attention
 from linearize.modeling.plan import ABSENT, Plan, damaged
 from linearize.modeling.portable import ENTRY, code_files, outside_packages, why_not
@@ -63,10 +62,24 @@ class LinearizeConfig(PreTrainedConfig):
             ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
         """
         config_dict = _unguarded(config_dict)
-        if cls is not LinearizeConfig:
-            return _read(super().from_dict, config_dict, **kwargs)
-        section = check_section(config_dict.get("linearize"))
-        return config_class(base_config_class(section["base_model_type"])).from_dict(config_dict, **kwargs)
+        if cls is LinearizeConfig:
+            section = check_section(config_dict.get("linearize"))
+            return config_class(base_config_class(section["base_model_type"])).from_dict(config_dict, **kwargs)
+        try:
+            config = super().from_dict(config_dict, **kwargs)
+            dtype = config_dict.get("dtype")
+            if dtype is not None and not isinstance(getattr(torch, str(dtype), dtype), torch.dtype):
+                raise TypeError(f"got dtype {dtype!r}, expected a name such as 'float32'")
+            return config
+        except LinearizeError:
+            raise
+        except Exception as error:
+            # huggingface_hub's validation wraps our errors in its own.
+            if isinstance(error.__cause__, LinearizeError):
+                raise error.__cause__ from None
+            # Whatever transformers cannot read is damage to the file.
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise damaged(f"it describes no model, or an argument that overrides a value is wrong ({why})") from error
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data with the section and the checksum of its plan."""
@@ -92,7 +105,16 @@ class LinearizeConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the code that runs the model if linearize is not installed."""
         os.makedirs(save_directory, exist_ok=True)
-        for name, text in _code(Plan.from_dict(self.linearize or {})).items():
+        plan, files = Plan.from_dict(self.linearize or {}), {}
+        if not _INSTALLED:
+            # This code was itself saved with a checkpoint: copy it.
+            saved = Path(__file__).parent.glob("*linearize*.py")
+            files = {file.name: file.read_text(encoding="utf-8") for file in saved}
+        elif reason := why_not(plan):
+            warnings.warn(reason, stacklevel=2)
+        else:
+            files = code_files(plan)
+        for name, text in files.items():
             (Path(save_directory) / name).write_text(text, encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -155,36 +177,6 @@ def check_checksum(section: Mapping[str, Any]) -> None:
         )
 
 
-def _code(plan: Plan) -> dict[str, str]:
-    """Return the code for a checkpoint by file name; empty, with a warning, if it cannot be saved."""
-    if not _INSTALLED:
-        # This code was itself saved with a checkpoint: copy it.
-        return {file.name: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*linearize*.py")}
-    if reason := why_not(plan):
-        warnings.warn(reason, stacklevel=3)
-        return {}
-    return code_files(plan)
-
-
-def _read(from_dict: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Call transformers' `from_dict`; report anything that it cannot read as damage to the file."""
-    try:
-        config = from_dict(config_dict, **kwargs)
-        dtype = config_dict.get("dtype")
-        if dtype is not None and not isinstance(getattr(torch, str(dtype), dtype), torch.dtype):
-            raise TypeError(f"got dtype {dtype!r}, expected a name such as 'float32'")
-        return config
-    except LinearizeError:
-        raise
-    except Exception as error:
-        # huggingface_hub's validation wraps our errors in its own.
-        if isinstance(error.__cause__, LinearizeError):
-            raise error.__cause__ from None
-        text = " ".join(str(error).split())
-        why = f"{type(error).__name__}: {text[:300]}"
-        raise damaged(f"it describes no model, or an argument that overrides a value is wrong ({why})") from error
-
-
 PACKAGES = "packages"
 """Key of the section for the packages that register kernels from outside linearize, by kernel."""
 _KEYS = ("format_version", "checksum", "provenance", ABSENT, PACKAGES)
@@ -219,21 +211,16 @@ def check_section(section: object) -> dict[str, Any]:
         raise damaged(f"got {ABSENT} {repr(absent)[:80]}, expected a list of the names of weights outside kernels")
     if not plan.converted:
         raise damaged("the section 'linearize' names no converted layer")
-    _check_packages(section.get(PACKAGES, {}))
-    mixers: list[Any] = []
-    for layer in plan.converted:
-        if layer.mixer not in mixers:
-            mixers.append(layer.mixer)
-            _check_kernel(*layer.mixer)
+    _check_kernels(section.get(PACKAGES, {}), plan)
     return section
 
 
-def _check_packages(packages: object) -> None:
-    """Check that the packages of kernels from outside linearize were imported.
+def _check_kernels(packages: object, plan: Plan) -> None:
+    """Check that the packages of kernels from outside linearize were imported, and that all kernels can be built.
 
     Raises:
-        CheckpointError: if `packages` does not name packages by kernel.
-        ConfigError: naming the package of a kernel that is not registered.
+        CheckpointError: if `packages` does not name packages by kernel, or an argument does not fit its kernel.
+        ConfigError: naming the package of a kernel that is not registered, or an argument that is not allowed.
     """
     if not isinstance(packages, dict) or not all(isinstance(x, str) and x.isidentifier() for x in packages.values()):
         raise damaged(f"got {PACKAGES} {repr(packages)[:80]}, expected the names of packages by kernel")
@@ -245,22 +232,25 @@ def _check_packages(packages: object) -> None:
                 f"this checkpoint needs package {package}, which registers its kernel {str(kernel)[:80]!r}; install "
                 "it, and import it before loading"
             ) from None
-
-
-def _check_kernel(kernel: str, arguments: dict[str, Any], shape: HeadShape, hybrid: Hybrid) -> None:
-    """Build a kernel without allocating memory, so that an unknown name or a wrong argument is reported early."""
-    try:
-        with torch.device("meta"):
-            config = build_mixer(kernel, arguments, shape, hybrid).config
-    except LinearizeError:
-        raise
-    except Exception as error:
-        raise damaged(f"kernel {kernel!r} cannot be built for {shape} ({type(error).__name__})") from error
-    for name, value in arguments.items():
-        # Numbers as text are only allowed on the command line, not in a file.
-        expected = getattr(config, name)
-        if type(value) is not type(expected):
-            raise damaged(f"kernel {kernel!r}, argument {name}: got {value!r}, expected {expected!r}")
+    checked: list[Any] = []
+    for layer in plan.converted:
+        if layer.mixer in checked:
+            continue
+        checked.append(layer.mixer)
+        try:
+            # Without memory, so that an unknown name or a wrong argument is reported early.
+            with torch.device("meta"):
+                config = build_mixer(*layer.mixer).config
+        except LinearizeError:
+            raise
+        except Exception as error:
+            why = f"{layer.shape} ({type(error).__name__})"
+            raise damaged(f"kernel {layer.kernel!r} cannot be built for {why}") from error
+        for name, value in layer.arguments.items():
+            # Numbers as text are only allowed on the command line, not in a file.
+            expected = getattr(config, name)
+            if type(value) is not type(expected):
+                raise damaged(f"kernel {layer.kernel!r}, argument {name}: got {value!r}, expected {expected!r}")
 
 
 def base_config_class(model_type: str) -> type[PreTrainedConfig]:
@@ -361,18 +351,11 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
     """Return the config class of converted models of `base`; create and register it with the Auto classes if needed."""
     if base in _CLASSES:
         return _CLASSES[base]
+    # transformers would copy only this file and name this class, but we write more files and name the entry.
+    members: dict[str, Any] = {"__module__": __name__, "__annotations__": {}, "_auto_class": None}
+    members["__doc__"] = f"Config of a converted model; see `{base.__name__}`."
     # A composite's own from_dict or to_diff_dict comes after ours in the method resolution order.
-    converted: Any = type(
-        f"Linearized{base.__name__}",
-        (_Mixin, LinearizeConfig, base),
-        {
-            "__module__": __name__,
-            "__doc__": f"Config of a converted model; see `{base.__name__}`.",
-            "__annotations__": {},
-            # transformers would copy only this file and name this class, but we write more files and name the entry.
-            "_auto_class": None,
-        },
-    )
+    converted: Any = type(f"Linearized{base.__name__}", (_Mixin, LinearizeConfig, base), members)
     _CLASSES[base] = converted
     for callback in _CALLBACKS:
         callback(converted, base)

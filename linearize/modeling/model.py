@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.cache import LinearizeCache, given_cache
 from linearize.attention.interface import linear_attentions, register_interface
@@ -34,24 +34,14 @@ from linearize.modeling.compat import (
     keep_tokens,
     record_outputs,
     refusal,
-    share_classes,
-    share_renamings,
+    share_tables,
     use_implementations,
 )
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, OWN, UNKNOWN, LayerPlan, Plan, contradiction, damaged
-from linearize.modeling.weights import (
-    HUB_OPTIONS,
-    absent_weights,
-    check_loaded,
-    check_numbers,
-    check_weights,
-    take_stored_names,
-)
+from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_loaded, check_weights, take_stored_names
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
     _Original = PreTrainedModel
 else:
     _Original = object
@@ -87,7 +77,6 @@ class LinearizedModel(_Original):
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
         check_loaded(model, info, saved)
-        check_numbers(model)
         # So that weights are saved under the same names as those of a freshly converted model.
         forget_renamings(model)
         return (model, info) if output_loading_info else model
@@ -208,7 +197,7 @@ def _inner_class(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of a converted body inside a model with a head, creating it once."""
     if whole not in _CLASSES:
         name, base = f"{whole.__name__}{_INNER}", whole.__mro__[2]
-        share_renamings(name, base, inner=True)
+        share_tables(name, base, inner=True)
         _CLASSES[whole] = type(name, (whole,), {"__module__": __name__, "__doc__": whole.__doc__, "whole": whole})
     return _CLASSES[whole]
 
@@ -218,8 +207,7 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
     if base in _CLASSES:
         return _CLASSES[base]
     name = f"Linearized{base.__name__}"
-    share_renamings(name, base)
-    share_classes(base)
+    share_tables(name, base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
     values = {"__module__": __name__, "__doc__": f"`{base.__name__}` with linear attention."}
     own = {"config_class": config, "_keep_in_fp32_modules_strict": kept}

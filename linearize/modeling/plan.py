@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,42 @@ class LayerPlan:
         """Return the layer with another kernel, or with softmax, without arguments."""
         return dataclasses.replace(self, kernel=kernel, arguments={}, hybrid=PLAIN, reason=reason)
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LayerPlan:
+        """Read a layer of what `Plan.to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: if something is missing or of the wrong kind.
+        """
+        known, got = {f.name for f in dataclasses.fields(cls)} - {"hybrid"} | {"window"}, set(data)
+        # Checkpoints without a checksum also lack `host` (see `linearize.modeling.config.check_checksum`).
+        _expect((got - (set(HYBRID) - {"window"})) | {"host"} == known, "keys of a layer", sorted(map(str, got)))
+        values = {"host": (), **data}
+        additions = {name: values.pop(name) for name in HYBRID if name in values}
+        hybrid = Hybrid(**additions | {"softmax_heads": tuple(additions.get("softmax_heads", ()))})
+        shape, host = HeadShape(**values["shape"]), tuple(values["host"])
+        layer = cls(**values | {"shape": shape, "host": host, "hybrid": hybrid})
+        for part in (layer, hybrid):
+            check(part, "layer")
+        counts = [layer.index, layer.cache_index, hybrid.window, hybrid.sinks, hybrid.exact_keys, hybrid.trained_length]
+        good = all(count is None or _count(count) for count in counts) and all(map(_count, hybrid.softmax_heads))
+        _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *hybrid.softmax_heads])
+        # A host states its direction once, and only known facts.
+        known_facts = {*_PLANNED, CALLED, MASKED, LOCAL, OWN}
+        named = all(isinstance(fact, str) and fact in known_facts for fact in host) and len(set(host)) == len(host)
+        one_direction = named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
+        _expect("host" not in got or one_direction, "host of a layer", host)
+        if not layer.converted:
+            bare = not layer.arguments and hybrid == PLAIN
+            _expect(bare, "arguments of a layer that is not converted", layer.arguments)
+            return layer
+        _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
+        legacy: Mapping[str, object] = {}
+        # An unknown kernel is reported later, when it is built; so is a wrong argument.
+        with contextlib.suppress(ConfigError):
+            legacy = kernel_info(layer.kernel).legacy_defaults
+        return dataclasses.replace(layer, arguments={**legacy, **layer.arguments})
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -112,12 +148,8 @@ class Plan:
             values = dataclasses.asdict(layer)
             del values["hybrid"]
             layers.append(values | {"window": layer.hybrid.window} | layer.hybrid.changed)
-        return {
-            "base_model_type": self.base_model_type,
-            "base_architecture": self.architecture,
-            "seed": self.seed,
-            "layers": layers,
-        }
+        names = {"base_model_type": self.base_model_type, "base_architecture": self.architecture}
+        return {**names, "seed": self.seed, "layers": layers}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
@@ -127,7 +159,7 @@ class Plan:
             CheckpointError: if something is missing or of the wrong kind.
         """
         try:
-            layers = tuple(_layer_from_dict(layer) for layer in data["layers"])
+            layers = tuple(map(LayerPlan.from_dict, data["layers"]))
             plan = cls(data["base_architecture"], data["base_model_type"], layers, data["seed"])
             check(plan, "section")
             _expect(-(2**63) <= plan.seed < 2**63, "seed", plan.seed)
@@ -174,39 +206,6 @@ def contradiction(host: nn.Module, layer: LayerPlan) -> str:
 def _stated(host: nn.Module, name: str) -> Any:
     # Modules without the attribute are bidirectional, as in transformers' own attention functions.
     return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not set")
-
-
-def _layer_from_dict(data: Mapping[str, Any]) -> LayerPlan:
-    known, got = {f.name for f in dataclasses.fields(LayerPlan)} - {"hybrid"} | {"window"}, set(data)
-    # Checkpoints without a checksum also lack `host` (see `linearize.modeling.config.check_checksum`).
-    _expect((got - (set(HYBRID) - {"window"})) | {"host"} == known, "keys of a layer", sorted(map(str, got)))
-    values = {"host": (), **data}
-    additions = {name: values.pop(name) for name in HYBRID if name in values}
-    hybrid = Hybrid(**additions | {"softmax_heads": tuple(additions.get("softmax_heads", ()))})
-    shape, host = HeadShape(**values["shape"]), tuple(values["host"])
-    layer = LayerPlan(**values | {"shape": shape, "host": host, "hybrid": hybrid})
-    for part in (layer, hybrid):
-        check(part, "layer")
-    counts = [layer.index, layer.cache_index, hybrid.window, hybrid.sinks, hybrid.exact_keys, hybrid.trained_length]
-    good = all(count is None or _count(count) for count in counts) and all(map(_count, hybrid.softmax_heads))
-    _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *hybrid.softmax_heads])
-    _expect("host" not in got or _one_direction(host), "host of a layer", host)
-    if not layer.converted:
-        _expect(not layer.arguments and hybrid == PLAIN, "arguments of a layer that is not converted", layer.arguments)
-        return layer
-    _expect(layer.index is not None and not layer.reason, "index and reason of a converted layer", layer.index)
-    legacy: Mapping[str, object] = {}
-    # An unknown kernel is reported later, when it is built; so is a wrong argument.
-    with contextlib.suppress(ConfigError):
-        legacy = kernel_info(layer.kernel).legacy_defaults
-    return dataclasses.replace(layer, arguments={**legacy, **layer.arguments})
-
-
-def _one_direction(host: Collection[object]) -> bool:
-    """Tell whether a list contains only known facts, and exactly one about the direction."""
-    known = (*_PLANNED, CALLED, MASKED, LOCAL, OWN)
-    named = all(isinstance(fact, str) and fact in known for fact in host) and len(set(host)) == len(host)
-    return named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
 
 
 def _count(value: object) -> bool:

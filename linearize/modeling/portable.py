@@ -43,9 +43,18 @@ def code_files(plan: Plan) -> dict[str, str]:
     if reason := why_not(plan):
         raise CheckpointError(reason)
     kernels = sorted({f"linearize.kernels.{layer.kernel}" for layer in plan.converted})
-    modules = _closure([*ROOTS, *kernels])
-    files = {f"{flat_name(module)}.py": flat_text(source_of(module)) for module in modules}
-    return {f"{ENTRY}.py": _entry(kernels)} | files
+    files = {f"{flat_name(name)}.py": flat_text(source_of(name)) for name in _closure([*ROOTS, *kernels])}
+    # The module that `auto_map` names. Importing a kernel registers it.
+    entry = [
+        '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',
+        "",
+        f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
+        f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",
+        *(f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels),
+        "",
+        "on_config_class(register_architecture)",
+    ]
+    return {f"{ENTRY}.py": "".join(f"{line}\n" for line in entry)} | files
 
 
 def why_not(plan: Plan) -> str:
@@ -91,20 +100,6 @@ def flat_text(source: str) -> str:
     return _IMPORT.sub(lambda match: f"{match[1]}.{flat_name(match[2])}{match[3]}", source)
 
 
-def _entry(kernels: Iterable[str]) -> str:
-    """Return the source of the module that `auto_map` names. Importing a kernel registers it."""
-    lines = [
-        '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',
-        "",
-        f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
-        f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",
-        *(f"from .{flat_name(module)} import __name__ as _  # noqa: F401" for module in kernels),
-        "",
-        "on_config_class(register_architecture)",
-    ]
-    return "".join(f"{line}\n" for line in lines)
-
-
 @functools.cache
 def source_of(module: str) -> str:
     """Return a module's source text.
@@ -136,8 +131,5 @@ def _closure(roots: Iterable[str]) -> list[str]:
 @functools.cache
 def _imports(module: str) -> tuple[str, ...]:
     """Return the package modules that a module imports, including inside functions; cached, as every save asks."""
-    return tuple(
-        node.module
-        for node in ast.walk(ast.parse(source_of(module)))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "linearize"
-    )
+    nodes = (node for node in ast.walk(ast.parse(source_of(module))) if isinstance(node, ast.ImportFrom))
+    return tuple(node.module for node in nodes if node.module and node.module.split(".")[0] == "linearize")

@@ -11,8 +11,8 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Set
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,11 +32,8 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 """Types of stored floating point weights: the names in safetensors, and the names in config.json."""
 
 
-class Stored(NamedTuple):
-    """A stored tensor: its shape, and the safetensors name of its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
+Stored = tuple[tuple[int, ...], str]
+"""A stored tensor: its shape, and the safetensors name of its dtype."""
 
 
 def check_weights(
@@ -85,13 +82,15 @@ def check_weights(
     # Files may use the model's own names (`save_original_format=False`).
     stored = {key if (name := renamed.get(key, key)) in stored else name: one for key, one in stored.items()}
     stored = {key: tensor for key, tensor in stored.items() if key not in absent}
-    _compare(stored, named, _optional(empty, stored.keys(), named.keys(), renamed))
-    _check_types(stored, named, str(getattr(config, "dtype", None)).removeprefix("torch."))
+    optional = _optional(empty, stored.keys(), named.keys(), renamed)
+    _compare(stored, named, optional, str(getattr(config, "dtype", None)).removeprefix("torch."))
     return set(state), again
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
-    """Check that all weights shared with the saved model were loaded: transformers randomly fills in missing ones.
+    """Check that all weights shared with the saved model were loaded, and as finite numbers.
+
+    transformers fills in missing ones at random.
 
     Args:
         model: the loaded model; if its head differs from the saved one, the weights of the head are new.
@@ -99,7 +98,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
         saved: names of the weights in the saved model; empty if unknown.
 
     Raises:
-        CheckpointError: if a weight is missing, has the wrong size, or was not expected.
+        CheckpointError: if a weight is missing, has the wrong size, was not expected, or is NaN or infinite.
     """
     prefix = f"{model.base_model_prefix}."
     shared = {name.removeprefix(prefix) for name in saved}
@@ -119,6 +118,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
                 "incomplete, or the installed transformers reads their names differently: download it again or convert "
                 "the model again"
             )
+    check_numbers(model)
 
 
 def check_merged(model: torch.nn.Module) -> None:
@@ -172,27 +172,6 @@ def absent_weights(model: PreTrainedModel) -> list[str]:
     return sorted(name for name in names if ".linear_attention." not in f".{name}")
 
 
-def _check_types(stored: Mapping[str, Stored], named: Mapping[str, Tensor], dtype: str) -> None:
-    """Check that stored tensors have the model's types: loading would cast others without warning.
-
-    Floating point weights may have any type in `FLOATS`. Kernels are saved in fp32, unless the whole model was cast
-    (`model.half().save_pretrained`), in which case config.json names that type too.
-    """
-    for key in sorted(stored.keys() & named.keys()):
-        got = stored[key].dtype
-        if not named[key].is_floating_point():
-            good, expected = got not in FLOATS and not got.startswith("F8"), "whole numbers or true and false"
-        elif ".linear_attention." in key:
-            good, expected = got == "F32" or (got in FLOATS and FLOATS[got] == dtype), "F32"
-        else:
-            good, expected = got in FLOATS, f"one of {', '.join(FLOATS)}"
-        if not good:
-            raise CheckpointError(
-                f"the weights file holds {key!r} as {got}, expected {expected} (config.json says dtype {dtype}); the "
-                "file was changed after it was written: download the checkpoint again or convert again"
-            )
-
-
 def _optional(model: PreTrainedModel, stored: Set[str], expected: Set[str], renamed: Mapping[str, str]) -> set[str]:
     """Return the names that may be missing in the file or the model: a file holds only one of a set of tied tensors.
 
@@ -210,10 +189,16 @@ def _optional(model: PreTrainedModel, stored: Set[str], expected: Set[str], rena
     return optional | {name for name in ignored if not any(name in group for group in groups.values())}
 
 
-def _compare(stored: Mapping[str, Stored], named: Mapping[str, Tensor], optional: set[str]) -> None:
+def _compare(stored: Mapping[str, Stored], named: Mapping[str, Tensor], optional: set[str], dtype: str) -> None:
+    """Check that stored tensors have the model's names, sizes and types: loading would cast other types silently.
+
+    Floating point weights may have any type in `FLOATS`. Kernels are saved in fp32, unless the whole model was cast
+    (`model.half().save_pretrained`), in which case config.json names that type too.
+    """
     missing = sorted(named.keys() - stored.keys() - optional)
     extra = sorted(stored.keys() - named.keys() - optional)
-    other = sorted(key for key in stored.keys() & named.keys() if stored[key].shape != named[key].shape)
+    both = sorted(stored.keys() & named.keys())
+    other = [key for key in both if stored[key][0] != named[key].shape]
     advice = "config.json and the weights do not belong together: download the checkpoint again or convert again"
     if missing:
         raise CheckpointError(f"the weights file lacks {some(missing)}, which config.json asks for; {advice}")
@@ -223,8 +208,21 @@ def _compare(stored: Mapping[str, Stored], named: Mapping[str, Tensor], optional
         key = other[0]
         raise CheckpointError(
             f"the weights file has {some(other)} in a different size than config.json asks for ({key}: got "
-            f"{list(stored[key].shape)}, expected {list(named[key].shape)}); {advice}"
+            f"{list(stored[key][0])}, expected {list(named[key].shape)}); {advice}"
         )
+    for key in both:
+        got = stored[key][1]
+        if not named[key].is_floating_point():
+            good, expected = got not in FLOATS and not got.startswith("F8"), "whole numbers or true and false"
+        elif ".linear_attention." in key:
+            good, expected = got == "F32" or (got in FLOATS and FLOATS[got] == dtype), "F32"
+        else:
+            good, expected = got in FLOATS, f"one of {', '.join(FLOATS)}"
+        if not good:
+            raise CheckpointError(
+                f"the weights file holds {key!r} as {got}, expected {expected} (config.json says dtype {dtype}); the "
+                "file was changed after it was written: download the checkpoint again or convert again"
+            )
 
 
 def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> None:
@@ -238,22 +236,20 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> No
         CheckpointError: if a tensor holds NaN or infinity; the message names the first.
     """
     tensors = [*model.named_parameters(), *(x for x in model.named_buffers() if "linear_attention." in x[0])]
-    bad = sorted(name for name, tensor in tensors if not _finite(tensor.detach()))
+    kinds, bad = (torch.float64, torch.float32, torch.bfloat16, torch.float16), []
+    for name, tensor in tensors:
+        if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in kinds:
+            continue
+        # Quantised tensors of torchao hold integers and scales.
+        with contextlib.suppress(NotImplementedError):
+            # One pass without another tensor of that size: if there is a NaN, both minimum and maximum are NaN.
+            if not all(bool(torch.isfinite(limit)) for limit in torch.aminmax(tensor.detach())):
+                bad.append(name)
     if bad:
         raise CheckpointError(
-            f"{owner} holds NaN or infinity in {some(bad)}, expected finite numbers; the training that wrote it "
-            "diverged, or the file is damaged: use an earlier checkpoint or download it again"
+            f"{owner} holds NaN or infinity in {some(sorted(bad))}, expected finite numbers; the training that wrote "
+            "it diverged, or the file is damaged: use an earlier checkpoint or download it again"
         )
-
-
-def _finite(x: Tensor) -> bool:
-    if x.is_meta or x.numel() == 0 or x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        return True
-    # Quantised tensors of torchao hold integers and scales.
-    with contextlib.suppress(NotImplementedError):
-        # One pass without another tensor of that size: if there is a NaN, both minimum and maximum are NaN.
-        return all(bool(torch.isfinite(limit)) for limit in torch.aminmax(x))
-    return True
 
 
 def read_header(name: str | os.PathLike[str], **hub: Any) -> dict[str, Stored] | None:
@@ -279,8 +275,18 @@ def read_header(name: str | os.PathLike[str], **hub: Any) -> dict[str, Stored] |
         if os.path.isdir(folder) and not any(file.endswith(endings) for file in os.listdir(folder)):
             raise CheckpointError(f"{str(name)!r} has no weights file ({SINGLE}); copy or download it again")
         return None
+    try:
+        with open(index, encoding="utf-8") as handle:
+            shards = set(json.load(handle)["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{INDEX} cannot be read ({first_line(error)}); download the checkpoint again") from None
+    for shard in shards:
+        if not isinstance(shard, str) or os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{INDEX} names {shard!r}, expected safetensors files next to it; the file was edited"
+            )
     header: dict[str, Stored] = {}
-    for shard in _shards(index):
+    for shard in sorted(shards):
         path = find_file(name, shard, hub)
         if path is None:
             raise CheckpointError(f"the weights file {shard!r} is missing; download the checkpoint again")
@@ -294,24 +300,12 @@ def find_file(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> s
     return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in silent}, **hub)
 
 
-def _shards(index: str) -> Iterable[str]:
-    try:
-        with open(index, encoding="utf-8") as handle:
-            files = set(json.load(handle)["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{INDEX} cannot be read ({first_line(error)}); download the checkpoint again") from None
-    for file in files:
-        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{INDEX} names {file!r}, expected safetensors files next to it; the file was edited")
-    return sorted(files)
-
-
 def _file_header(path: str) -> dict[str, Stored]:
     """Return a file's header, which safetensors checks against the file size without reading weights."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            return {key: Stored(tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
+            return {key: (tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
     except (OSError, SafetensorError):
         raise CheckpointError(
             f"the weights file {os.path.basename(path)!r} is cut off or damaged; download it again"

@@ -3,8 +3,7 @@
 from linearize.ops.bidirectional import bidirectional_attention, gather_keys, read_state
 from linearize.ops.block import Blocks, BlockState, block_attention, block_weights
 from linearize.ops.causal import advance, causal_attention, recurrent_attention
-from linearize.ops.floored import floored_attention
-from linearize.ops.naive import kernel_weights
+from linearize.ops.floored import floored_attention, kernel_weights
 from linearize.ops.state import LinearOp, LinearOptions, State, empty_state
 from linearize.ops.window import window_attention
 from linearize.ops.window_parts import Mapped, Window, WindowState, window_weights

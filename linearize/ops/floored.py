@@ -5,7 +5,8 @@ what the sum would be if no feature were negative. |w_ij| is at most |phi(q_i)| 
 never add up to more than 1 / c. A row to which the floor applies adds up to less than one; it applies to no row if no
 feature is negative. Like the guard of the plain ops, the floor is a constant for the gradient.
 
-The op can stream: its state [B, K, F, V + 2] has one more column, for sum_j |phi(k_j)|.
+The op can stream: its state [B, K, F, V + 2] has one more column, for sum_j |phi(k_j)|. `kernel_weights` are the full
+weights, with or without a floor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, LinearOp, LinearOptions, State, held, with_ones
+from linearize.ops.state import EPS, FLOOR, LinearOp, LinearOptions, Options, State, divide, held, with_ones
 
 
 def floored_attention(
@@ -44,3 +45,44 @@ def floored_attention(
     most, absolute = op(phi_q.detach().float().abs(), phi_k.detach().float().abs(), ones, **sizes)
     out = mixed[..., :-1] / held(mixed[..., -1:], (floor * most).clamp(min=options.get("eps", EPS)))
     return out.to(v.dtype), State(torch.cat([after.kv, absolute.kv], dim=-1), after.log_scale)
+
+
+def kernel_weights(
+    phi_q: Tensor, phi_k: Tensor, *, causal: bool = False, floor: float = 0.0, **options: Unpack[LinearOptions]
+) -> Tensor:
+    """Return the attention weights of a feature map; quadratic in T, as a reference and for reports.
+
+    Args:
+        phi_q: query features [B, H, T, F].
+        phi_k: key features [B, K, S, F]; with `causal`, S >= T and the queries are the last T tokens.
+        causal: whether query i sees only keys up to its own position.
+        floor: c; 0 for no floor.
+        **options: the fields of `linearize.ops.state.Options`, except an initial state, which has no weights.
+
+    Returns:
+        Weights [B, H, T, S] in fp32, zero at padded and later keys.
+    """
+    groups, given = phi_q.shape[1] // phi_k.shape[1], Options(**options)
+    keys = given.keys(phi_k).repeat_interleave(groups, dim=1)
+    scores = phi_q.float() @ keys.transpose(-1, -2)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    if causal:
+        visible = visible.tril(scores.shape[-1] - scores.shape[-2])
+    if given.key_padding_mask is not None:
+        visible = visible & given.key_padding_mask[:, None, None, :].bool()
+    scale = given.scale(phi_k)
+    if scale is not None:
+        scale = scale.repeat_interleave(groups, dim=1)[:, :, None, :]
+        seen = scale.masked_fill(~visible, FLOOR)
+        shift = seen.detach().amax(dim=-1, keepdim=True)
+        scores = scores * torch.exp(seen - shift)
+    scores = scores.masked_fill(~visible, 0.0)
+    if not given.normalize:
+        return scores
+    if floor:
+        signless: LinearOptions = {**options, "normalize": False}
+        with torch.no_grad():
+            sizes = kernel_weights(phi_q.abs(), phi_k.abs(), causal=causal, **signless)
+        least = (floor * sizes.sum(dim=-1, keepdim=True)).clamp(min=given.eps)
+        return scores / held(scores.sum(dim=-1, keepdim=True), least)
+    return divide(torch.cat([scores, scores.sum(dim=-1, keepdim=True)], dim=-1), given.eps)

@@ -25,19 +25,7 @@ from torch import Tensor
 
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
-from linearize.ops.window_parts import (
-    Columns,
-    Keys,
-    Mapped,
-    Part,
-    Window,
-    WindowState,
-    collect,
-    join,
-    pick,
-    places_of,
-    strongest,
-)
+from linearize.ops.window_parts import Keys, Mapped, Window, WindowState, collect, join, pick, places_of, strongest
 
 
 def window_attention(
@@ -77,17 +65,17 @@ def window_attention(
     return (out if order is None else put_back(out, order)).to(v.dtype), state
 
 
-def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Part]:
+def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tuple[Tensor, Tensor]]:
     """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
     tokens, far, columns = queries.x.shape[2], keys, []
     # A window wider than the text is cut to the text: no key is further away than T - 1 tokens.
     half = window.size // 2 if isinstance(tokens, torch.SymInt) else min(window.size // 2, tokens - 1)
     place = torch.arange(tokens, device=keys.mask.device)
     if window.sinks:
-        first = collect(keys, window.sinks, None)
+        k, v, there, _ = collect(keys, window.sinks, None)
         # Not the first places: an exported graph would refuse rows with fewer tokens than sinks.
         outside = (place[:, None] - torch.arange(window.sinks, device=place.device)).abs() > half
-        columns.append(Columns(first.k, first.v, (outside & first.mask[:, None])[:, None]))
+        columns.append((k, v, (outside & there[:, None])[:, None]))
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
@@ -97,15 +85,10 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[Par
         index = places_of(there, slots)
         visible = ((place[:, None] - index[:, :, None]).abs() > half) & there.gather(2, index)[:, :, None]
         index = index.clamp(max=tokens - 1)
-        columns.append(Columns(pick(keys.k, index), pick(keys.v, index), visible))
+        columns.append((pick(keys.k, index), pick(keys.v, index), visible))
         phi, scale = far.phi.masked_fill(chosen[..., None], 0.0), far.scale.masked_fill(chosen, FLOOR)
         far = far._replace(phi=phi, scale=scale)
     near = softmax_part(queries.x, keys, half, 2 * half + 1, window.scaling, columns)
-    return [near, *_beyond(queries, far, half)]
-
-
-def _beyond(queries: Mapped, keys: Keys, half: int) -> list[Part]:
-    """Return the kernel's parts over the keys more than `half` tokens before each query, and after it."""
 
     # Both ways at once: the keys after a query are those before it in the reversed order.
     def both(x: Tensor, tokens: int = 2) -> Tensor:
@@ -116,11 +99,11 @@ def _beyond(queries: Mapped, keys: Keys, half: int) -> list[Part]:
         ends = (0, 0) * (x.ndim - 1 - tokens) + (half + 1, 0)
         return F.pad(both(x, tokens), ends).narrow(tokens, 0, x.shape[tokens])
 
-    phi, v, scale, mask = gone(keys.phi), gone(keys.v), gone(keys.scale), gone(keys.mask, 1)
+    phi, v, scale, mask = gone(far.phi), gone(far.v), gone(far.scale), gone(far.mask, 1)
     (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, empty_state(phi, v, scaled=True))
     # ONNX has no translation for `chunk` along an axis of unknown size.
     mixed, level = (x.unflatten(0, (2, -1)) for x in (mixed, both(queries.scale()) + level))
-    return [(mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
+    return [near, (mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
 
 
 AT_ONCE = 256

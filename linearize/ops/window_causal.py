@@ -86,18 +86,28 @@ def causal_parts(
 ) -> tuple[list[Part], WindowState]:
     """Return the parts beyond the window and inside it, with sinks and exact keys, and the state after these tokens."""
     tokens = queries.x.shape[2]
-    ring, kept, past = _resume(keys, window, initial_state)
+    none = keys.part(slice(0, 0))
+    if initial_state is None:
+        ring, kept = none.padded(window.size), none.padded(window.exact_keys)
+        past = empty_state(keys.phi, keys.v, scaled=True)
+    else:
+        old = initial_state
+        ring = Keys(old.ring_k, old.ring_v, old.ring_phi, old.ring_scale, old.ring_mask)
+        exact = (old.kept_k, old.kept_v, old.kept_phi, old.kept_scale, old.kept_mask)
+        held = [x for x in exact if x is not None]
+        kept, past = Keys(*held) if held else none, State(old.kv, old.log_scale)
     whole = ring.then(keys)
     # The key that leaves the window when a token enters it; no key leaves for padding at the end.
     leaving = whole.part(slice(0, tokens))
     leaving = leaving._replace(mask=leaving.mask & keys.mask)
-    sinks, columns = None, []
+    count, columns, sinks = keys.mask.sum(dim=1), [], {}
     if window.sinks:
-        sinks = collect(keys, window.sinks, initial_state)
-        place = sinks.before[:, None] + torch.arange(tokens, device=keys.mask.device)
+        k, v, there, before = collect(keys, window.sinks, initial_state)
+        sinks = {"sink_k": k, "sink_v": v, "tokens": before + count}
+        place = before[:, None] + torch.arange(tokens, device=keys.mask.device)
         leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
         left = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
-        columns.append(Columns(sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None]))
+        columns.append((k, v, (left & there[:, None])[:, None]))
     chosen = None
     if window.exact_keys:
         candidates = kept.then(leaving)
@@ -107,11 +117,8 @@ def causal_parts(
         chosen = candidates, result
     (far, level), after = kernel_part(queries.phi, leaving.phi, leaving.v, leaving.scale, leaving.mask, past)
     near = softmax_part(queries.x, whole.part(slice(1, None)), 0, window.size, window.scaling, columns, chosen)
-    count = keys.mask.sum(dim=1)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
-    state = WindowState(*after, *whole.taken(end))
-    if sinks is not None:
-        state = state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=sinks.before + count)
+    state = WindowState(*after, *whole.taken(end), **sinks)
     if window.exact_keys:
         state = _keeping(state, kept)
     return [(far, queries.scale() + level), near], state
@@ -156,24 +163,12 @@ def state_after(
         state = _keeping(state, remember(pick(k, index), pick(v, index), there))
     if not window.sinks:
         return state
-    sinks = collect(Keys(k, v, k, k[..., 0], mask), window.sinks, None)
-    return state._replace(sink_k=sinks.k, sink_v=sinks.v, tokens=count)
+    sink_k, sink_v, _, _ = collect(Keys(k, v, k, k[..., 0], mask), window.sinks, None)
+    return state._replace(sink_k=sink_k, sink_v=sink_v, tokens=count)
 
 
 def _keeping(state: WindowState, kept: Keys) -> WindowState:
     return state._replace(**{f"kept_{name}": tensor for name, tensor in kept._asdict().items()})
-
-
-def _resume(keys: Keys, window: Window, state: WindowState | None) -> tuple[Keys, Keys, State]:
-    """Return the ring, the exact keys and the linear state to start from."""
-    none = keys.part(slice(0, 0))
-    if state is None:
-        past = empty_state(keys.phi, keys.v, scaled=True)
-        return none.padded(window.size), none.padded(window.exact_keys), past
-    ring = (state.ring_k, state.ring_v, state.ring_phi, state.ring_scale, state.ring_mask)
-    kept = (state.kept_k, state.kept_v, state.kept_phi, state.kept_scale, state.kept_mask)
-    exact_keys = [x for x in kept if x is not None]
-    return Keys(*ring), Keys(*exact_keys) if exact_keys else none, State(state.kv, state.log_scale)
 
 
 def kernel_part(
@@ -239,11 +234,11 @@ def softmax_part(
         values.append(with_ones(older.v, True).unflatten(2, (count, slots)))
         lost = result.lost.gather(2, places).unflatten(2, (count, slots))[:, :, :, None, None]
         visible.append((step < lost) & result.is_kept[:, None, :count, None, None])
-    for column in columns:
-        near.append(column.k.float()[:, :, None].expand(-1, -1, count, -1, -1))
-        values.append(with_ones(column.v, True)[:, :, None].expand(-1, -1, count, -1, -1))
+    for column_k, column_v, sees in columns:
+        near.append(column_k.float()[:, :, None].expand(-1, -1, count, -1, -1))
+        values.append(with_ones(column_v, True)[:, :, None].expand(-1, -1, count, -1, -1))
         # As numbers: the C++ that torch.compile writes for padded comparisons does not compile.
-        seen_by = F.pad(column.visible.byte(), (0, 0, 0, rest)).bool()
+        seen_by = F.pad(sees.byte(), (0, 0, 0, rest)).bool()
         visible.append(seen_by.unflatten(2, (count, block))[:, :, :, None])
     # One matrix product per key head and block, with all queries of the group.
     keys_at_once, values_at_once = (torch.cat(x, dim=3).flatten(0, 2) for x in (near, values))

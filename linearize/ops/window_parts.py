@@ -154,22 +154,18 @@ class Keys(NamedTuple):
         return Keys(change(self.k), change(self.v), change(self.phi), change(self.scale), mask)
 
 
-class Sinks(NamedTuple):
-    """The first S tokens, the number of tokens before these keys [B], and which sinks exist so far (mask [B, S])."""
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor
-    before: Tensor
-
-
 def pick(x: Tensor, tokens: Tensor) -> Tensor:
     """Pick tokens [B, K, N] of x [B, K, T, D] or [B, K, T], separately for each head."""
     return x.gather(2, tokens if x.ndim == 3 else tokens[..., None].expand(-1, -1, -1, x.shape[-1]))
 
 
-def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
-    """Take the sinks from the state if it has them, otherwise from these keys, whose padding comes last."""
+def collect(keys: Keys, sinks: int, state: WindowState | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take the sinks from the state if it has them, otherwise from these keys, whose padding comes last.
+
+    Returns:
+        Keys and values of the first S tokens, which of them exist so far [B, S], and how many tokens are before these
+        keys [B].
+    """
     count = keys.mask.sum(dim=1)
     slot = torch.arange(sinks, device=keys.mask.device).expand(count.shape[0], -1)
     before = torch.zeros_like(count) if state is None or state.tokens is None else state.tokens
@@ -179,15 +175,11 @@ def collect(keys: Keys, sinks: int, state: WindowState | None) -> Sinks:
     if state is not None and state.sink_k is not None and state.sink_v is not None:
         old = (slot < before[:, None])[:, None, :, None]
         k, v = torch.where(old, state.sink_k.to(k.dtype), k), torch.where(old, state.sink_v.to(v.dtype), v)
-    return Sinks(k, v, slot < (before + count)[:, None], before)
+    return k, v, slot < (before + count)[:, None], before
 
 
-class Columns(NamedTuple):
-    """Keys that many queries see, wherever they are: k [B, K, S, D], v [B, K, S, V], visible [B, 1 or K, T, S]."""
-
-    k: Tensor
-    v: Tensor
-    visible: Tensor
+Columns = tuple[Tensor, Tensor, Tensor]
+"""Keys that many queries see, wherever they are: k [B, K, S, D], v [B, K, S, V], visible [B, 1 or K, T, S]."""
 
 
 def join(parts: list[Part]) -> Tensor:

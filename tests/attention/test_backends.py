@@ -117,17 +117,17 @@ def test_an_explanation_names_the_backend_that_runs(info):
     mixer = make_mixer(info, causal=info.causal)
     found = explain(mixer, 20)
     if info.feature_dim is None:
-        assert [one.declined for one in found] == [()]
+        assert [declined for _, _, declined in found] == [()]
         return
     backends = [one.name for one in BACKENDS]
     ops = [NATIVE_OP, PYTORCH_OP] if info.causal else [PYTORCH_OP]
-    for one in found:
-        backend, _, op = one.backend.partition(", ")
+    for _, chain, declined in found:
+        backend, _, op = chain.partition(", ")
         before = backends[: backends.index(backend)] + (ops[: ops.index(op)] if op else [])
-        assert [name for name, _ in one.declined] == before
-        assert all(why for _, why in one.declined)
+        assert [name for name, _ in declined] == before
+        assert all(why for _, why in declined)
     if not info.positional:
-        assert [one.backend for one in found[:2]] == [chosen(mixer, grad=grad) for grad in (False, True)]
+        assert [chain for _, chain, _ in found[:2]] == [chosen(mixer, grad=grad) for grad in (False, True)]
     assert len(found) == 2 + (info.causal and info.streamable)
 
 

@@ -187,8 +187,8 @@ def test_blocks_divide_the_segments_whatever_their_length():
     """Otherwise the last tokens of a segment would be left out."""
     for tuning in (*fused.TUNING.values(), *fused.TIGHT.values(), *script("tune_triton").CANDIDATES):
         assert fused.UNIT % tuning.block == 0 and fused.LEAST % fused.UNIT == 0
-    for tuning in TUNING.values():
-        assert CHUNK % tuning.block == CHUNK % tuning.sums_tile == 0
+    for block, _, _, sums_tile, _ in TUNING.values():
+        assert CHUNK % block == CHUNK % sums_tile == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -11,7 +11,7 @@ from support.tiny import CLIP_TEXT, IMAGE, converted, inputs_of, outputs
 from linearize.attention.cache import cache_argument
 from linearize.attention.interface import linear_attentions
 from linearize.ops.window_causal import softmax_part
-from linearize.ops.window_parts import Columns, Keys, collect
+from linearize.ops.window_parts import Keys, collect
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
 FEW = ["bert", "vit", "bart"]
@@ -89,9 +89,9 @@ def test_compiled_decoding_with_a_window_finds_its_state(exact_keys):
 
 def softmax_with_sinks(q, k, v):
     keys, place = Keys(k, v, k, k[..., 0], torch.ones_like(k[:, 0, :, 0], dtype=torch.bool)), torch.arange(k.shape[2])
-    sinks = collect(keys, 2, None)
+    sink_k, sink_v, there, _ = collect(keys, 2, None)
     left = place[:, None] - torch.arange(2) >= 8
-    column = Columns(sinks.k, sinks.v, (left & sinks.mask[:, None])[:, None])
+    column = sink_k, sink_v, (left & there[:, None])[:, None]
     return softmax_part(q, keys.padded(7), 0, 8, 0.4, [column])[0]
 
 

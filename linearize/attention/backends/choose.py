@@ -5,7 +5,7 @@ To add a backend, write a file with a class that implements `Backend` and add an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -88,19 +88,9 @@ class LinearMixer(FeatureMapMixer):
         return out, None if after is None else after | more
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """How one kind of call is computed.
-
-    Attributes:
-        call: the kind of call, in words.
-        backend: name of the backend and of its op.
-        declined: name and reason of each backend or op that declined the call.
-    """
-
-    call: str
-    backend: str
-    declined: tuple[tuple[str, str], ...] = ()
+Explanation = tuple[str, str, tuple[tuple[str, str], ...]]
+"""How one kind of call is computed: the call in words, the names of the backend and its op, and the name and reason of
+each backend or op that declined the call."""
 
 
 def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Explanation]:
@@ -113,7 +103,7 @@ def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype 
         dtype: their dtype.
     """
     if not isinstance(getattr(mixer, "keys", None), FeatureMap):
-        return [Explanation("all calls", "the kernel itself: it has no feature map, so there is no choice")]
+        return [("all calls", "the kernel itself: it has no feature map, so there is no choice", ())]
     shape = mixer.shape
     sizes = (shape.heads, shape.head_dim), (shape.key_heads, shape.head_dim), (shape.key_heads, shape.value_dim)
     # Expand one token instead of allocating the whole input.
@@ -135,11 +125,9 @@ def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Ex
     number = next(number for number, (_, why) in enumerate(reasons) if not why)
     backend, declined = BACKENDS[number], reasons[:number]
     if not backend.uses_op:
-        return Explanation(words, backend.name, tuple(declined))
-    op = PYTORCH_OP
+        return words, backend.name, tuple(declined)
     # Bidirectional attention uses no causal op, so it is computed in PyTorch.
-    if mixer.shape.causal:
-        why = why_not_native(call.k, normalize=mixer.divides)
-        op = PYTORCH_OP if why else NATIVE_OP
-        declined += [(NATIVE_OP, why)] if why else []
-    return Explanation(words, f"{backend.name}, {op}", tuple(declined))
+    why = why_not_native(call.k, normalize=mixer.divides) if mixer.shape.causal else ""
+    op = NATIVE_OP if mixer.shape.causal and not why else PYTORCH_OP
+    declined += [(NATIVE_OP, why)] if why else []
+    return words, f"{backend.name}, {op}", tuple(declined)

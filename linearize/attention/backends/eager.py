@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.ops import (
-    LinearOp,
-    Mapped,
-    WindowState,
-    advance,
-    bidirectional_attention,
-    floored_attention,
-    window_attention,
-)
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
+from linearize.attention.feature_map import FeatureMapMixer
+from linearize.ops import Mapped, WindowState, advance, bidirectional_attention, floored_attention, window_attention
 
 NO_WINDOW = "it does not support a softmax window"
 NO_FLOOR = "it does not support a floor for denominators"
@@ -40,11 +28,9 @@ class Eager:
         queries, keys = mixer.features(call)
         # Stay in fp32 until the output: sums without a denominator would overflow fp16.
         tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
-        op: LinearOp = bidirectional_attention
-        if mixer.shape.causal:
-            op = causal_op(call.k, normalize=mixer.divides)
-            if op is attend_with_state and not call.needs_state:
-                return mixer.cast_output(attend_causally(*tensors, **options), call.v.dtype), None
+        op = causal_op(call.k, normalize=mixer.divides) if mixer.shape.causal else bidirectional_attention
+        if op is attend_with_state and not call.needs_state:
+            return mixer.cast_output(attend_causally(*tensors, **options), call.v.dtype), None
         if mixer.floor > 0.0:
             out, state = floored_attention(*tensors, mixer.floor, op=op, **options)
         else:
@@ -66,15 +52,10 @@ class Windowed:
         window = mixer.form(call.scaling)
         assert window is not None
         queries, keys = mixer.features(call)
+        sides = Mapped(call.q, *queries), Mapped(call.k, *keys)
+        mask, before = call.key_padding_mask, None if call.state is None else WindowState.of(call.state)
         # Stay in fp32 until the output, like all sums.
-        out, state = window_attention(
-            Mapped(call.q, *queries),
-            Mapped(call.k, *keys),
-            call.v,
-            window,
-            key_padding_mask=call.key_padding_mask,
-            initial_state=None if call.state is None else WindowState.of(call.state),
-        )
+        out, state = window_attention(*sides, call.v, window, key_padding_mask=mask, initial_state=before)
         after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after
 

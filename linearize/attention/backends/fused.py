@@ -8,7 +8,7 @@ start from the sum of the segments before theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,10 @@ from linearize.attention.backends.triton_calls import (
     unusable,
 )
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.native.gradient import first_order
+from linearize.kernels.base import MapSpec
 from linearize.ops.state import FLOOR
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 UNIT, LEAST = 64, 128
 """Segments are multiples of UNIT tokens, LEAST or more."""
@@ -61,11 +60,8 @@ TUNING = {
 """By kernel, or by the way in which it is used; the fastest for bf16 on an H100 (docs/benchmarks/gpu.md)."""
 
 TIGHT = {
-    "sums": Tuning(32, 8),
-    "read": Tuning(32, 8),
-    "scan": Tuning(16, 8),
-    "gradients": Tuning(16, 8),
-    "causal_gradients": Tuning(16, 8),
+    **dict.fromkeys(("sums", "read"), Tuning(32, 8)),
+    **dict.fromkeys(("scan", "gradients", "causal_gradients"), Tuning(16, 8)),
     "slopes": Tuning(64, 4),
 }
 """The same for exact products and for sizes above `USUAL`: an H100's shared memory has 227 KB per block."""
@@ -99,46 +95,17 @@ class Fused:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
         maps, mask = maps_of(mixer), call.key_padding_mask
         mask = None if mask is None else mask.bool().contiguous()
-        factor, shift = _key_factors(mixer, call, mask)
-        scale, gradient = mixer.input_scale(call.scaling), torch.is_grad_enabled()
-        settings = Settings(maps[0].kind, mixer.shape.causal, scale, mixer.eps, call.needs_state, gradient)
+        # The factors [B, K, T] of the keys, and the logarithm [B, K] of what they are divided by; None if all are 1.
+        factor, shift, log_scale = None, None, mixer.log_scales(call)[1]
+        if log_scale is not None:
+            log_scale = log_scale if mask is None else log_scale.masked_fill(~mask[:, None], FLOOR)
+            shift = log_scale.detach().amax(dim=-1)
+            factor = torch.exp(log_scale - shift[..., None])
         weights = [getattr(map, name) for map in maps for name in WEIGHTS]
-        out, kv = _Attend.apply(settings, mask, call.q, call.k, call.v, factor, *weights)
+        out, kv = _Attend.apply(Launcher(mixer, call, maps[0]), mask, call.q, call.k, call.v, factor, *weights)
         if not call.needs_state:
             return out, None
         return out, {"kv": kv, "log_scale": kv.new_zeros(kv.shape[:2]) if shift is None else shift}
-
-
-def _key_factors(
-    mixer: FeatureMapMixer, call: AttentionCall, mask: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the factors [B, K, T] of the keys, and the logarithm [B, K] of what they are divided by; None if all 1."""
-    scale = mixer.log_scales(call)[1]
-    if scale is None:
-        return None, None
-    scale = scale if mask is None else scale.masked_fill(~mask[:, None], FLOOR)
-    shift = scale.detach().amax(dim=-1)
-    return torch.exp(scale - shift[..., None]), shift
-
-
-class Settings(NamedTuple):
-    """What the kernels need to know besides tensors.
-
-    Attributes:
-        kind: kind of the maps.
-        causal: whether queries see only keys up to their own.
-        scale: factor of queries and keys before the map.
-        eps: smallest magnitude of a denominator.
-        needs_state: whether the state after the tokens is returned.
-        gradient: whether there may be a backward pass.
-    """
-
-    kind: str
-    causal: bool
-    scale: float
-    eps: float
-    needs_state: bool
-    gradient: bool
 
 
 class Side(NamedTuple):
@@ -163,53 +130,43 @@ class Side(NamedTuple):
     keys: bool
 
 
-class SideGradients(NamedTuple):
-    """The gradients of a side: tokens, values, factors, and the map's weights as the kernel stores them."""
-
-    x: Tensor
-    y: Tensor | None
-    a: Tensor | None
-    weights: Tensor | None
-
-
 class Launcher:
-    """Runs the kernels of one call.
+    """Runs the kernels of one call, forwards and backwards; holds no tensors.
 
     Attributes:
+        kind: kind of the maps.
+        causal: whether queries see only keys up to their own.
+        scale: factor of queries and keys before the map.
+        eps: smallest magnitude of a denominator.
+        needs_state: whether the state after the tokens is returned.
+        gradient: whether there may be a backward pass.
         segment: tokens of a segment.
         segments: number of segments.
     """
 
-    def __init__(self, settings: Settings, mask: Tensor | None, q: Tensor, v: Tensor, rows: int) -> None:
-        self.settings, self.mask, self.device = settings, mask, q.device
-        self.batch, self.heads, self.tokens, size = q.shape
-        self.key_heads = v.shape[1]
+    def __init__(self, mixer: FeatureMapMixer, call: AttentionCall, map: MapSpec) -> None:
+        self.kind, self.causal, self.eps = map.kind, mixer.shape.causal, mixer.eps
+        self.scale = mixer.input_scale(call.scaling)
+        self.needs_state, self.gradient, self.device = call.needs_state, torch.is_grad_enabled(), call.q.device
+        self.batch, self.heads, self.tokens, size = call.q.shape
+        self.key_heads = call.v.shape[1]
         self.groups = self.heads // self.key_heads
-        self.halves = HALVES[settings.kind]
-        self.numbers = rows, size, v.shape[-1]
-        most = max(1, PROGRAMS[settings.causal] // (self.batch * self.key_heads))
+        self.halves = HALVES[map.kind]
+        self.numbers = map.first.shape[1], size, call.v.shape[-1]
+        most = max(1, PROGRAMS[self.causal] // (self.batch * self.key_heads))
         self.segment = max(LEAST, -(-self.tokens // (most * UNIT)) * UNIT)
         self.segments = -(-self.tokens // self.segment)
         self.padded = padded_sizes(self.numbers)
-        self.precision = precision_of(v)
+        self.precision = precision_of(call.v)
         self.tuning = TIGHT if max(self.numbers) > USUAL or self.precision == EXACT else TUNING
 
     def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[Any], **options: bool | int) -> None:
         """Run a kernel for every segment of all heads."""
-        tuned, settings = self.tuning[tuning], self.settings
-        launch(
-            f"fused_kernels.{name}",
-            (self.batch * heads, self.segments),
-            arguments,
-            **options,
-            **self.padded,
-            KIND=settings.kind,
-            HALVES=self.halves,
-            PRECISION=self.precision,
-            BLOCK=tuned.block,
-            num_warps=tuned.warps if max(self.padded.values()) > FEW else 4,
-            num_stages=tuned.stages,
-        )
+        tuned = self.tuning[tuning]
+        warps = tuned.warps if max(self.padded.values()) > FEW else 4
+        shared = {**self.padded, "KIND": self.kind, "HALVES": self.halves, "PRECISION": self.precision}
+        blocks = {"BLOCK": tuned.block, "num_warps": warps, "num_stages": tuned.stages}
+        launch(f"fused_kernels.{name}", (self.batch * heads, self.segments), arguments, **options, **shared, **blocks)
 
     def blocks(self, tuning: str) -> int:
         """Return the number of blocks of a segment."""
@@ -220,11 +177,12 @@ class Launcher:
         rows, _, width = self.numbers
         return torch.empty(count, slots, self.halves * rows, width + 1, device=self.device)
 
-    def sums(self, side: Side, order: int) -> Tensor:
+    def sums(self, side: Side, mask: Tensor | None, order: int) -> Tensor:
         """Sum up a side for every head [B * heads, slots, F, V + 1].
 
         Args:
             side: the side.
+            mask: [B, T] bool, or None.
             order: 0: one slot with the sum of all tokens. 1: a slot with the sums before each segment, and one with
                 the sum of all. -1: the same in the opposite order, from the last segment to the first.
         """
@@ -232,9 +190,9 @@ class Launcher:
         slots = self.segments + abs(order)
         states = self.states(self.batch * heads, slots)
         arguments = (
-            *(side.x, side.y, side.a, side.b, self.mask, *side.weights, states),
+            *(side.x, side.y, side.a, side.b, mask, *side.weights, states),
             *strides(side.x, side.y),
-            *(self.settings.scale, self.tokens, self.blocks("sums"), slots, heads, side.map_group, *self.numbers),
+            *(self.scale, self.tokens, self.blocks("sums"), slots, heads, side.map_group, *self.numbers),
         )
         self.launch("sums", "sums", heads, arguments, KEYS=side.keys, SCALED=side.a is not None, SLOTS=order)
         if order == 0:
@@ -242,42 +200,49 @@ class Launcher:
         states[:, 0] = 0.0
         return states.cumsum_(dim=1)
 
-    def attend(self, queries: Side, keys: Side, states: Tensor, *, save: bool) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, queries: Side, keys: Side, mask: Tensor | None, states: Tensor, *, save: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, T, V] and, with `save`, the inverse denominators [B, H, T], given the keys' sums."""
         out, inverse = self.tokens_first(self.heads, self.numbers[2], keys.y.dtype), None
         if save:
             inverse = torch.empty(self.batch, self.heads, self.tokens, device=self.device)
-        causal, settings = self.settings.causal, self.settings
-        tuning = "scan" if causal else "read"
+        tuning = "scan" if self.causal else "read"
         arguments = (
-            *(queries.x, keys.x, keys.y, keys.a, self.mask, *queries.weights, *keys.weights, states, out, inverse),
+            *(queries.x, keys.x, keys.y, keys.a, mask, *queries.weights, *keys.weights, states, out, inverse),
             *strides(queries.x, keys.x, keys.y, out),
-            *(settings.scale, settings.eps, self.tokens, self.blocks(tuning), states.shape[1]),
+            *(self.scale, self.eps, self.tokens, self.blocks(tuning), states.shape[1]),
             *(self.heads, self.groups, queries.map_group, *self.numbers),
         )
-        self.launch("attend", tuning, self.heads, arguments, CAUSAL=causal, SCALED=keys.a is not None, SAVE=save)
+        self.launch("attend", tuning, self.heads, arguments, CAUSAL=self.causal, SCALED=keys.a is not None, SAVE=save)
         return out, inverse
 
     def slopes(self, out: Tensor, grad: Tensor, inverse: Tensor) -> Tensor:
         """Return the gradients [B, H, T] of the denominators."""
         found, tuned = torch.empty_like(inverse), self.tuning["slopes"]
         grid = self.batch * self.heads, -(-self.tokens // tuned.block)
-        numbers = self.heads, self.tokens, self.settings.eps, self.numbers[2]
+        numbers = self.heads, self.tokens, self.eps, self.numbers[2]
         arguments = out, grad, inverse, found, *strides(out, grad), *numbers
         options = {"BLOCK": tuned.block, "V_": self.padded["V_"], "num_warps": tuned.warps}
         launch("fused_kernels.slopes", grid, arguments, **options)
         return found
 
-    def gradients(self, side: Side, other: Side, states: Tensor, *, learned: bool) -> SideGradients:
+    def gradients(
+        self, side: Side, other: Side, mask: Tensor | None, states: Tensor, *, learned: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of a side, given the sums of the other: in causal calls those before or after segments.
 
         Args:
             side: the side.
             other: the other side.
+            mask: [B, T] bool, or None.
             states: the sums of the other side, for each of its heads.
             learned: whether the gradients of the weights are needed.
+
+        Returns:
+            Those of the side's tokens, values and factors, and of the map's weights as the kernel stores them.
         """
-        causal = self.settings.causal
+        causal = self.causal
         # Causal keys are mapped once for each query head, because the kernel also reads the queries in order.
         heads = self.heads if causal else side.x.shape[1]
         group, other_group = heads // side.x.shape[1], heads // other.x.shape[1] if causal else 1
@@ -289,14 +254,14 @@ class Launcher:
             dy = self.tokens_first(heads, width, side.y.dtype if group == 1 else torch.float32)
             da = None if side.a is None else torch.empty(self.batch, heads, self.tokens, device=self.device)
         if learned:
-            all_rows = 2 * rows + 1 if self.settings.kind == "positive_waves" else rows
+            all_rows = 2 * rows + 1 if self.kind == "positive_waves" else rows
             dw = torch.zeros(self.batch * heads, self.segments, all_rows, size + 1, device=self.device)
         tuning = "causal_gradients" if causal else "gradients"
         arguments = (
-            *(side.x, side.y, side.a, side.b, other.x, other.y, other.a, other.b, self.mask),
+            *(side.x, side.y, side.a, side.b, other.x, other.y, other.a, other.b, mask),
             *(*side.weights, *other.weights, states, dx, dw, dy, da),
             *strides(side.x, side.y, other.x, other.y, dx, dx if dy is None else dy),
-            *(self.settings.scale, self.tokens, self.blocks(tuning), states.shape[1], heads, group, other_group),
+            *(self.scale, self.tokens, self.blocks(tuning), states.shape[1], heads, group, other_group),
             *(group * side.map_group, other_group * other.map_group, self.batch * heads // len(states), *self.numbers),
         )
         options = {"KEYS": side.keys, "KEYS2": other.keys, "SCALED": side.a is not None, "SCALED2": other.a is not None}
@@ -304,9 +269,9 @@ class Launcher:
         if dw is not None:
             dw = dw.unflatten(0, (self.batch, -1, group * side.map_group)).sum(dim=(0, 2, 3))
         if group == 1:
-            return SideGradients(dx, dy, da, dw)
+            return dx, dy, da, dw
         dy, da = (None if x is None else x.unflatten(1, (-1, group)).sum(dim=2) for x in (dy, da))
-        return SideGradients(dx.unflatten(1, (-1, group)).sum(dim=2), dy, da, dw)
+        return dx.unflatten(1, (-1, group)).sum(dim=2), dy, da, dw
 
     def tokens_first(self, heads: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return memory [B, heads, T, size] with the tokens first, because that is how the host reads it next."""
@@ -328,29 +293,28 @@ def _sides(
 class _Attend(torch.autograd.Function):
     """Map and attend.
 
-    The inputs are the settings, the mask, q, k, v, the keys' factors, and the maps of keys and queries (or the single
-    map that they share); the results are the output, and the state's sums or None.
+    The inputs are the launcher of the call, the mask, q, k, v, the keys' factors, and the maps of keys and queries (or
+    the single map that they share); the results are the output, and the state's sums or None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, settings: Settings, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Any
+        ctx: Any, launcher: Launcher, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, T, V], and the sums [B, K, F, V + 1] if the state is needed, else None."""
         queries, keys = _sides(q, q, k, v, *more)
-        launcher = Launcher(settings, mask, q, v, more[1].shape[1])
         # `needs_input_grad` is also true while gradients are off, for leaves that could have one.
-        save = settings.gradient and any(ctx.needs_input_grad)
-        if settings.causal and launcher.segments == 1 and not settings.needs_state:
+        save = launcher.gradient and any(ctx.needs_input_grad)
+        if launcher.causal and launcher.segments == 1 and not launcher.needs_state:
             # There are no keys before the only segment.
             states = launcher.states(k.shape[0] * k.shape[1], 1).zero_()
         else:
-            states = launcher.sums(keys, int(settings.causal))
-        out, inverse = launcher.attend(queries, keys, states, save=save)
+            states = launcher.sums(keys, mask, int(launcher.causal))
+        out, inverse = launcher.attend(queries, keys, mask, states, save=save)
         if save:
-            ctx.settings = settings
+            ctx.launcher = launcher
             ctx.save_for_backward(mask, out, inverse, states, q, k, v, *more)
-        kv = states[:, -1].unflatten(0, k.shape[:2]).clone() if settings.needs_state else None
+        kv = states[:, -1].unflatten(0, k.shape[:2]).clone() if launcher.needs_state else None
         return out, kv
 
     @staticmethod
@@ -358,27 +322,23 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs, given that of the output."""
         mask, out, inverse, states, q, k, v, *more = ctx.saved_tensors
-        settings, weights = ctx.settings, more[1:]
-        launcher = Launcher(settings, mask, q, v, weights[0].shape[1])
+        launcher, weights = ctx.launcher, more[1:]
         queries, keys = _sides(q, grad, k, v, *more)
         learned = any(ctx.needs_input_grad[6:])
         queries = queries._replace(a=inverse, b=launcher.slopes(out, queries.y, inverse))
-        of_q = launcher.gradients(queries, keys, states, learned=learned)
-        sums = launcher.sums(queries, -1 if settings.causal else 0)
-        if not settings.causal:
+        dq, _, _, query_weights = launcher.gradients(queries, keys, mask, states, learned=learned)
+        sums = launcher.sums(queries, mask, -1 if launcher.causal else 0)
+        if not launcher.causal:
             sums = sums.unflatten(0, (-1, launcher.groups)).sum(dim=1)
-        of_k = launcher.gradients(keys, queries, sums, learned=learned)
-        size = q.shape[-1]
-        if len(weights) == len(WEIGHTS):
-            whole = None if of_k.weights is None or of_q.weights is None else of_k.weights + of_q.weights
-            of_weights = _weight_gradients(whole, weights, size)
-        else:
-            of_weights = [
-                *_weight_gradients(of_k.weights, weights[: len(WEIGHTS)], size),
-                *_weight_gradients(of_q.weights, weights[len(WEIGHTS) :], size),
-            ]
-        of_v = None if of_k.y is None else of_k.y.to(v.dtype)
-        return None, None, of_q.x.to(q.dtype), of_k.x.to(k.dtype), of_v, of_k.a, *of_weights
+        dk, dv, dfactor, key_weights = launcher.gradients(keys, queries, mask, sums, learned=learned)
+        size, count, shared = q.shape[-1], len(WEIGHTS), len(weights) == len(WEIGHTS)
+        if shared and key_weights is not None and query_weights is not None:
+            key_weights = key_weights + query_weights
+        of_weights = _weight_gradients(key_weights, weights[:count], size)
+        if not shared:
+            of_weights += _weight_gradients(query_weights, weights[count:], size)
+        dv = None if dv is None else dv.to(v.dtype)
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv, dfactor, *of_weights
 
 
 def _weight_gradients(packed: Tensor | None, weights: Sequence[Tensor | None], size: int) -> list[Tensor | None]:

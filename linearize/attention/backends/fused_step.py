@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -21,10 +19,8 @@ from linearize.attention.backends.triton_calls import (
     weights_of,
 )
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING, UNITS
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 MOST_GROUPS = 4
 """Most query heads per key head: one program holds the features of all of them."""
@@ -45,12 +41,11 @@ class FusedStep:
         """Return why it declines a call; empty if it can compute it."""
         if why := elsewhere(call):
             return why
-        if not call.one_step or call.q.shape[0] == 0:
+        state = call.state
+        if state is None or not call.one_step or call.q.shape[0] == 0:
             return "the call is not a decoding step"
         if mixer.floor > 0.0:
             return NO_FLOOR
-        state = call.state
-        assert state is not None
         if state["kv"].dtype != torch.float32 or not all(x.is_contiguous() for x in state.values()):
             return "it cannot write into this state"
         if call.q.shape[1] > MOST_GROUPS * call.k.shape[1]:
@@ -80,20 +75,9 @@ class FusedStep:
             *(call.scaling, mixer.input_scale(call.scaling), mixer.eps, float(length or 1), FADING),
             *(heads, groups, groups if len(maps) == 1 else 1, *sizes, ring, sinks, slots),
         )
-        launch(
-            "step_kernels.step",
-            (batch * key_heads,),
-            arguments,
-            **padded_sizes(sizes),
-            **places,
-            UNITS=UNITS,
-            KIND=maps[0].kind,
-            HALVES=HALVES[maps[0].kind],
-            TILE=32,
-            SINKS_=padded(sinks),
-            G_=padded(groups, 1),
-            num_warps=4,
-        )
+        kind, tiles = maps[0].kind, {**padded_sizes(sizes), **places, "SINKS_": padded(sinks), "G_": padded(groups, 1)}
+        options = {"UNITS": UNITS, "KIND": kind, "HALVES": HALVES[kind], "TILE": 32, "num_warps": 4}
+        launch("step_kernels.step", (batch * key_heads,), arguments, **tiles, **options)
         if ring:
             shared = state["ring_mask"], mask, state.get("tokens"), state.get("kept_mask"), ring, sinks, slots
             launch("step_kernels.advance", (batch,), shared, WIDTH_=padded(ring), **places, num_warps=1)

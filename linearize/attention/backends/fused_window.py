@@ -5,7 +5,7 @@ Causal calls without a window whose keys have learned log-scales are computed he
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,28 +27,15 @@ from linearize.attention.backends.triton_calls import (
     weights_of,
 )
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING
 from linearize.ops import State, Window
 from linearize.ops.state import put_back, real_tokens
 from linearize.ops.window_causal import state_after
 
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
-
-
-class Tuning(NamedTuple):
-    """Queries of a block and keys of a tile, and threads over 32: of `window_attend`, then of `chunk_sums`."""
-
-    block: int
-    tile: int
-    warps: int
-    sums_tile: int
-    sums_warps: int
-    stages: int = 1
-
-
-TUNING = {"bf16": Tuning(64, 32, 4, 64, 4), "tf32": Tuning(64, 32, 8, 32, 4), EXACT: Tuning(32, 32, 8, 32, 8)}
-"""By precision of products."""
+TUNING = {"bf16": (64, 32, 4, 64, 4), "tf32": (64, 32, 8, 32, 4), EXACT: (32, 32, 8, 32, 8)}
+"""Queries of a block, keys of a tile and threads over 32 of `window_attend`; then keys of a tile and threads over 32 of
+`chunk_sums`; by precision of products."""
 
 CHUNK, SEGMENTS = 128, 512
 """Tokens of a segment, and most segments; segments of longer rows have more tokens."""
@@ -127,56 +114,42 @@ class Launcher:
         numbers = maps[0].first.shape[1], self.q.shape[3], self.v.shape[3]
         self.numbers, self.precision = numbers, precision_of(self.v)
         self.features = HALVES[maps[0].kind] * numbers[0]
-        self.options: dict[str, Any] = {
-            **padded_sizes(numbers),
-            "KIND": maps[0].kind,
-            "HALVES": HALVES[maps[0].kind],
-            "PRECISION": self.precision,
-            "CHUNK": padded(-(-self.tokens // SEGMENTS), CHUNK),
-            "SCALED": self.scaled,
-        }
-        self.tuning = TUNING[self.precision]
+        kind, self.chunk = maps[0].kind, padded(-(-self.tokens // SEGMENTS), CHUNK)
+        self.options: dict[str, Any] = {**padded_sizes(numbers), "KIND": kind, "HALVES": HALVES[kind]}
+        self.options |= {"PRECISION": self.precision, "CHUNK": self.chunk, "SCALED": self.scaled}
         self.width = form.size if form.causal else form.size // 2
-        self.segments = -(-self.tokens // self.options["CHUNK"])
-        self.lost: Tensor | None = None
-        self.order: Tensor | None = None
-        self.places: Tensor | None = None
-        if form.exact_keys:
-            self.choose()
+        self.segments = -(-self.tokens // self.chunk)
+        self.lost, self.order, self.places = self.choose()
 
-    def choose(self) -> None:
-        """Choose the exact keys: set `lost`, `order` and `places`, as `window_kernels.contest` describes them."""
+    def choose(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Choose the exact keys, if any; the results are those that `window_kernels.contest` describes."""
+        if not self.form.exact_keys:
+            return None, None, None
         form, shape, device = self.form, self.k.shape[:3], self.k.device
         priority = torch.zeros(shape, device=device) if self.c is None else self.c
-        self.lost = torch.full(shape, self.tokens, dtype=torch.int32, device=device)
-        self.order = torch.full(shape, -1, dtype=torch.int32, device=device)
-        places = self.order.new_empty(*shape[:2], self.segments + 1, form.sinks + form.exact_keys)
+        lost = torch.full(shape, self.tokens, dtype=torch.int32, device=device)
+        order = torch.full(shape, -1, dtype=torch.int32, device=device)
+        places = order.new_empty(*shape[:2], self.segments + 1, form.sinks + form.exact_keys)
         width = form.size if form.causal else 0
         arguments = (
-            *(priority, self.mask, self.lost, self.order, places),
+            *(priority, self.mask, lost, order, places),
             *(self.tokens, self.segments, self.key_heads, width, form.sinks, form.exact_keys),
         )
-        launch(
-            "window_kernels.contest",
-            (self.rows,),
-            arguments,
-            CHUNK=self.options["CHUNK"],
-            TILE=min(64, self.options["CHUNK"]),
-            PLACES=padded(form.exact_keys),
-            SINKS_=padded(form.sinks),
-            num_warps=1,
-        )
+        tiles = {"CHUNK": self.chunk, "TILE": min(64, self.chunk)}
+        tiles |= {"PLACES": padded(form.exact_keys), "SINKS_": padded(form.sinks)}
+        launch("window_kernels.contest", (self.rows,), arguments, **tiles, num_warps=1)
         if not form.causal:
             # All keys competed at once, so only the winners at the end count.
-            kept = self.lost == self.tokens
+            kept = lost == self.tokens
             place = torch.arange(self.tokens, dtype=torch.int32, device=device)
-            self.lost, self.order = torch.where(kept, self.lost, 0), torch.where(kept, -1, place)
+            lost, order = torch.where(kept, lost, 0), torch.where(kept, -1, place)
             places = places[:, :, -1:].contiguous()
-        self.places = places
+        return lost, order, places
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, H, T, V], and the state of the tokens that left the window (meaningful if causal)."""
-        form, tuned, numbers = self.form, self.tuning, self.numbers
+        form, numbers = self.form, self.numbers
+        block, tile, warps, sums_tile, sums_warps = TUNING[self.precision]
         width, device = numbers[2] + 1, self.q.device
         sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
         levels = torch.empty(self.rows, self.segments, device=device) if self.scaled else None
@@ -185,14 +158,8 @@ class Launcher:
             *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
             *(self.width if form.causal else 0, form.sinks, *numbers),
         )
-        launch(
-            "window_kernels.chunk_sums",
-            (self.rows, self.segments),
-            arguments,
-            **self.options,
-            TILE=tuned.sums_tile,
-            num_warps=tuned.sums_warps,
-        )
+        options = {**self.options, "TILE": sums_tile, "num_warps": sums_warps}
+        launch("window_kernels.chunk_sums", (self.rows, self.segments), arguments, **options)
         states, levels = self.outside(sums, levels)
         out = self.q.new_empty(self.q.shape[0], self.tokens, self.heads, width - 1, dtype=self.v.dtype).transpose(1, 2)
         groups = self.heads // self.key_heads
@@ -206,18 +173,10 @@ class Launcher:
             *(self.width, form.sinks, sets, keep, states.shape[1], self.heads, groups, groups if self.tied else 1),
             *numbers,
         )
-        launch(
-            "window_kernels.window_attend",
-            (self.q.shape[0] * self.heads, -(-self.tokens // tuned.block)),
-            arguments,
-            CAUSAL=form.causal,
-            FADES=self.trained is not None,
-            **self.options,
-            BLOCK=tuned.block,
-            TILE=tuned.tile,
-            num_warps=tuned.warps,
-            num_stages=tuned.stages,
-        )
+        options = {"CAUSAL": form.causal, "FADES": self.trained is not None, **self.options}
+        options |= {"BLOCK": block, "TILE": tile, "num_warps": warps, "num_stages": 1}
+        grid = self.q.shape[0] * self.heads, -(-self.tokens // block)
+        launch("window_kernels.window_attend", grid, arguments, **options)
         shape = self.k.shape[:2]
         level = states.new_zeros(shape) if levels is None else levels[:, -1].reshape(shape).clone()
         return out, states[:, -1].unflatten(0, shape).clone(), level
@@ -227,7 +186,7 @@ class Launcher:
         slots, size = self.segments + int(self.form.causal), self.features * (self.numbers[2] + 1)
         states = sums.new_empty(self.rows, slots, *sums.shape[2:])
         state_levels = None if levels is None else levels.new_empty(self.rows, slots)
-        apart = 0 if self.form.causal else -(-self.width // self.options["CHUNK"])
+        apart = 0 if self.form.causal else -(-self.width // self.chunk)
         # Those of the sums from the one side; the others are added from the other side.
         before = None if levels is None else torch.empty_like(levels)
         grid, arguments = (self.rows, -(-size // 128)), (sums, levels, states, state_levels, before)

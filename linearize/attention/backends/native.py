@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import fade
 from linearize.attention.native import loaded, unreadable
 from linearize.attention.native.gradient import WindowedAttention, attend_with_gradient
@@ -18,9 +19,6 @@ from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import State, causal_attention
 from linearize.ops.state import put_back, real_first, real_tokens, take
 from linearize.ops.window_causal import state_after
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 
 class Native:
@@ -45,41 +43,34 @@ class Native:
             writable = loaded().supports_step(*inputs, state["kv"], state["log_scale"])
         if not writable:
             return "it cannot write into this state"
-        return "rows of different lengths fade differently" if _uneven(mixer, call) else ""
+        length, positions = mixer.hybrid.trained_length, call.positions
+        if length is None or positions is None or positions.shape[0] == 1:
+            return ""
+        least, most = positions.aminmax()
+        return "rows of different lengths fade differently" if float(most) >= length and bool(least != most) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the op in C."""
-        if not call.one_step or call.state is None:
-            return _attend(mixer, call) if mixer.window is None else _attend_window(mixer, call)
-        native, state, mask = loaded(), call.state, call.key_padding_mask
-        inputs = (_packed_maps(mixer, call.scaling, call.positions), call.q, call.k, call.v)
+        native, mask, inputs = loaded(), call.key_padding_mask, (call.q, call.k, call.v)
+        if call.one_step and call.state is not None:
+            state, maps = call.state, _packed_maps(mixer, call.scaling, call.positions)
+            if mixer.window is not None:
+                return native.window_step(maps, *inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
+            return native.step(maps, *inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
         if mixer.window is not None:
-            return native.window_step(*inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
-        return native.step(*inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
+            return _attend_window(mixer, call)
+        log_scale = mixer.log_scales(call)[1]
+        options = AttendOptions(mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask, log_scale)
+        if not torch.is_grad_enabled():
+            out, kv, level = native.attend(maps_of(mixer), *inputs, options, call.linear_state)
+            return out, {"kv": kv, "log_scale": level} if call.needs_state else None
 
+        def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
+            queries, keys = mixer.features(replace(call, q=q, k=k, v=v), (None, log_scale))
+            out, _ = causal_attention(queries.phi, keys.phi, v.float(), **mixer.options(call, keys.log_scale))
+            return out.to(v.dtype)
 
-def _uneven(mixer: FeatureMapMixer, call: AttentionCall) -> bool:
-    """Tell whether the rows of a decoding step differ in length, and some are beyond the trained length."""
-    length, positions = mixer.hybrid.trained_length, call.positions
-    if length is None or positions is None or positions.shape[0] == 1:
-        return False
-    least, most = positions.aminmax()
-    return float(most) >= length and bool(least != most)
-
-
-def _attend(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-    q, k, v = call.q, call.k, call.v
-    mask, (_, log_scale) = call.key_padding_mask, mixer.log_scales(call)
-    options = AttendOptions(mixer.shape.causal, mixer.input_scale(call.scaling), mixer.eps, mask, log_scale)
-    if not torch.is_grad_enabled():
-        out, kv, log_scale = loaded().attend(maps_of(mixer), q, k, v, options, call.linear_state)
-        return out, {"kv": kv, "log_scale": log_scale} if call.needs_state else None
-
-    def fallback(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> Tensor:
-        queries, keys = mixer.features(replace(call, q=q, k=k, v=v), (None, log_scale))
-        return causal_attention(queries.phi, keys.phi, v.float(), **mixer.options(call, keys.log_scale))[0].to(v.dtype)
-
-    return attend_with_gradient(maps_of(mixer), q, k, v, fallback, options), None
+        return attend_with_gradient(maps_of(mixer), *inputs, fallback, options), None
 
 
 def padding_last(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:

@@ -7,8 +7,7 @@ once. The backward pass recomputes them, part by part, from q, k and v and the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from linearize.attention.backends.causal import causal_op
 from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
 from linearize.attention.call import AttentionCall, MixerState
-from linearize.ops import LinearOp, LinearOptions, State, gather_keys, read_state
+from linearize.attention.feature_map import FeatureMapMixer
+from linearize.ops import LinearOptions, State, gather_keys, read_state
 from linearize.ops.state import is_tracing, without_padding
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
 
 RECOMPUTED = 8192
 """From this many tokens on, the backward pass recomputes features: 25 to 75 % slower, but with little memory."""
@@ -61,19 +58,42 @@ class Streamed:
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, computed part by part."""
-        state, outputs = call.linear_state, []
+        state, outputs, cut = call.linear_state, [], parts(call, mixer.feature_dim)
+        op = causal_op(call.k, normalize=mixer.divides)
+
+        @_recomputed
+        def attend(part: AttentionCall, state: State | None) -> tuple[Tensor, ...]:
+            """Attend causally from a part of the tokens to those before and in it; also return the state after them."""
+            queries, keys = mixer.features(part)
+            options: LinearOptions = {**mixer.options(part, keys.log_scale), "initial_state": state}
+            out, after = op(queries.phi, keys.phi, part.v.float(), **options)
+            return mixer.cast_output(out, part.v.dtype), *after
+
+        @_recomputed
+        def gather(part: AttentionCall, state: State | None) -> State:
+            """Add a part of the keys to a state."""
+            keys = mixer.map_tokens(without_padding(part.k, part.key_padding_mask), part.scaling, part.positions)
+            options: LinearOptions = {**mixer.options(part, keys.log_scale), "initial_state": state}
+            return gather_keys(keys.phi, part.v, **options)
+
+        @_recomputed
+        def read(part: AttentionCall, state: State | None) -> Tensor:
+            """Read the state with a part of the queries."""
+            assert state is not None
+            q = without_padding(part.q, part.key_padding_mask)
+            queries = mixer.map_tokens(q, part.scaling, part.positions, queries=True)
+            out = read_state(queries.phi, state, normalize=mixer.keys.normalize, eps=mixer.eps)
+            return mixer.cast_output(out, part.v.dtype)
+
         if mixer.shape.causal:
-            attend = _recomputed(partial(_attend, mixer, causal_op(call.k, normalize=mixer.divides)))
-            for part in parts(call, mixer.feature_dim):
+            for part in cut:
                 out, *after = attend(part, state)
                 state = State(*after)
                 outputs.append(out)
         else:
-            gather, read = (_recomputed(partial(function, mixer)) for function in (_gather, _read))
-            for part in parts(call, mixer.feature_dim):
+            for part in cut:
                 state = gather(part, state)
-            for part in parts(call, mixer.feature_dim):
-                outputs.append(read(part, state))
+            outputs = [read(part, state) for part in cut]
         # Put tokens first in memory, because that is how the host reads the output next.
         whole = torch.cat([out.transpose(1, 2) for out in outputs], dim=1).transpose(1, 2)
         return whole, state._asdict() if call.needs_state and state is not None else None
@@ -113,27 +133,3 @@ def _recomputed(function: OfPart) -> OfPart:
         return checkpoint(again, *tensors, use_reentrant=False, preserve_rng_state=False)
 
     return keep_inputs
-
-
-def _attend(mixer: FeatureMapMixer, op: LinearOp, call: AttentionCall, state: State | None) -> tuple[Tensor, ...]:
-    """Attend causally from a part of the tokens to those before and in it; also return the state after them."""
-    queries, keys = mixer.features(call)
-    options: LinearOptions = {**mixer.options(call, keys.log_scale), "initial_state": state}
-    out, after = op(queries.phi, keys.phi, call.v.float(), **options)
-    return mixer.cast_output(out, call.v.dtype), *after
-
-
-def _gather(mixer: FeatureMapMixer, call: AttentionCall, state: State | None) -> State:
-    """Add a part of the keys to a state."""
-    keys = mixer.map_tokens(without_padding(call.k, call.key_padding_mask), call.scaling, call.positions)
-    options: LinearOptions = {**mixer.options(call, keys.log_scale), "initial_state": state}
-    return gather_keys(keys.phi, call.v, **options)
-
-
-def _read(mixer: FeatureMapMixer, call: AttentionCall, state: State | None) -> Tensor:
-    """Read the state with a part of the queries."""
-    assert state is not None
-    q = without_padding(call.q, call.key_padding_mask)
-    queries = mixer.map_tokens(q, call.scaling, call.positions, queries=True)
-    out = read_state(queries.phi, state, normalize=mixer.keys.normalize, eps=mixer.eps)
-    return mixer.cast_output(out, call.v.dtype)

@@ -6,18 +6,16 @@ import functools
 import importlib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linearize.attention.backends.native import maps_of, unknown_maps
 from linearize.attention.call import AttentionCall
+from linearize.attention.feature_map import FeatureMapMixer
+from linearize.kernels.base import MapSpec
 from linearize.ops.state import is_tracing
-
-if TYPE_CHECKING:
-    from linearize.attention.feature_map import FeatureMapMixer
-    from linearize.kernels.base import MapSpec
 
 SWITCH = "LINEARIZE_TRITON"
 """Environment variable: with 0 the Triton kernels are not used."""
@@ -76,37 +74,6 @@ def not_whole(call: AttentionCall) -> str:
     return "it cannot start from a state" if call.state is not None else ""
 
 
-def _unreadable(call: AttentionCall) -> str:
-    """Return why the kernels cannot read the tensors of a call; empty if they can."""
-    tensors = (call.q, call.k, call.v)
-    if any(type(x) is not Tensor or x.dtype not in TYPES for x in tensors):
-        return "it only reads plain tensors in fp32, bf16 or fp16"
-    if call.q.shape[2] != call.k.shape[2]:
-        return "there are fewer queries than keys"
-    return "it only supports heads of at most 128 numbers" if max(call.q.shape[3], call.v.shape[3]) > LARGEST else ""
-
-
-def _unsupported(mixer: FeatureMapMixer, call: AttentionCall, most: int) -> str:
-    """Return why the kernels cannot compute the maps of such a call; empty if they can."""
-    # A separate map of the queries has the same kind and size.
-    map, v = maps_of(mixer)[0], call.v
-    rows = map.first.shape[1]
-    if map.kind not in HALVES or map.amplitude != 1.0 or map.scaled or rows > LARGEST:
-        return "it does not support this kernel's feature map"
-    # A block must fit into shared memory.
-    precision, largest = precision_of(v), max(rows, call.q.shape[3], v.shape[3])
-    if largest > USUAL and precision != "bf16":
-        return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
-    if largest > most:
-        return f"no GPU has run it with heads or maps of more than {most} numbers"
-    tight = largest > USUAL or precision == EXACT
-    if NEEDED[precision, largest > USUAL][torch.is_grad_enabled()] > shared_memory(call.q.device):
-        return "this GPU has too little shared memory"
-    if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
-        return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
-    return ""
-
-
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Return the KiB of shared memory per block of a device; 0 if it has no tensor cores for bf16 or TF32."""
@@ -142,7 +109,32 @@ def unusable(mixer: FeatureMapMixer, call: AttentionCall, most: int = LARGEST) -
         most: largest size that a GPU has run. The kernels of windows and decoding compile for heads of 128 numbers too,
             but use many registers there.
     """
-    return _unreadable(call) or unknown_maps(mixer) or _unsupported(mixer, call, most) or absence()
+    tensors = (call.q, call.k, call.v)
+    if any(type(x) is not Tensor or x.dtype not in TYPES for x in tensors):
+        return "it only reads plain tensors in fp32, bf16 or fp16"
+    if call.q.shape[2] != call.k.shape[2]:
+        return "there are fewer queries than keys"
+    if max(call.q.shape[3], call.v.shape[3]) > LARGEST:
+        return "it only supports heads of at most 128 numbers"
+    if why := unknown_maps(mixer):
+        return why
+    # A separate map of the queries has the same kind and size.
+    map = maps_of(mixer)[0]
+    rows = map.first.shape[1]
+    if map.kind not in HALVES or map.amplitude != 1.0 or map.scaled or rows > LARGEST:
+        return "it does not support this kernel's feature map"
+    # A block must fit into shared memory.
+    precision, largest = precision_of(call.v), max(rows, call.q.shape[3], call.v.shape[3])
+    if largest > USUAL and precision != "bf16":
+        return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
+    if largest > most:
+        return f"no GPU has run it with heads or maps of more than {most} numbers"
+    if NEEDED[precision, largest > USUAL][torch.is_grad_enabled()] > shared_memory(call.q.device):
+        return "this GPU has too little shared memory"
+    tight = largest > USUAL or precision == EXACT
+    if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
+        return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
+    return absence()
 
 
 def absence() -> str:

@@ -221,9 +221,15 @@ def agreement() -> list[Agreement]:
     call = AttentionCall(q, k, v, SIZE**-0.5)
     rows = []
     for name in native_kernels():
-        for ending, hybrid in (("", PLAIN), (", window", WINDOW)):
+        info = kernel_info(name)
+        for ending, added in (("", PLAIN), (", window", WINDOW)):
+            hybrid = replace(added, scale=default_scale(info, make_config(info, {}), added.window))
             for causal in (False, True):
-                mixer = _mixer(name, causal, generator, hybrid)
+                mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), hybrid)
+                mixer.reset_parameters(torch.Generator().manual_seed(1))
+                for parameter in mixer.parameters():
+                    # Some parameters start at 0, where an error in their effect would not show.
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
                 error = _error(mixer, replace(call, key_padding_mask=mask))
                 rows.append(Agreement(name, ("causal" if causal else "bidirectional") + ending, error))
             rows.append(Agreement(name, "one token" + ending, _error(mixer, call, one_token=True)))
@@ -242,17 +248,6 @@ def check_agreement(rows: list[Agreement]) -> None:
             f"native op: {worst.kernel}, {worst.direction}, differs by {worst.error:.1e} from the op in PyTorch, "
             f"expected at most {MOST:g}; do not use it here: linearize native --remove"
         )
-
-
-def _mixer(name: str, causal: bool, generator: torch.Generator, hybrid: Hybrid) -> Mixer:
-    info = kernel_info(name)
-    hybrid = replace(hybrid, scale=default_scale(info, make_config(info, {}), hybrid.window))
-    mixer = build_mixer(name, {}, HeadShape(HEADS, KEY_HEADS, SIZE, SIZE, causal), hybrid)
-    mixer.reset_parameters(torch.Generator().manual_seed(1))
-    for parameter in mixer.parameters():
-        # Some parameters start at 0, where an error in their effect would not show.
-        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return mixer
 
 
 def _error(mixer: Mixer, call: AttentionCall, one_token: bool = False) -> float:

@@ -56,14 +56,10 @@ class Engine:
             k: keys [B, K, T, D].
             v: values [B, K, T, V].
         """
-        return (
-            type(q) is Tensor
-            and q.is_cpu
-            and q.dtype == k.dtype
-            and q.dtype in structures.TYPES
-            and v.dtype in structures.TYPES
-            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        )
+        if type(q) is not Tensor or not q.is_cpu or q.dtype != k.dtype:
+            return False
+        known = q.dtype in structures.TYPES and v.dtype in structures.TYPES
+        return known and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
 
     pack = staticmethod(packed)
     """Describe maps and log-scales for `step` and `window_step`."""
@@ -282,11 +278,8 @@ class Engine:
         if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
             return False
         types = {"k": k.dtype, "v": v.dtype, "phi": torch.float32, "scale": torch.float32, "mask": torch.bool}
-        return all(
-            state[name].is_contiguous() and state[name].dtype == types.get(name.partition("_")[2], torch.int64)
-            for name in state
-            if name not in ("kv", "log_scale")
-        )
+        held = ((name.partition("_")[2], x) for name, x in state.items() if name not in ("kv", "log_scale"))
+        return all(x.is_contiguous() and x.dtype == types.get(kind, torch.int64) for kind, x in held)
 
     def window_step(
         self,

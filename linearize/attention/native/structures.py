@@ -114,23 +114,21 @@ def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = (
     `learned` are the learned log-scales of keys and queries; a decoding step adds them to the log-scales of the maps.
     """
     held: list[Tensor] = []
-    map = maps[0]
-    data = [_packed(side, scale, held, more) for side, more in zip((map, maps[-1]), (*learned, (), ()), strict=False)]
-    per_row = map.bank.shape[1] if map.bank is not None else 1 if map.kind == "relu" else 2
-    return Maps(map.first.shape[1] * per_row, data[0] + data[1], tuple(held))
-
-
-def _packed(map: MapSpec, scale: float, held: list[Tensor], learned: Learned) -> bytes:
-    weights = (*(getattr(map, name) for name in MAP_WEIGHTS), *(learned or [None] * 5))
-    tensors = [None if weight is None else weight.float().contiguous() for weight in weights]
-    held += [tensor for tensor in tensors if tensor is not None]
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    hidden = learned[2] if learned else None
-    heads, rows, size = map.first.shape
-    channels, width = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
-    sizes = (_KIND_NUMBERS[map.kind], heads, rows, size, channels, width)
-    numbers, units = (scale, map.amplitude, map.scaled), 0 if hidden is None else hidden.shape[1]
-    return MAP.pack(*sizes, *pointers[: len(MAP_WEIGHTS)], *numbers, units, *pointers[len(MAP_WEIGHTS) :])
+    data = b""
+    for map, more in zip((maps[0], maps[-1]), (*learned, (), ()), strict=False):
+        weights = (*(getattr(map, name) for name in MAP_WEIGHTS), *(more or [None] * 5))
+        tensors = [None if weight is None else weight.float().contiguous() for weight in weights]
+        held += [tensor for tensor in tensors if tensor is not None]
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        hidden = more[2] if more else None
+        heads, rows, size = map.first.shape
+        channels, width = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
+        sizes = (_KIND_NUMBERS[map.kind], heads, rows, size, channels, width)
+        numbers, units = (scale, map.amplitude, map.scaled), 0 if hidden is None else hidden.shape[1]
+        data += MAP.pack(*sizes, *pointers[: len(MAP_WEIGHTS)], *numbers, units, *pointers[len(MAP_WEIGHTS) :])
+    first = maps[0]
+    per_row = first.bank.shape[1] if first.bank is not None else 1 if first.kind == "relu" else 2
+    return Maps(first.first.shape[1] * per_row, data, tuple(held))
 
 
 NO_STATES = (None, None, None, None)

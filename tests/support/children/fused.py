@@ -243,7 +243,7 @@ def main() -> None:
     # The interpreter multiplies bf16 tiles as if their bits were whole numbers, and does not round to TF32. (With exact
     # products, causal calls would be declined.)
     fused.precision_of = fused_window.precision_of = triton_calls.precision_of = lambda v: "tf32"
-    fused_window.CHUNK, fused_window.TUNING["tf32"] = 32, fused_window.Tuning(16, 16, 4, 16, 4)
+    fused_window.CHUNK, fused_window.TUNING["tf32"] = 32, (16, 16, 4, 16, 4)
     more = sys.argv[1] == "more"
     causal, bidirectional = (MORE, FEW + MORE) if more else (FEW, [FEW[1], FEW[-1], SCALED])
     found = {f"causal {case.name()}": errors(case, causal=True) for case in causal}
