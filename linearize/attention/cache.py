@@ -278,6 +278,12 @@ class LinearizeCache(DynamicCache):
             elif not isinstance(layer, LinearStateLayer) and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of all layers (see `LinearStateLayer.crop`), or of none if that is refused."""
+        # Only states refuse, and all alike, so they come first.
+        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LinearStateLayer)):
+            layer.crop(tokens_to_remove)
+
     def nbytes(self) -> int:
         """Return the size in bytes of the cache."""
         return cache_nbytes(self)
