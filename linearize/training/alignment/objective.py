@@ -26,10 +26,10 @@ from transformers import PreTrainedConfig
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher import frozen_output, run_body
+from linearize.fidelity.teacher import run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper
+from linearize.training.alignment.pair import Outputs, Pair, first_tensor, hooked, keeper, masks_of, noting
 
 Name = TypeVar("Name")
 TINY = 1e-12
@@ -211,7 +211,8 @@ class Objective:
             with self._attentions(self.pair.teacher, self.pair.blocks) as kept:
                 taught = self.pair.teach(batch, head=self.head)
             states = {**taught.states, **{ATTENTION + name: state for name, state in kept.items()}}
-            found = {name: _moments(masked_rows(state, taught.mask)) for name, state in states.items()}
+            masks = taught.masks
+            found = {name: _moments(masked_rows(x, masks.get(x.shape[1]))) for name, x in states.items()}
             if is_regression(self.pair.teacher.config):
                 found |= {f"{LOGITS}/{name}": _moments(masked_rows(x, None)) for name, x in taught.logits.items()}
             return found
@@ -228,15 +229,18 @@ class Objective:
 
     def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
         """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
+        masks = taught.masks
         terms = {
-            name: share.tokens * relative_error(learned.states[name], target, taught.mask, self.scales[name])
-            for name, target in taught.states.items()
+            name: share.tokens * relative_error(learned.states[name], x, masks.get(x.shape[1]), self.scales[name])
+            for name, x in taught.states.items()
         }
-        mine, target = (pooled(side.last, side.mask, self.config.pooling) for side in (learned, taught))
+        mask = masks.get(taught.last.shape[1])
+        mine, target = (pooled(side.last, mask, self.config.pooling) for side in (learned, taught))
         terms[POOLED] = share.rows * pooled_loss(mine, target) / len(mine)
         for name, value in taught.logits.items():
             term = f"{LOGITS}/{name}"
-            terms[term] = self._logits(learned.logits[name], value, taught.mask, share, self.scales.get(term))
+            mask = masks.get(value.shape[1])
+            terms[term] = self._logits(learned.logits[name], value, mask, share, self.scales.get(term))
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -271,7 +275,7 @@ class Objective:
             The error of each block, by its name.
         """
         terms: dict[str, float] = {}
-        mask, student = batch.get("attention_mask"), self.pair.student
+        noted, student = dict[int, Tensor](), self.pair.student
 
         def after(name: str, attention: str) -> Callable[..., None]:
             module, own = student.get_submodule(name), {name: attention}
@@ -281,6 +285,7 @@ class Objective:
                     return
                 terms[name] = 0.0
                 target, attended = first_tensor(output).detach(), kept[name]
+                mask = (noted | masks_of(batch)).get(target.shape[1])
                 attentions = self._attentions(student, own)
                 with unrecorded(), torch.set_grad_enabled(train), observed(module, None), attentions as mine:
                     state = first_tensor(module(*args, **kwargs))
@@ -299,7 +304,7 @@ class Objective:
 
         teacher, blocks = self.pair.teacher, self.pair.blocks
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
-        softmax = observed(teacher, frozen_output)
+        softmax = observed(teacher, noting(noted))
         with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax, torch.no_grad():
             run_body(teacher, batch)
         return terms
