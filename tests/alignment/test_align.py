@@ -13,12 +13,14 @@ from support.training import Fixed, batches, loud
 from support.training import loud_converted as sharp
 
 import linearize
+from linearize.attention.interface import observed
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
+from linearize.fidelity.teacher import frozen_output
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.alignment.objective import Objective, Share, measure, size_of, variance
-from linearize.training.alignment.pair import OUTPUT, find_blocks, make_pair
+from linearize.training.alignment.objective import ATTENTION, Objective, Share, measure, size_of, variance
+from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_pair
 from linearize.training.stage_one.states import StateFolder
 
 
@@ -338,6 +340,38 @@ def test_padded_sound_does_not_matter(kind):
         found.append({**objective.scales, **close.layers, "cosine": close.cosine, "logits": close.logits or 0.0})
         found[-1] |= {f"blockwise {name}": error for name, error in errors.items()}
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_shared_block_is_aligned_on_all_its_calls(shared):
+    """ALBERT's only block was aligned on the first of its calls, so a quarter of the steps made the others worse."""
+    torch.manual_seed(0)
+    sizes = TEXT | {"num_hidden_layers": 3, "embedding_size": 16}
+    model = transformers.AlbertModel(transformers.AlbertConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    model = linearize.convert(model, kernel="hedgehog")
+    pair, ids = make_pair(model, None, shared=shared), torch.randint(3, 90, (2, 10))
+    objective = Objective(pair, AlignConfig())
+    objective.measure_scales([{"input_ids": ids}])
+    ((block, attention),) = pair.blocks.items()
+    inner, outer, calls = [], [], []
+    keep = {
+        attention: lambda module, args, kwargs, output: inner.append(output[0]),
+        block: lambda module, args, kwargs, output: calls.append((args, kwargs)) or outer.append(output),
+    }
+    with torch.no_grad():
+        with observed(pair.teacher, frozen_output), hooked(pair.teacher, keep):
+            pair.teacher(ids)
+        expected, calls_of_teacher = 0.0, calls.copy()
+        for (args, kwargs), attended, target in zip(calls_of_teacher, inner.copy(), outer.copy(), strict=True):
+            with hooked(model, keep):
+                model.get_submodule(block)(*args, **kwargs)
+            expected += float((outer[-1] - target).square().sum(-1).mean()) / objective.scales[block]
+            expected += float((inner[-1] - attended).square().sum(-1).mean()) / objective.scales[ATTENTION + block]
+    found = objective.blockwise({"input_ids": ids}, Share(), train=False)
+    assert len(calls_of_teacher) == 3 and found == pytest.approx({block: expected}, rel=1e-4)
 
 
 def test_it_never_ends_worse_than_it_began():

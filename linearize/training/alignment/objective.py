@@ -272,18 +272,20 @@ class Objective:
             train: whether to compute gradients.
 
         Returns:
-            The error of each block, by its name.
+            The error of each block, by its name; the sum over its calls if it is shared (ALBERT).
         """
         terms: dict[str, float] = {}
+        # The teacher's blocks that have called the student's, which may be the same modules.
+        inside: set[str] = set()
         noted, student = dict[int, Tensor](), self.pair.student
 
         def after(name: str, attention: str) -> Callable[..., None]:
             module, own = student.get_submodule(name), {name: attention}
 
             def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-                if name in terms:
+                if name in inside:
                     return
-                terms[name] = 0.0
+                inside.add(name)
                 target, attended = first_tensor(output).detach(), kept[name]
                 mask = (noted | masks_of(batch)).get(target.shape[1])
                 attentions = self._attentions(student, own)
@@ -297,8 +299,9 @@ class Objective:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
                             error.backward()
-                terms[name] = float(error.detach())
+                terms[name] = terms.get(name, 0.0) + float(error.detach())
                 kept.pop(name, None)
+                inside.discard(name)
 
             return hook
 
