@@ -314,7 +314,7 @@ def test_padding_does_not_matter():
 
 @pytest.mark.parametrize("kind", ["ForCTC", "Model"])
 def test_padded_sound_does_not_matter(kind):
-    """The batch's mask counts samples, so the states' padded frames counted too, and more of them changed all figures."""
+    """The batch's mask counts samples, so the states' padded frames counted too."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     sizes |= {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
     sizes |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
