@@ -109,13 +109,16 @@ def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
 
 
 @contextlib.contextmanager
-def reserved(job: TrainingJob | TuneJob) -> Iterator[None]:
-    """Check the output and the state folders, and lock the output; only the main process writes."""
+def reserved(job: StageOneJob | AlignJob | TuneJob) -> Iterator[None]:
+    """Check the output, the state folders and the trackers, and lock the output; only the main process writes."""
     target, sources = job.target(), job.sources()
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():
-        if isinstance(job, TrainingJob):
+        if isinstance(job, StageOneJob | AlignJob):
             check_states(job)
+            # This refuses unknown names; nothing is opened before the first step.
+            with reporter(job.report_to, target):
+                pass
         yield
 
 
