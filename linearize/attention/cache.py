@@ -281,7 +281,8 @@ class LinearizeCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of all layers (see `LinearStateLayer.crop`), or of none if that is refused."""
         # Only states refuse, and all alike, so they come first.
-        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LinearStateLayer)):
+        layers: list[Any] = sorted(self.layers, key=lambda layer: not isinstance(layer, LinearStateLayer))
+        for layer in layers:
             layer.crop(tokens_to_remove)
 
     def nbytes(self) -> int:
