@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.loading import auto_class
+from linearize.checkpoint.loading import auto_class, load_code
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance, Record
@@ -171,15 +171,16 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
     tuned = provenance.part("finetuning")
     lines = provenance.texts("commands")
     metrics, original_metrics = tuned.numbers("metrics"), tuned.part("original").numbers("metrics")
+    shown = json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False)
     card = ModelCard.from_template(
         _card_data(model, kernels, facts or {}, name, tuned, embedder=embedder),
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
-        auto_class=auto_class(model),
         embedder=embedder,
         kernels=[kernel_info(kernel) for kernel in kernels],
-        name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
+        name=shown,
+        load=load_code(model, shown),
         packages=sorted(set(outside_packages(plan).values())),
         needs=why_not(plan),
         limits=[_text(text) for text in limits(plan, provenance, length)],
