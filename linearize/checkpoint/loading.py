@@ -144,11 +144,7 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
 
 
 def auto_class(model: PreTrainedModel) -> str:
-    """Return the name of the Auto class that loads a model, converted or not, with its head.
-
-    It is empty for a class of transformers that no Auto class loads (CLIPSegForImageSegmentation), and AutoModel for an
-    unknown class without a head.
-    """
+    """Return the name of the Auto class that loads a model, converted or not, with its head; empty if none does."""
     import transformers
     from transformers.models.auto import modeling_auto
 

@@ -43,8 +43,7 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
         chosen = task(job.task)
         if job.num_labels is not None and not chosen.head.per_label:
             raise ConfigError(
-                f"num_labels: got {job.num_labels} for task {chosen.name}, whose head has no classes, expected a task "
-                "that has, such as text-classification; or leave it out"
+                f"num_labels: got {job.num_labels} for task {chosen.name}, whose head has no classes; leave it out"
             )
         source = job.tokenizer or (job.config if has_processor(job.config) else None)
         if processor is None and source is not None:
