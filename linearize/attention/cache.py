@@ -266,6 +266,13 @@ class LinearizeCache(DynamicCache):
             elif not isinstance(layer, LinearStateLayer) and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of all layers (see `LinearStateLayer.crop`), or of none if that is refused."""
+        # Only states refuse, and all alike, so they come first.
+        layers: list[Any] = sorted(self.layers, key=lambda layer: not isinstance(layer, LinearStateLayer))
+        for layer in layers:
+            layer.crop(tokens_to_remove)
+
     def nbytes(self) -> int:
         """Return the size in bytes of the cache."""
         return cache_nbytes(self)

@@ -144,7 +144,8 @@ def load_converted(name: str, *, device: str = "cpu") -> Loaded:
 
 
 def auto_class(model: PreTrainedModel) -> str:
-    """Return the name of the Auto class that loads a model, converted or not, with its head; AutoModel if none does."""
+    """Return the name of the Auto class that loads a model, converted or not, with its head; empty if none does."""
+    import transformers
     from transformers.models.auto import modeling_auto
 
     name = type(model).__name__.removeprefix("Linearized")
@@ -154,10 +155,20 @@ def auto_class(model: PreTrainedModel) -> str:
     tables = {key: table for key, auto in autos if (table := getattr(auto, "_model_mapping", None)) is not None}
     classes = {key: table._model_mapping.get(kind) for key, table in tables.items()}
     found = [key for key, its in classes.items() if name == its or (isinstance(its, (list, tuple)) and name in its)]
+    if not found and hasattr(transformers, name):
+        return ""
     if head is not None and (head.auto_class in found or not found):
         return head.auto_class
     # Many classes are in this table as well as in that of their head.
     return min(found, key=lambda key: (key != "AutoModel", key == "AutoModelForPreTraining"), default="AutoModel")
+
+
+def load_code(model: PreTrainedModel, shown: str) -> tuple[str, str]:
+    """Return the import and the call, in Python, that load a saved model with its head; `shown` is its name there."""
+    name = auto_class(model)
+    if not name:
+        return "from linearize.checkpoint.loading import load_converted", f"load_converted({shown}).model"
+    return f"from transformers import {name}", f"{name}.from_pretrained({shown})"
 
 
 def check_converted(name: str) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
     return str(url)
 
 
-SNIPPET = re.compile(r'((?:\.from_pretrained|= SentenceTransformer)\()"(?:[^"\\\n]|\\.)*"(\))')
+SNIPPET = re.compile(r'((?:\.from_pretrained|= SentenceTransformer|= load_converted)\()"(?:[^"\\\n]|\\.)*"(\))')
 INDEX = re.compile(r"(^model-index:\n- name: ).*$", re.MULTILINE)
 
 

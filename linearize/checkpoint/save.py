@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.loading import auto_class
+from linearize.checkpoint.loading import auto_class, load_code
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance, Record
@@ -174,15 +174,16 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
         arguments += [f"{key}={value}" for key, value in layer.hybrid.changed.items()]
         why = layer.reason if layer.index is None else provenance.reasons.get(layer.index, layer.reason)
         layers.append([_code(layer.module), layer.kernel, ", ".join(filter(None, arguments)), _text(why)])
+    shown = json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False)
     card = ModelCard.from_template(
         _card_data(model, kernels, facts or {}, name, tuned, embedder=embedder),
         template_path=str(TEMPLATE),
         base=_text(base),
         base_code=_code(base),
-        auto_class=auto_class(model),
         embedder=embedder,
         kernels=[kernel_info(kernel) for kernel in kernels],
-        name=json.dumps(printable(name or "THIS_MODEL"), ensure_ascii=False),
+        name=shown,
+        load=load_code(model, shown),
         packages=sorted(set(outside_packages(plan).values())),
         needs=why_not(plan),
         limits=[_text(text) for text in limits(plan, provenance, length)],

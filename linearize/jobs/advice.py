@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from linearize.checkpoint.loading import auto_class
+from linearize.checkpoint.loading import load_code
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.options import effective, options_of
@@ -64,8 +64,7 @@ def load_lines(model: PreTrainedModel, folder: object, *, embedder: bool = False
     before = "import linearize; " if getattr(model.config, "linearize", None) else ""
     if embedder:
         return f"{before}from sentence_transformers import SentenceTransformer; SentenceTransformer({str(folder)!r})"
-    name = auto_class(model)
-    return f"{before}from transformers import {name}; {name}.from_pretrained({str(folder)!r})"
+    return before + "; ".join(load_code(model, repr(str(folder))))
 
 
 def after_training(context: Context) -> Findings:

@@ -245,6 +245,8 @@ class ConvertJob(TrainingJob):
                 f"image-size: got {self.image_size} and max-length {self.max_length}, which both set the size; "
                 "drop one of them"
             )
+        if self.chooses_heads and "%" in str(self.keep_softmax_heads) and self.softmax_heads(100) > 100:
+            raise ConfigError(f"keep_softmax_heads: got {self.keep_softmax_heads}, expected at most 100%")
         if self.preset is not None and (self.plan is not None or self.kernel == AUTO):
             other = f"--kernel {AUTO}" if self.plan is None else "--plan FILE"
             raise ConfigError(

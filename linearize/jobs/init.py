@@ -41,6 +41,10 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
     """
     with claim(job.output, overwrite=job.overwrite, sources=[job.config if isinstance(job.config, str) else None]):
         chosen, source = task(job.task), job.tokenizer
+        if job.num_labels is not None and not chosen.head.per_label:
+            raise ConfigError(
+                f"num_labels: got {job.num_labels} for task {chosen.name}, whose head has no classes; leave it out"
+            )
         if isinstance(job.config, str) and any((user_path(job.config) / name).is_file() for name in PROCESSORS):
             source = source or job.config
         if processor is None and source is not None:

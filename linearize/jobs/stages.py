@@ -17,6 +17,7 @@ from linearize.checkpoint.provenance import add_command
 from linearize.checkpoint.save import save, size_of
 from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
+from linearize.core.parsing import user_path
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, TrainingJob
@@ -109,13 +110,23 @@ def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
 
 
 @contextlib.contextmanager
-def reserved(job: TrainingJob | TuneJob) -> Iterator[None]:
-    """Check the output and the state folders, and lock the output; only the main process writes."""
+def reserved(job: ConvertJob | DistillJob | AlignJob | TuneJob) -> Iterator[None]:
+    """Check the output, the state folders and the trackers, and lock the output; only the main process writes."""
     target, sources = job.target(), job.sources()
+    resume = job.stage.resume if isinstance(job, TrainingJob) else job.resume
+    replaces = job.overwrite or getattr(job, "in_place", False)
+    if resume and not replaces and (user_path(target) / "config.json").is_file():
+        raise CheckpointError(
+            f"output {target!r} holds a finished model, so there is nothing to resume; to run again, choose another "
+            "folder or pass --overwrite"
+        )
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():
-        if isinstance(job, TrainingJob):
+        if isinstance(job, ConvertJob | DistillJob | AlignJob):
             check_states(job)
+            # This refuses unknown names; nothing is opened before the first step.
+            with reporter(job.report_to, target):
+                pass
         yield
 
 

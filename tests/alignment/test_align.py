@@ -13,12 +13,14 @@ from support.training import Fixed, batches, loud
 from support.training import loud_converted as sharp
 
 import linearize
+from linearize.attention.interface import observed
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
+from linearize.fidelity.teacher import frozen_output
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.alignment.objective import Objective, measure, size_of, variance
-from linearize.training.alignment.pair import OUTPUT, find_blocks, make_teacher
+from linearize.training.alignment.objective import ATTENTION, Objective, measure, size_of, variance
+from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_teacher
 from linearize.training.stage_one.states import StateFolder
 
 
@@ -290,7 +292,7 @@ def test_variances_do_not_depend_on_the_batches(name, labels):
     objective.measure_scales([{key: value[row : row + 1] for key, value in whole.items()} for row in range(4)])
     assert objective.scales == pytest.approx(together, rel=1e-6)
     taught = objective.teach(whole)
-    by_hand = {key: float(variance(value, taught.mask)) for key, value in taught.states.items()}
+    by_hand = {key: float(variance(value, taught.masks[12])) for key, value in taught.states.items()}
     assert {key: together[key] for key in by_hand} == pytest.approx(by_hand, rel=1e-5)
 
 
@@ -305,6 +307,68 @@ def test_padding_does_not_matter():
     one, two = measure(objective, [batch]), measure(objective, [longer])
     assert one.cosine == pytest.approx(two.cosine, abs=1e-6)
     assert one.layers == pytest.approx(two.layers, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ForCTC", "Model"])
+def test_padded_sound_does_not_matter(kind):
+    """The batch's mask counts samples, so the states' padded frames counted too."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+    sizes |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
+    config = transformers.Wav2Vec2Config(vocab_size=32, **sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"Wav2Vec2{kind}")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Louder attentions, so that rounding does not matter.
+            parameter.mul_(12 if "_proj.weight" in name else 1)
+    model = linearize.convert(model, kernel="hedgehog")
+    sound = torch.randn(2, 800)
+    batch = {"input_values": sound, "attention_mask": torch.ones(2, 800, dtype=torch.long)}
+    for tensor in batch.values():
+        tensor[1, 500:] = 0
+    longer = {name: torch.nn.functional.pad(value, (0, 600)) for name, value in batch.items()}
+    objective = Objective(model, make_teacher(model, None, shared=False), AlignConfig())
+    found = []
+    for given in (batch, longer):
+        objective.measure_scales([given])
+        errors = objective.blockwise(given, (1.0, 1.0), train=False)
+        close = measure(objective, [given])
+        found.append({**objective.scales, **close.layers, "cosine": close.cosine, "logits": close.logits or 0.0})
+        found[-1] |= {f"blockwise {name}": error for name, error in errors.items()}
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_shared_block_is_aligned_on_all_its_calls(shared):
+    """ALBERT's only block was aligned on the first of its calls, so a quarter of the steps made the others worse."""
+    torch.manual_seed(0)
+    sizes = TEXT | {"num_hidden_layers": 3, "embedding_size": 16}
+    model = transformers.AlbertModel(transformers.AlbertConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.mul_(8 if parameter.ndim == 2 else 1)
+    model = linearize.convert(model, kernel="hedgehog")
+    teacher, ids = make_teacher(model, None, shared=shared), torch.randint(3, 90, (2, 10))
+    objective = Objective(model, teacher, AlignConfig())
+    objective.measure_scales([{"input_ids": ids}])
+    ((block, attention),) = objective.blocks.items()
+    inner, outer, calls = [], [], []
+    keep = {
+        attention: lambda module, args, kwargs, output: inner.append(output[0]),
+        block: lambda module, args, kwargs, output: calls.append((args, kwargs)) or outer.append(output),
+    }
+    with torch.no_grad():
+        with observed(teacher, frozen_output), hooked(teacher, keep):
+            teacher(ids)
+        expected, calls_of_teacher = 0.0, calls.copy()
+        for (args, kwargs), attended, target in zip(calls_of_teacher, inner.copy(), outer.copy(), strict=True):
+            with hooked(model, keep):
+                model.get_submodule(block)(*args, **kwargs)
+            expected += float((outer[-1] - target).square().sum(-1).mean()) / objective.scales[block]
+            expected += float((inner[-1] - attended).square().sum(-1).mean()) / objective.scales[ATTENTION + block]
+    found = objective.blockwise({"input_ids": ids}, (1.0, 1.0), train=False)
+    assert len(calls_of_teacher) == 3 and found == pytest.approx({block: expected}, rel=1e-4)
 
 
 def test_it_never_ends_worse_than_it_began():

@@ -14,6 +14,7 @@ from transformers import AutoModel
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.inspect import inspect_checkpoint
+from linearize.checkpoint.push import with_name
 from linearize.checkpoint.save import base_facts, model_card
 from linearize.core.errors import CheckpointError
 from linearize.jobs.advice import load_lines
@@ -110,6 +111,26 @@ def test_the_line_that_loads_it_loads_its_head(kind, config, sizes, auto, tag, t
     assert f"{auto}.from_pretrained" in load_lines(model, tmp_path / "out")
     assert front_matter(text).get("pipeline_tag") == tag
     assert type(getattr(transformers, auto).from_pretrained(tmp_path / "out")) is type(model)
+
+
+def test_a_head_that_no_auto_class_loads_is_loaded_too(tmp_path, monkeypatch):
+    """The card and `convert` said AutoModel, which drops the trained head of a forecaster."""
+    sizes = {"d_model": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "ffn_dim": 32, "context_length": 32}
+    config = transformers.PatchTSTConfig(**sizes, patch_length=4, patch_stride=4, prediction_length=4)
+    model = linearize.convert(transformers.PatchTSTForPrediction(config).eval())
+    linearize.save(model, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    card = with_name((tmp_path / "out" / "README.md").read_text(), "out")
+    snippet = card.partition("```python\n")[2].partition("```")[0]
+    series = torch.randn(1, 32, 1)
+    for lines in (snippet, load_lines(model, "out").replace("; load_converted", "; model = load_converted")):
+        assert "trust_remote_code" not in lines
+        made = {}
+        exec(lines, made)
+        assert type(made["model"]) is type(model)
+        with torch.no_grad():
+            sides = [one(past_values=series).prediction_outputs for one in (made["model"], model)]
+        assert torch.equal(*sides)
 
 
 def test_a_card_shows_the_plan_of_a_search_and_why(tmp_path):

@@ -44,6 +44,7 @@ REFUSED = {
     "bad line": ("convert bert --dataset bad.jsonl --output o", "'bad.jsonl' as json: ArrowInvalid: JSON parse error"),
     "no label": (f"finetune bert {TASK} --dataset texts.jsonl --label-column no", "another with --label-column"),
     "short": ("convert bert --max-length 8 --output o", "max_length: got 8, but 'bert' already takes 64 tokens"),
+    "early tracker": ("convert bert --dataset rows.jsonl --report-to nobody --output o", "unknown report_to"),
     "tracker": ("convert bert --dataset rows.jsonl --report-to nobody --output o --dry-run", "unknown report_to"),
     "tuning's tracker": (
         f"finetune bert {TASK} --dataset rows.jsonl --report-to nobody --dry-run",
@@ -88,7 +89,7 @@ def test_it_is_one_line_that_says_what_to_do(case, place, capsys, monkeypatch):
     said = [text for text in err.splitlines() if text.startswith("linearize: error")]
     assert code == 2 and len(said) == 1 and words in said[0], err
     assert "Traceback" not in err and sorted(os.listdir()) == before
-    if case == "short":
+    if case in ("short", "early tracker"):
         assert "attentions become linear" not in out, "it is refused before the plan"
 
 

@@ -216,6 +216,7 @@ def test_cells_may_be_added_and_run_apart(finished, tiny, tmp_path):
     recipe = check(tiny, "tiny")
     with pytest.raises(ConfigError, match=r"which matches no cell.*softmax-"):
         run_recipe(recipe, folder, resume=True, only=["mrpc"])
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["kernels"] == ["softmax"]
     started = []
     rows = run_recipe(
         recipe,

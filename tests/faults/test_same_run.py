@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.command_lines import line_of
+from support.command_lines import line_of, without
 from support.tiny import converted, inputs_of, original
 
 import linearize
@@ -240,6 +240,31 @@ def test_the_logged_train_loss_is_that_of_the_whole_run(models, cut, cli, tmp_pa
     assert two == pytest.approx(one, rel=1e-6)
     weights = [load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "out")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_resumed_after_its_last_step_logs_its_train_loss_too(models, cli, tmp_path):
+    """The result could not be written, or was not yet; the line is made after the last state."""
+    whole, line = tmp_path / "whole", line_of("finetune", models, tmp_path / "out")
+    assert cli(line_of("finetune", models, whole))[0] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("linearize.jobs.finetune._save", interrupt)
+        assert cli(line)[0] == 130
+    assert cli([*line, "--resume"])[0] == 0
+    one, two = (
+        [(entry["train_loss"], entry["step"]) for entry in read_log(folder) if "train_loss" in entry]
+        for folder in (whole, tmp_path / "out")
+    )
+    assert len(one) == 1 and two == [pytest.approx(one[0], rel=1e-6)]
+
+
+@pytest.mark.parametrize("verb", ["convert", "finetune"])
+def test_a_finished_run_has_nothing_to_resume(verb, models, cli, tmp_path):
+    """It was told to overwrite the result, which "exists and is not empty"."""
+    line = line_of(verb, models, tmp_path / "out")
+    assert cli(line)[0] == 0
+    code, _, err = cli([*without(line, "--overwrite"), "--resume"])
+    assert code == 2 and "holds a finished model, so there is nothing to resume" in err
+    assert len(err.splitlines()) == 1
 
 
 # Item 20.

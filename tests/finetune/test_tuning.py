@@ -685,6 +685,14 @@ def test_init_takes_the_tokenizer_of_the_configs_folder(bert, tmp_path):
     assert not (tmp_path / "bare" / "tokenizer.json").exists()
 
 
+def test_init_refuses_labels_for_a_head_without_classes(bert, tmp_path):
+    """They were ignored."""
+    with pytest.raises(ConfigError, match="num_labels: got 3 for task causal-lm, whose head has no classes"):
+        init_checkpoint(InitJob(bert, str(tmp_path / "new"), num_labels=3))
+    init_checkpoint(InitJob(bert, str(tmp_path / "new"), task="text-classification", num_labels=3))
+    assert len(json.loads((tmp_path / "new" / "config.json").read_text())["id2label"]) == 3
+
+
 def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
     job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     target, _ = finetune_checkpoint(job)

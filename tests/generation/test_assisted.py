@@ -150,6 +150,20 @@ def test_layers_that_keep_their_window_are_cropped_too():
     torch.testing.assert_close(got, whole[:, 33:], rtol=1e-4, atol=1e-5)
 
 
+def test_a_refused_crop_removes_nothing_from_any_layer():
+    """The first layer here keeps softmax and its keys; it was cropped before the next one refused."""
+    model, ids = causal("gpt2", keep_softmax=[0]), prompts(tokens=20, padded=False)["input_ids"]
+    cache = model.new_cache(crop=2)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        model(ids[:, :16], past_key_values=cache)
+        with pytest.raises(ConfigError, match="crop: got 9 tokens"):
+            cache.crop(-9)
+        assert {layer.get_seq_length() for layer in cache.layers} == {16}
+        got = model(ids[:, 16:], past_key_values=cache).logits
+    torch.testing.assert_close(got, whole[:, 16:], rtol=1e-4, atol=1e-5)
+
+
 def test_what_was_kept_for_a_crop_follows_the_beams():
     model, inputs = causal("gpt2"), prompts(padded=False)
     ids, order = inputs["input_ids"], torch.tensor([2, 0, 0])

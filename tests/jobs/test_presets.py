@@ -85,6 +85,8 @@ def test_softmax_heads_are_a_number_or_a_share():
     assert all(job.chooses_heads for job in counted)
     assert not ConvertJob.of(model="m", keep_softmax_heads="4:0,11:7").chooses_heads
     assert ConvertJob.of(model="m", keep_softmax_heads="1%").softmax_heads(8) == 1
+    with pytest.raises(ConfigError, match="keep_softmax_heads: got 101%, expected at most 100%"):
+        ConvertJob.of(model="m", keep_softmax_heads="101%")
 
 
 def test_what_is_given_comes_before_a_preset():

@@ -78,7 +78,6 @@ def run_recipe(
     folder = Path(output)
     check_data(recipe)
     device = check_device(recipe.device)
-    _open_folder(recipe, folder, resume)
     table = cells(recipe)
     for pattern in only:
         if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
@@ -86,6 +85,7 @@ def run_recipe(
                 f"only: got {pattern!r}, which matches no cell, expected a pattern of names such as {table[0].key!r}; "
                 "--dry-run lists the cells"
             )
+    _open_folder(recipe, folder, resume)
     chosen = [cell for cell in table if not only or any(fnmatch.fnmatchcase(cell.key, one) for one in only)]
     rows = {row["cell"]: row for row in repair(folder)}
     runner = Runner(recipe, folder, device, on_event)

@@ -26,10 +26,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher import frozen_output, run_body
+from linearize.fidelity.teacher import run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import Outputs, find_blocks, first_tensor, hooked, keeper, run
+from linearize.training.alignment.pair import Outputs, find_blocks, first_tensor, hooked, keeper, masks_of, noting, run
 
 Name = TypeVar("Name")
 TINY = 1e-12
@@ -195,8 +195,11 @@ class Objective:
     @torch.no_grad()
     def teach(self, batch: Mapping[str, Tensor]) -> Outputs:
         """Run the teacher on a batch (such as `input_ids` [B, T])."""
-        with observed(self.teacher, frozen_output):
-            return run(self.teacher, self.blocks, batch, head=self.config.logits_weight > 0)
+        noted: dict[int, Tensor] = {}
+        with observed(self.teacher, noting(noted)):
+            outputs = run(self.teacher, self.blocks, batch, head=self.config.logits_weight > 0)
+        outputs.masks = noted | outputs.masks
+        return outputs
 
     def learn(self, batch: Mapping[str, Tensor]) -> Outputs:
         """Run the student on a batch (such as `input_ids` [B, T]), with gradients if they are enabled."""
@@ -217,7 +220,8 @@ class Objective:
             with self._attentions(self.teacher, self.blocks) as kept:
                 taught = self.teach(batch)
             states = {**taught.states, **{ATTENTION + name: state for name, state in kept.items()}}
-            found = {name: _moments(masked_rows(state, taught.mask)) for name, state in states.items()}
+            masks = taught.masks
+            found = {name: _moments(masked_rows(x, masks.get(x.shape[1]))) for name, x in states.items()}
             if is_regression(self.teacher.config):
                 found |= {f"{LOGITS}/{name}": _moments(masked_rows(x, None)) for name, x in taught.logits.items()}
             return found
@@ -234,15 +238,16 @@ class Objective:
 
     def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
         """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
-        (share_of_tokens, share_of_rows), mask = share, taught.mask
+        (share_of_tokens, share_of_rows), masks = share, taught.masks
         terms = {
-            name: share_of_tokens * relative_error(learned.states[name], target, mask, self.scales[name])
-            for name, target in taught.states.items()
+            name: share_of_tokens * relative_error(learned.states[name], x, masks.get(x.shape[1]), self.scales[name])
+            for name, x in taught.states.items()
         }
-        mine, target = (pooled(side.last, side.mask, self.config.pooling) for side in (learned, taught))
+        mask = masks.get(taught.last.shape[1])
+        mine, target = (pooled(side.last, mask, self.config.pooling) for side in (learned, taught))
         terms[POOLED] = share_of_rows * pooled_loss(mine, target) / len(mine)
         for name, target in taught.logits.items():
-            term, mine = f"{LOGITS}/{name}", learned.logits[name]
+            term, mine, mask = f"{LOGITS}/{name}", learned.logits[name], masks.get(target.shape[1])
             if (scale := self.scales.get(term)) is not None:
                 squared = (mine.float() - target.float()).square().sum()
                 terms[term] = share_of_rows * squared / (target.shape[0] * scale)
@@ -284,19 +289,22 @@ class Objective:
             train: whether to compute gradients.
 
         Returns:
-            The error of each block, by its name.
+            The error of each block, by its name; the sum over its calls if it is shared (ALBERT).
         """
         terms: dict[str, float] = {}
-        mask, student = batch.get("attention_mask"), self.student
+        # The teacher's blocks that have called the student's, which may be the same modules.
+        inside: set[str] = set()
+        noted, student = dict[int, Tensor](), self.student
 
         def after(name: str, attention: str) -> Callable[..., None]:
             module, own = student.get_submodule(name), {name: attention}
 
             def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-                if name in terms:
+                if name in inside:
                     return
-                terms[name] = 0.0
+                inside.add(name)
                 target, attended = first_tensor(output).detach(), kept[name]
+                mask = (noted | masks_of(batch)).get(target.shape[1])
                 attentions = self._attentions(student, own)
                 with unrecorded(), torch.set_grad_enabled(train), observed(module, None), attentions as mine:
                     state = first_tensor(module(*args, **kwargs))
@@ -308,14 +316,15 @@ class Objective:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
                             error.backward()
-                terms[name] = float(error.detach())
+                terms[name] = terms.get(name, 0.0) + float(error.detach())
                 kept.pop(name, None)
+                inside.discard(name)
 
             return hook
 
         teacher, blocks = self.teacher, self.blocks
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
-        softmax = observed(teacher, frozen_output)
+        softmax = observed(teacher, noting(noted))
         with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax, torch.no_grad():
             run_body(teacher, batch)
         return terms

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
+from linearize.attention.layer import LinearAttention, Mask, Observer
 from linearize.checkpoint.loading import move
 from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
-from linearize.fidelity.teacher import body_of, run_module
+from linearize.fidelity.teacher import body_of, frozen_output, run_module
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 
@@ -37,12 +38,13 @@ class Outputs:
         states: hidden states [B, T, C] (of a grid [B, H, W, C]) after each block by the block's name, and `OUTPUT` last
             if the model has it.
         logits: logits by their names in the head's output; [B, 1, V], [B, T, V], or [B, T] over the tokens.
-        mask: [B, T], true at tokens; None if there is no padding.
+        masks: padding masks [B, T], true at tokens, by their T: the batch's, and of a teacher also those that its
+            attentions get for samples of a sound or pixels.
     """
 
     states: dict[str, Tensor] = field(default_factory=dict)
     logits: dict[str, Tensor] = field(default_factory=dict)
-    mask: Tensor | None = None
+    masks: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def last(self) -> Tensor:
@@ -84,6 +86,23 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
     return blocks
 
 
+def noting(masks: dict[int, Tensor]) -> Observer:
+    """Return an observer that computes softmax (`frozen_output`) and notes padding masks [B, T] by their T."""
+
+    def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor | None:
+        if mask is not None:
+            masks[mask.shape[1]] = mask
+        return frozen_output(layer, q, k, v, mask, scaling)
+
+    return observe
+
+
+def masks_of(batch: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return a batch's padding mask [B, T] by its T; empty if it has none."""
+    mask = batch.get("attention_mask")
+    return {} if mask is None else {mask.shape[1]: mask}
+
+
 @contextlib.contextmanager
 def hooked(model: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
     """Register forward hooks (module, args, kwargs, output) by module name, and remove them afterwards."""
@@ -105,7 +124,7 @@ def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Call
 
 def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
     """Run a model on a batch (such as `input_ids` [B, T]) and return its hidden states; with `head` its logits too."""
-    outputs, body = Outputs(mask=batch.get("attention_mask")), body_of(model)
+    outputs, body = Outputs(masks=masks_of(batch)), body_of(model)
 
     def keep_last(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         last = getattr(output, "last_hidden_state", None)

@@ -308,6 +308,10 @@ class Tuner(Trainer):
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         self.state.best_model_checkpoint = self.state.best_model_checkpoint or str(checkpoint)
         self._load_best_model()
+        # transformers logs it after the last state.
+        kept: Any = self.state.stateful_callbacks
+        total = meter_of(self).total = float(kept[LossMeter.__name__]["attributes"]["total"])
+        self.log({"train_loss": total / max(1, self.state.global_step)})
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
