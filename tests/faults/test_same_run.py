@@ -247,7 +247,7 @@ def test_a_run_resumed_after_its_last_step_logs_its_train_loss_too(models, cli, 
     whole, line = tmp_path / "whole", line_of("finetune", models, tmp_path / "out")
     assert cli(line_of("finetune", models, whole))[0] == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("linearize.jobs.finetune._save", interrupt)
+        patch.setattr("linearize.training.stage_two.save.save_model", interrupt)
         assert cli(line)[0] == 130
     assert cli([*line, "--resume"])[0] == 0
     one, two = (
