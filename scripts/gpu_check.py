@@ -200,7 +200,7 @@ def cuda_device() -> Mapping[str, Any] | None:
 
     if not torch.cuda.is_available():
         return None
-    from linearize.attention.backends.fused import absence
+    from linearize.attention.backends.triton_calls import absence
 
     properties = torch.cuda.get_device_properties(0)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import json
 import subprocess
 import sys
@@ -273,3 +274,21 @@ def test_what_calls_the_compiled_op_does_not_travel_with_checkpoints():
     """Not even for a type: the folder of a checkpoint has no library beside its code."""
     found = _closure(ROOTS)
     assert "linearize.attention.native" in found and "linearize.attention.native.calls" not in found
+
+
+@pytest.mark.parametrize("folder", ["scripts", "benchmarks", "tests/gpu", "examples"])
+def test_what_is_rarely_run_imports_what_exists(folder):
+    """`make gpu` imported a name that had moved: no other machine runs that line."""
+    imported = [
+        (node.module, alias.name)
+        for path in (CHECKOUT / folder).rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "linearize"
+        for alias in node.names
+    ]
+    missing = []
+    for module, name in imported:
+        if not hasattr(importlib.import_module(module), name) and f"{module}.{name}" not in MODULES:
+            missing.append(f"{module}.{name}")
+    assert imported
+    assert not missing
