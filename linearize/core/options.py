@@ -116,6 +116,7 @@ def _options_of(config: type) -> Mapping[str, Option]:
     for outer in dataclasses.fields(config):
         own = Section(config, outer.metadata.get("group"), only=(outer.name,) if "help" in outer.metadata else ())
         section: Section = outer.metadata.get(_SECTION, own)
+        required = _required(section.config)
         for name, field in section.options().items():
             place = ("" if section is own else outer.name, field.name)
             if name in options:
@@ -124,8 +125,8 @@ def _options_of(config: type) -> Mapping[str, Option]:
                 continue
             shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
             kind = kinds_of(field_types(section.config)[field.name])[0]
-            metadata, required = {**field.metadata, **shown}, field.name in _required(section.config)
-            options[name] = Option(name, kind, field.default, metadata, section.title, (place,), required)
+            metadata, needed = {**field.metadata, **shown}, field.name in required
+            options[name] = Option(name, kind, field.default, metadata, section.title, (place,), needed)
     return types.MappingProxyType(options)
 
 

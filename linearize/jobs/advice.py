@@ -11,7 +11,7 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.options import effective, options_of
 from linearize.fidelity.ablate import EXACT
-from linearize.jobs.config import ConvertJob, DistillJob
+from linearize.jobs.config import ConvertJob, StageOneJob
 from linearize.jobs.events import Findings, Lengths, WorstLayer
 from linearize.modeling.model import is_linearized, kernel_parameters
 from linearize.modeling.plan import Plan
@@ -91,7 +91,7 @@ def next_command(context: Context) -> tuple[str, str]:
     if context.alignment is None and not Provenance(context.provenance).weights_were_trained:
         # Stage one imitates the checkpoint's own softmax, which is still the original's.
         untrained = context.distillation is None and kernel_parameters(context.loaded.model)
-        if untrained and isinstance(job, ConvertJob | DistillJob):
+        if untrained and isinstance(job, StageOneJob):
             return "to train the kernels", line("distill", target, data | {"distill_length": job.distill_length})
         return "to bring the whole model closer", line("align", target, data)
     # By default `report` finds the original that the checkpoint records, whose folder is not recorded.

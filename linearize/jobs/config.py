@@ -176,14 +176,21 @@ class TrainingJob(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertJob(TrainingJob):
+class StageOneJob(TrainingJob):
+    """Options of the jobs that run stage one."""
+
+    distill_length: int | None
+    distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
+    report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertJob(StageOneJob):
     """Options of `convert`."""
 
     endings: ClassVar[Mapping[str, str]] = {"distill": ".stage1", "align": ".align", "search": ".search"}
 
     distill_length: int | None = option(None, ROWS, group=STAGE_ONE, low=1)
-    distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
-    report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
     model: str = option(help="Hub name, folder or GGUF file of a model", positional=True, metavar="MODEL")
     kernel: str | None = option(KERNEL, f"kernel for all layers, see `linearize kernels`; or {AUTO}", metavar="NAME")
     kernel_args: Mapping[str, object] = kernel_options.kernel_args()
@@ -293,7 +300,7 @@ class ConvertJob(TrainingJob):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillJob(TrainingJob):
+class DistillJob(StageOneJob):
     """Options of `distill`, which continues stage one on a converted checkpoint."""
 
     ending: ClassVar[str] = "distilled"
@@ -301,8 +308,6 @@ class DistillJob(TrainingJob):
     continues: ClassVar[bool] = True
 
     distill_length: int | None = option(None, LATER, group=STAGE_ONE, low=1)
-    distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
-    report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
     model: str = option(help="converted checkpoint: folder or Hub name", positional=True, metavar="MODEL_OR_DIR")
     output: str | None = option(None, "output folder (<folder>-distilled)", group=OUTPUT, metavar="DIR")
 

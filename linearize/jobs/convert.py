@@ -25,7 +25,7 @@ from linearize.core.registry import kernel_info, make_config
 from linearize.fidelity.heads import POINTS, keep_heads, too_many_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
 from linearize.jobs.presets import AUTO, check_preset, fitting, width_of
 from linearize.jobs.search import check_search, choose_plan
@@ -374,7 +374,7 @@ def save_result(context: Context) -> ConvertResult:
     """
     job, done, aligned, record = context.job, context.distillation, context.alignment, context.provenance
     data = None if context.source is None else context.source.description
-    if done is not None and isinstance(job, ConvertJob | DistillJob):
+    if done is not None and isinstance(job, StageOneJob):
         distillation = stages.without_heads(stages.distillation_record(done))
         if not isinstance(job, ConvertJob):
             # The options of a conversion are recorded separately.

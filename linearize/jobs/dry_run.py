@@ -31,11 +31,11 @@ from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memo
 from linearize.fidelity.heads import POINTS
 from linearize.fidelity.measure import measure_layers
 from linearize.jobs import convert
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Started, ignore
 from linearize.jobs.finetune import open_tuning
 from linearize.jobs.presets import AUTO
-from linearize.jobs.stages import Context, check_states
+from linearize.jobs.stages import Context, check_start
 from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
@@ -47,7 +47,6 @@ from linearize.training.stage_one.processes import check_alone
 from linearize.training.stage_two.rows import Chosen
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune
-from linearize.training.trackers import reporter
 
 HOW = "from real steps of this job on this machine, under its current load"
 WITHOUT_NATIVE = f"{HOW}; without the native op, which `convert` compiles first and which is faster"
@@ -199,10 +198,7 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         length = job.data.max_length if job.task.modality == "text" else None
         # The trainer keeps two checkpoints of weights and two moments, and briefly three while it writes a new one.
         return trial.bill(str(job.target()), data.description, length, whole + 3 * (whole + 2 * trained))
-    check_states(job)
-    # This refuses unknown names; nothing is opened before the first step.
-    with reporter(job.report_to, job.target()):
-        pass
+    check_start(job)
     if isinstance(job, ConvertJob):
         context = convert.open_conversion(job, on_event, trial=True)
     else:
@@ -218,7 +214,7 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         StageBill(CHOICES[choice][0], 0, 0, 0.0, 0, 0, CHOICES[choice][1] * seconds)
         for choice, seconds in context.choosing.items()
     ]
-    if source is not None and isinstance(job, ConvertJob | DistillJob) and job.distill.steps:
+    if source is not None and isinstance(job, StageOneJob) and job.distill.steps:
         trial.run("stage one", lambda: _trained(context, job.distill))
     alignment = job.align if source is not None and isinstance(job, ConvertJob | AlignJob) else None
     if alignment is not None and alignment.steps:

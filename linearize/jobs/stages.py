@@ -20,7 +20,7 @@ from linearize.core.options import name_of
 from linearize.core.parsing import user_path
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
-from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, TrainingJob
+from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
@@ -110,7 +110,7 @@ def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
 
 
 @contextlib.contextmanager
-def reserved(job: ConvertJob | DistillJob | AlignJob | TuneJob) -> Iterator[None]:
+def reserved(job: StageOneJob | AlignJob | TuneJob) -> Iterator[None]:
     """Check the output, the state folders and the trackers, and lock the output; only the main process writes."""
     target, sources = job.target(), job.sources()
     resume = job.stage.resume if isinstance(job, TrainingJob) else job.resume
@@ -122,11 +122,8 @@ def reserved(job: ConvertJob | DistillJob | AlignJob | TuneJob) -> Iterator[None
         )
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():
-        if isinstance(job, ConvertJob | DistillJob | AlignJob):
-            check_states(job)
-            # This refuses unknown names; nothing is opened before the first step.
-            with reporter(job.report_to, target):
-                pass
+        if isinstance(job, TrainingJob):
+            check_start(job)
         yield
 
 
@@ -139,6 +136,14 @@ def states_of(job: TrainingJob) -> list[StateFolder]:
 def resumes(job: TrainingJob) -> bool:
     """Tell whether the job continues an interrupted run: with --resume, if that left states or choices."""
     return job.stage.resume and any(states.folder.exists() for states in states_of(job))
+
+
+def check_start(job: StageOneJob | AlignJob) -> None:
+    """Refuse what keeps a job from its first step: states of an interrupted run (`check_states`), unknown trackers."""
+    check_states(job)
+    # Nothing is opened before the first step.
+    with reporter(job.report_to, job.target()):
+        pass
 
 
 def check_states(job: TrainingJob) -> None:
@@ -281,7 +286,7 @@ def run_alignment(context: Context, config: AlignConfig) -> None:
 
 def _reporter(context: Context, tag: str) -> AbstractContextManager[Callable[[StepReport | AlignStep], None]]:
     """Return a context with a function that reports every step to the trackers and the caller."""
-    assert isinstance(context.job, ConvertJob | DistillJob | AlignJob)
+    assert isinstance(context.job, StageOneJob | AlignJob)
     names = context.job.report_to if is_main() else "none"
     return reporter(names, f"{context.target}.tensorboard", tag, lambda report: context.on_event(StepDone(report)))
 
