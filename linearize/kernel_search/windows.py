@@ -4,8 +4,8 @@ Layers differ: one puts half of softmax's weight outside a window of 64 tokens, 
 all layers may be as large as with a reference in every layer. State is counted in numbers per sequence and key head:
 (W + sinks + S) (D + V) for the exact keys and values, and F (V + 1) for the kernel's sums. Nothing is trained:
 
-1. Every choice of every layer computes outputs from the frozen model's q, k and v. Its log-scales are fitted in
-   closed form on other rows (`linearize.training.stage_one.start`).
+1. The outputs of every choice for every layer are computed from the frozen model's q, k and v. The log-scales of the
+   choice are fitted in closed form on other rows (`linearize.training.stage_one.start`).
 2. The squared error of a layer is weighted by how much of it reaches the whole model's last hidden state if only this
    layer is replaced.
 3. Minimising the sum of errors under the budget is a knapsack problem with one choice per layer.
@@ -124,7 +124,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
         ]
         whole = WholeModel(carrier, candidates, held_out, accelerator, head=False)
         error = whole.errors_of(keys)
-        # As in a search by time: the cost of a choice is its state, as a share of the reference's in all layers.
+        # In a search, choices cost time. Here they cost state, as a share of the reference's state in all layers.
         limit = sum(map(state_numbers, layers.values()))
         entries: dict[int, dict[str, Entry]] = {number: {} for number in layers}
         for number, label in keys:

@@ -52,7 +52,7 @@ class Job:
     finetune: StageTwo
 
     def reading(self, **changes: Any) -> Job:
-        """Return the same task with other rows."""
+        """Return the same job with some options for data rows changed."""
         return dataclasses.replace(self, rows=dataclasses.replace(self.rows, **changes))
 
 
@@ -101,10 +101,10 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file of a recipe: that of a recipe of the package, by name, or the one that is named.
+    """Return the path of a recipe, from the path of a YAML file or the name of a recipe of the package.
 
     Raises:
-        UnknownNameError: if neither exists.
+        UnknownNameError: if there is neither such a file nor such a recipe.
     """
     path = user_path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file():
@@ -127,7 +127,8 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
         changes: `key=value`; the key may have dots (`finetune.epochs=1`), the value is YAML (`kernels=[elu,relu]`).
 
     Raises:
-        ConfigError: if it is not YAML, or for anything unknown or of the wrong type; the message names the key.
+        ConfigError: if the file or a change is not YAML, or for anything unknown or of the wrong type; the message
+            names the key.
     """
     where = f"recipe {Path(name).stem}"
     values = read_values(recipe_file(name), where, "keys with values")
@@ -235,7 +236,8 @@ def plain(value: Any) -> Any:
         return [plain(part) for part in value]
     if not dataclasses.is_dataclass(value):
         return value
-    # A kernel with no options is its name. It is compared with softmax, as some cannot be built from their name alone.
+    # A kernel without options is written as its name. Softmax has the default options too, and unlike some kernels it
+    # can be built from its name alone.
     if isinstance(value, Kernel) and vars(value) == vars(type(value)(SOFTMAX)) | {"name": value.name}:
         return value.name
     parts = {key: plain(part) for key, part in vars(value).items()}

@@ -60,7 +60,7 @@ class TokenClassification(TokenLabels):
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits, (words, label), "token classification")
         if self.task.labels is None:
-            # A model that is tuned on few rows is measured on all: the tags are those of the whole set.
+            # The tags of all rows, not only of those within the limits: the rows to measure on may have rarer tags.
             unlimited = dataclasses.replace(self.options, limit=None, validation_limit=None)
             whole = splits if unlimited == self.options else open_splits(self.task, given, unlimited, raw=True)
             self.task = dataclasses.replace(self.task, labels=self._tag_names(whole, label))
@@ -78,7 +78,7 @@ class TokenClassification(TokenLabels):
         return (np.array(counts),)
 
     def _tag_names(self, splits: Splits, label: str) -> tuple[str, ...]:
-        """Return the tags in the order of their numbers: the column's, or those that occur, also if only once."""
+        """Return the tags in the order of their numbers: those that the column declares, or all that occur in rows."""
         from datasets import ClassLabel
 
         feature = getattr(splits.train.features[label], "feature", None)
@@ -204,7 +204,7 @@ class QuestionAnswering(TaskType):
                 padding="max_length",
             )
             for piece, offsets in enumerate(coded["offset_mapping"]):
-                # The places of the text's tokens in it, None at others.
+                # The place of each token in the text; None for the question and special tokens.
                 parts = zip(offsets, coded.sequence_ids(piece), strict=True)
                 spans = [tuple(span) if part == 1 else None for span, part in parts]
                 start = end = 0
@@ -226,7 +226,7 @@ class QuestionAnswering(TaskType):
         """Return how many tokens two rows of a text share, fewer than fit next to the question.
 
         Raises:
-            DataError: if none fits.
+            DataError: if the question leaves no room for the text.
         """
         most, stride = self.options.max_length, self.options.stride
         asked = len(self.tokenizer(question, verbose=False, add_special_tokens=False)["input_ids"])
@@ -234,7 +234,7 @@ class QuestionAnswering(TaskType):
         if room < 1:
             raise DataError(
                 f"question answering: got a question of {asked} tokens ({question[:40]!r}), expected room for the text "
-                f"in rows of {most}; raise max_length, or shorten it"
+                f"in rows of {most}; raise max_length, or shorten the question"
             )
         return max(0, min(room - stride if stride else min(128, most // 4), room - 1))
 
