@@ -157,7 +157,7 @@ class QuestionAnswering(TaskType):
         validation = self._rows(held)
         self.measured = validation
         self.texts = list(held[context])
-        self.answers = [entry["text"] for entry in held[str(self.task.label)]]
+        self.answers = [[known for known, _ in self._answers(entry)] for entry in held[str(self.task.label)]]
         facts = row_facts(lengths, self.options)
         # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
         facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
@@ -191,8 +191,7 @@ class QuestionAnswering(TaskType):
         rows: list[Row] = []
         columns = (table[question], table[context], table[str(self.task.label)])
         for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):
-            if not isinstance(answer, dict) or not {"text", "answer_start"} <= answer.keys():
-                raise DataError(f"question answering: got {self.task.label} {answer!r}, expected text and answer_start")
+            answers = self._answers(answer)
             coded = self.tokenizer(
                 asked,
                 text,
@@ -208,9 +207,9 @@ class QuestionAnswering(TaskType):
                 parts = zip(offsets, coded.sequence_ids(piece), strict=True)
                 spans = [tuple(span) if part == 1 else None for span, part in parts]
                 start = end = 0
-                if answer["text"]:
+                if answers:
                     # Blanks around an answer belong to no token.
-                    known, first = answer["text"][0], answer["answer_start"][0]
+                    known, first = answers[0]
                     first, last = first + len(known) - len(known.lstrip()), first + len(known.rstrip())
                     begins = [i for i, span in enumerate(spans) if span and span[0] <= first < span[1]]
                     ends = [i for i, span in enumerate(spans) if span and span[0] < last <= span[1]]
@@ -221,6 +220,23 @@ class QuestionAnswering(TaskType):
                 places = {"start_positions": start, "end_positions": end}
                 rows.append({**fields, **places, "owner": owner, "offsets": spans})
         return rows
+
+    def _answers(self, entry: object) -> list[tuple[str, int]]:
+        """Return the texts of a question's answers with their places in its text; blank answers are no answers.
+
+        Raises:
+            DataError: if the answers do not have SQuAD's format.
+        """
+        names = ("text", "answer_start")
+        texts, starts = (entry.get(name) if isinstance(entry, dict) else None for name in names)
+        if isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts):
+            pairs = list(zip(texts, starts, strict=True))
+            if all(isinstance(known, str) and isinstance(first, int) for known, first in pairs):
+                return [(known, first) for known, first in pairs if known.strip()]
+        raise DataError(
+            f"question answering: got {self.task.label} {repr(entry)[:80]}, expected text and answer_start, two lists "
+            "of the same length; repair the row"
+        )
 
     def _overlap(self, question: str) -> int:
         """Return how many tokens two rows of a text share, fewer than fit next to the question.
