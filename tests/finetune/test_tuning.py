@@ -733,6 +733,8 @@ def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
         ([{"text": "a", "mark": 1}] * 20, "text-classification", {}, "got no column 'label'"),
         ([{"text": "a", "label": 1}], "text-classification", {}, "expected at least two"),
         ([{"words": ["a"], "ner_tags": ["O"]}] * 9, "token-classification", {}, "got no column 'tokens'"),
+        ([{"tokens": ["a"], "ner_tags": [["O"]]}] * 9, "token-classification", {}, r"got tag \['O'\] in column"),
+        ([{"tokens": ["a"], "ner_tags": [["O"]]}] * 9, "token-classification", {"labels": ("O",)}, r"got tag \['O'\]"),
         ([asked(["a"], [])] * 9, "question-answering", {}, r"got answers .*, expected text and answer_start"),
         ([asked(["a"], ["4"])] * 9, "question-answering", {}, r"got answers .*, expected text and answer_start"),
         ([asked("a film", 4)] * 9, "question-answering", {}, r"got answers .*, expected text and answer_start"),

@@ -85,13 +85,17 @@ class TokenClassification(TokenLabels):
         if isinstance(feature, ClassLabel):
             return tuple(feature.names)
         columns = (*splits.train[label], *splits.validation[label])
-        tags_found = {tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])}
+        every = [tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])]
+        # Lists of lists are wrong, and cannot be in a set.
+        wrong = [tag for tag in every if not isinstance(tag, str | int)]
+        tags_found = set() if wrong else set(every)
         if tags_found and all(isinstance(tag, str) for tag in tags_found):
             return in_order(tags_found)
-        wrong = [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
+        wrong = wrong or [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
         if wrong or not tags_found:
+            got = f"tag {repr(wrong[0])[:60]}" if wrong else "no tags"
             raise DataError(
-                f"task {self.task.name}: got {f'tag {wrong[0]!r}' if wrong else 'no tags'} in column {label!r}, "
+                f"task {self.task.name}: got {got} in column {label!r}, "
                 "expected a list of names or of whole numbers from 0 in every row; repair the rows"
             )
         return tuple(str(number) for number in range(int(max(tags_found)) + 1))
@@ -107,9 +111,9 @@ class TokenClassification(TokenLabels):
                     f"task {self.task.name}: got {str(texts)[:60]!r} with {str(tags)[:60]!r}, expected a list of words "
                     f"in column {words!r} and a list of tags in {label!r}; repair the row"
                 )
-            unknown = [tag for tag in tags if tag not in known]
+            unknown = [tag for tag in tags if isinstance(tag, list | dict) or tag not in known]
             if unknown or len(tags) != len(texts):
-                problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
+                problem = f"tag {repr(unknown[0])[:60]}" if unknown else f"{len(tags)} tags for {len(texts)} words"
                 raise DataError(f"task {self.task.name}: got {problem}, expected one of {', '.join(names)} per word")
             coded = self.tokenizer(list(texts), is_split_into_words=True, truncation=True, max_length=most)
             owners = coded.word_ids()
