@@ -119,8 +119,8 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
         keys = [
             (n, label)
             for place, (n, own) in enumerate(options.items())
-            for label, one in own.items()
-            if label == reference[place] or (one.hybrid.window or 0) <= tokens // 2
+            for label, choice in own.items()
+            if label == reference[place] or (choice.hybrid.window or 0) <= tokens.get(n, 0) // 2
         ]
         whole = WholeModel(carrier, candidates, held_out, accelerator, head=False)
         error = whole.errors_of(keys)
@@ -144,19 +144,20 @@ def some_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
     return {name: value[: min(rows, max(1, TOKENS // longest))] for name, value in batch.items()}
 
 
-def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Tensor]) -> int:
-    """Fit the scales of all candidates whose windows are not too wide for the rows, and return the tokens per row.
+def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Tensor]) -> dict[int, int]:
+    """Fit the scales of all candidates whose windows are not too wide for the rows; return each layer's tokens per row.
+
+    Layers may differ: the rows of a decoder may be shorter than those of its encoder.
 
     Candidates of a layer that differ only in their exact keys share the fit of the first of them.
     """
-    tokens = 0
+    tokens: dict[int, int] = {}
 
     def observe(
         layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        nonlocal tokens
-        tokens = max(tokens, q.shape[2])
         number = candidates.number_of[id(layer)]
+        tokens[number] = min(q.shape[2], tokens.get(number, q.shape[2]))
         fitted: dict[int | None, LinearAttention] = {}
         for (n, _), module in candidates.modules.items():
             hybrid = module.hybrid
