@@ -20,7 +20,9 @@ from linearize.training.stage_two.prepare import check_extra_pairs
 from linearize.training.stage_two.tasks import Task, task
 
 AVERAGE = "average"
+"""Name of the table's column of averages."""
 PRETRAIN = "pretrain"
+"""Name of the task to train on first, among a recipe's tasks."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,9 @@ def resolve(recipe: Recipe, where: str = "recipe") -> dict[str, Job]:
         ConfigError: for a wrong name or option; the message names the key.
     """
     columns = recipe.columns
+    for name in (*columns, *recipe.sources):
+        if name in (PRETRAIN, AVERAGE):
+            raise ConfigError(f"{where}.tasks: the name {name!r} is taken; give the task another name")
     jobs = {name: _job(recipe, name, column, f"{where}.tasks.{name}") for name, column in columns.items()}
     for name in recipe.sources:
         jobs.setdefault(name, _job(recipe, name, columns.get(name, Column()), f"{where}.sources.{name}"))
