@@ -130,11 +130,19 @@ def _guarded(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config.json, including nested configs, without `GUARD`."""
+    """Return the values of a config.json, including nested configs, without `GUARD`.
+
+    Raises:
+        CheckpointError: if `GUARD` comes after something else than a number.
+    """
     plain = dict(values)
     for key, value in values.items():
         if isinstance(value, str) and value.endswith(GUARD):
-            plain[key] = json.loads(value.removesuffix(GUARD))
+            number = value.removesuffix(GUARD)
+            try:
+                plain[key] = json.loads(number)
+            except ValueError:
+                raise damaged(f"got {key} {number[:60]!r}, expected a number") from None
         elif isinstance(value, dict) and key != MODEL_TYPE:
             plain[key] = _unguarded(value)
     return plain
