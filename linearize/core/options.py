@@ -341,8 +341,9 @@ def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     wanted = [kind for kind in kinds if kind is not type(None)]
-    # A mapping can only be meant as the section, and a list as the list, so errors should name their parts.
-    meant = [kind for kind in wanted if dataclasses.is_dataclass(kind) and isinstance(value, Mapping)]
+    # A mapping can only be meant as the section or the mapping, and a list as the list: errors should name their parts.
+    sections = [kind for kind in wanted if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping)]
+    meant = sections if isinstance(value, Mapping) else []
     meant += [kind for kind in wanted if typing.get_origin(kind) is tuple and isinstance(value, list)]
     if len(wanted) == 1 or meant:
         return convert((meant or wanted)[0], value, where)

@@ -134,14 +134,19 @@ def states_of(job: TrainingJob) -> list[StateFolder]:
 
 
 def resumes(job: TrainingJob) -> bool:
-    """Tell whether the job continues an interrupted run: with --resume, if that left states or choices."""
+    """Tell whether the job continues an interrupted run: with --resume, if that run left states or choices."""
     return job.stage.resume and any(states.folder.exists() for states in states_of(job))
 
 
 def check_start(job: StageOneJob | AlignJob) -> None:
-    """Refuse what keeps a job from its first step: states of an interrupted run (`check_states`), unknown trackers."""
+    """Check that a job can start: no states of an interrupted run are in its way, and its trackers are installed.
+
+    Raises:
+        ConfigError: as in `check_states`, or for a tracker that is unknown or not installed.
+        CheckpointError: as in `check_states`.
+    """
     check_states(job)
-    # Nothing is opened before the first step.
+    # This only checks the names: a tracker is started when the first step is reported.
     with reporter(job.report_to, job.target()):
         pass
 
@@ -158,7 +163,7 @@ def check_states(job: TrainingJob) -> None:
 
 
 def choose(context: Context, what: str, asked: object, now: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Choose a part of the plan, or take what the run to resume chose.
+    """Return the choice for a part of the plan; a resumed run keeps the choice that it made before.
 
     A choice takes minutes, and another machine or number of threads can change it by rounding.
 
@@ -169,7 +174,7 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], dict[st
         now: makes the choice and returns it as plain data.
 
     Raises:
-        ConfigError: if the run was started with another plan, option or other data.
+        ConfigError: if the resumed run was started with another plan, option or other data.
     """
     job, source = context.job, context.source
 
@@ -193,7 +198,7 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], dict[st
 
 
 def make_room(context: Context) -> None:
-    """Check the free disk space and remove old states: the last step before training, after all other checks."""
+    """Check the free disk space, remove old states and write the choices: the last step before training."""
     if is_main():
         check_room(context.target, size_of(context.loaded.model))
         clear_states(context.job)
@@ -226,7 +231,13 @@ def first_device(job: TrainingJob) -> str:
 
 
 def open_data(context: Context, length: int | None, skip: str) -> None:
-    """Open the data, with notes if their lengths are not those to train on; arguments as in `batches_for`."""
+    """Open the data, and send notes if rows are cut, or too short to train kernels or to choose the best state.
+
+    Args:
+        context: the job; its `source` and `longest_seen` are set.
+        length: tokens per row, as in `batches_for`.
+        skip: the option that avoids reading data, as in `batches_for`.
+    """
     if length is not None and (most := within(context.loaded, length)) < length:
         text = f"Rows are cut to {most:,} tokens, the most the model takes (got {length:,}); convert with --max-length"
         context.on_event(Noted(text))
@@ -257,7 +268,8 @@ def exact_rows(plan: Plan, tokens: int) -> str | None:
     """Say that attention is exact in all converted layers for rows of `tokens` tokens; None if it is not."""
     for layer in plan.converted:
         width, chosen = layer.hybrid.window or 0, layer.hybrid.sinks + layer.hybrid.exact_keys
-        # Causal, keys are chosen among those that left the window; else half of the window lies ahead.
+        # In causal layers, exact keys are chosen among the keys that left the window. In other layers, they are chosen
+        # among all keys, and only half of the window lies ahead of a query.
         if tokens > (width + chosen if layer.shape.causal else max(width // 2 + 1, chosen)):
             return None
     return f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact" if plan.converted else None
@@ -308,7 +320,7 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     if is_main():
         try:
             with quiet(), warnings.catch_warnings():
-                # The note below reports it.
+                # The note below says the same.
                 warnings.filterwarnings("ignore", message="kernel .* is not part of linearize")
                 save(
                     loaded.model,

@@ -4,8 +4,8 @@ Layers differ: one puts half of softmax's weight outside a window of 64 tokens, 
 all layers may be as large as with a reference in every layer. State is counted in numbers per sequence and key head:
 (W + sinks + S) (D + V) for the exact keys and values, and F (V + 1) for the kernel's sums. Nothing is trained:
 
-1. Every choice of every layer computes outputs from the frozen model's q, k and v. Its log-scales are fitted in
-   closed form on other rows (`linearize.training.stage_one.start`).
+1. The outputs of every choice for every layer are computed from the frozen model's q, k and v. The log-scales of the
+   choice are fitted in closed form on other rows (`linearize.training.stage_one.start`).
 2. The squared error of a layer is weighted by how much of it reaches the whole model's last hidden state if only this
    layer is replaced.
 3. Minimising the sum of errors under the budget is a knapsack problem with one choice per layer.
@@ -119,12 +119,12 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
         keys = [
             (n, label)
             for place, (n, own) in enumerate(options.items())
-            for label, one in own.items()
-            if label == reference[place] or (one.hybrid.window or 0) <= tokens // 2
+            for label, choice in own.items()
+            if label == reference[place] or (choice.hybrid.window or 0) <= tokens.get(n, 0) // 2
         ]
         whole = WholeModel(carrier, candidates, held_out, accelerator, head=False)
         error = whole.errors_of(keys)
-        # As in a search by time: the cost of a choice is its state, as a share of the reference's in all layers.
+        # In a search, choices cost time. Here they cost state, as a share of the reference's state in all layers.
         limit = sum(map(state_numbers, layers.values()))
         entries: dict[int, dict[str, Entry]] = {number: {} for number in layers}
         for number, label in keys:
@@ -144,19 +144,20 @@ def some_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
     return {name: value[: min(rows, max(1, TOKENS // longest))] for name, value in batch.items()}
 
 
-def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Tensor]) -> int:
-    """Fit the scales of all candidates whose windows are not too wide for the rows, and return the tokens per row.
+def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Tensor]) -> dict[int, int]:
+    """Fit the scales of all candidates whose windows are not too wide for the rows; return each layer's tokens per row.
+
+    Layers may differ: the rows of a decoder may be shorter than those of its encoder.
 
     Candidates of a layer that differ only in their exact keys share the fit of the first of them.
     """
-    tokens = 0
+    tokens: dict[int, int] = {}
 
     def observe(
         layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
-        nonlocal tokens
-        tokens = max(tokens, q.shape[2])
         number = candidates.number_of[id(layer)]
+        tokens[number] = min(q.shape[2], tokens.get(number, q.shape[2]))
         fitted: dict[int | None, LinearAttention] = {}
         for (n, _), module in candidates.modules.items():
             hybrid = module.hybrid

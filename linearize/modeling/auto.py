@@ -23,10 +23,10 @@ _READ: Any = vars(PreTrainedConfig)["from_dict"].__func__
 
 
 def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Read a config as transformers does, unless a class of the original reads a converted one.
+    """Read a config as transformers does, but refuse to read a converted model's config as the original's.
 
-    An example is `BertForMaskedLM.from_pretrained(folder)`. `GUARD` also prevents that, but with a less helpful error,
-    and older checkpoints do not have it.
+    Otherwise `BertForMaskedLM.from_pretrained(folder)` would run a converted BERT as softmax. `GUARD` also prevents
+    this, but with a less helpful error, and older checkpoints do not have it.
 
     Raises:
         CheckpointError: if a transformers class reads the config of a converted checkpoint.
@@ -40,7 +40,7 @@ def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwarg
 
 
 def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
-    """Register the converted counterpart of `base` with every Auto class that knows it."""
+    """Register `config`, the config class of converted models of `base`, with every Auto class that knows `base`."""
     from transformers.models.auto import modeling_auto
 
     from linearize.modeling.model import model_class

@@ -54,7 +54,7 @@ class LinearizeConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the config of the right class.
+        """Return the config of a converted model, of the class that belongs to its original.
 
         Raises:
             CheckpointError: if the section is missing, damaged or in a newer format, if the installed transformers
@@ -89,7 +89,7 @@ class LinearizeConfig(PreTrainedConfig):
         return values
 
     def to_diff_dict(self) -> dict[str, object]:
-        """Return the differences from the defaults, always with the section and the name of the code's module."""
+        """Return the values for config.json: those other than the defaults, the section, `GUARD` and `auto_map`."""
         section = _with_checksum(self.linearize) if self.linearize else self.linearize
         values = super().to_diff_dict() | {"model_type": MODEL_TYPE, "linearize": section}
         # Guard the configs of parts too: the class of a part (CLIPTextModel) reads only its own config.
@@ -120,7 +120,7 @@ class LinearizeConfig(PreTrainedConfig):
 
 
 def _guarded(config: PreTrainedConfig) -> dict[str, str]:
-    """Return one number of a config with `GUARD` appended, preferably one not needed to run; empty if it has none."""
+    """Return one number of a config with `GUARD` appended, if possible one not needed to run; empty without numbers."""
     general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names = [
         f.name for f in dataclasses.fields(config) if f.name not in general and f.type in (float, "float", int, "int")
@@ -130,11 +130,19 @@ def _guarded(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config.json, including nested configs, without `GUARD`."""
+    """Return the values of a config.json, including nested configs, without `GUARD`.
+
+    Raises:
+        CheckpointError: if `GUARD` comes after something else than a number.
+    """
     plain = dict(values)
     for key, value in values.items():
         if isinstance(value, str) and value.endswith(GUARD):
-            plain[key] = json.loads(value.removesuffix(GUARD))
+            number = value.removesuffix(GUARD)
+            try:
+                plain[key] = json.loads(number)
+            except ValueError:
+                raise damaged(f"got {key} {number[:60]!r}, expected a number") from None
         elif isinstance(value, dict) and key != MODEL_TYPE:
             plain[key] = _unguarded(value)
     return plain
@@ -187,7 +195,7 @@ def check_section(section: object) -> dict[str, Any]:
     """Return the section `linearize` of a config.json if this version can read it.
 
     Raises:
-        CheckpointError: if it cannot; the message says what is wrong.
+        CheckpointError: if this version cannot read it; the message says what is wrong.
         ConfigError: if a kernel is unknown, or one of its arguments is not allowed.
     """
     if not isinstance(section, dict):
@@ -238,7 +246,7 @@ def _check_kernels(packages: object, plan: Plan) -> None:
             continue
         checked.append(layer.mixer)
         try:
-            # Without memory, so that an unknown name or a wrong argument is reported early.
+            # The meta device takes no memory, so even an argument that asks for a huge kernel is checked in time.
             with torch.device("meta"):
                 config = build_mixer(*layer.mixer).config
         except LinearizeError:
@@ -259,7 +267,7 @@ def base_config_class(model_type: str) -> type[PreTrainedConfig]:
     Raises:
         CheckpointError: if the installed transformers does not know it.
     """
-    # Import here, because linearize registers this module with transformers as soon as that module is imported.
+    # Import here, because linearize imports this module as soon as transformers' configuration_auto is imported.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
@@ -351,10 +359,11 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
     """Return the config class of converted models of `base`; create and register it with the Auto classes if needed."""
     if base in _CLASSES:
         return _CLASSES[base]
-    # transformers would copy only this file and name this class, but we write more files and name the entry.
+    # With an `_auto_class`, transformers would copy only this file and name this class in auto_map; `save_pretrained`
+    # and `to_diff_dict` copy all files and name the class in the module `ENTRY`.
     members: dict[str, Any] = {"__module__": __name__, "__annotations__": {}, "_auto_class": None}
     members["__doc__"] = f"Config of a converted model; see `{base.__name__}`."
-    # A composite's own from_dict or to_diff_dict comes after ours in the method resolution order.
+    # The order of the bases matters: our from_dict and to_diff_dict override those of a composite's config.
     converted: Any = type(f"Linearized{base.__name__}", (_Mixin, LinearizeConfig, base), members)
     _CLASSES[base] = converted
     for callback in _CALLBACKS:

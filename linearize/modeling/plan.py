@@ -42,8 +42,8 @@ class LayerPlan:
         shape: sizes and direction.
         arguments: the kernel's arguments that differ from its defaults, and those in `KernelInfo.legacy_defaults`.
         reason: why the layer keeps softmax.
-        cache_index: the host's `layer_idx`; None if it has none, or runs several times per token: a generation cache
-            then keeps its keys.
+        cache_index: index of the layer's state in a generation cache: the host's `layer_idx`. None if the host has no
+            index, or if one state cannot serve it (it runs several times per token, say): all keys are then cached.
         hybrid: the layer's additions to the kernel, such as a softmax window.
         host: names of the host's attributes that agreed with `shape` and `cache_index` at conversion (see
             `host_facts`); a checkpoint is rejected if they no longer agree.
@@ -75,7 +75,7 @@ class LayerPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerPlan:
-        """Read a layer of what `Plan.to_dict` wrote.
+        """Build a layer from its entry in the data that `Plan.to_dict` returned.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError: if something is missing or of the wrong kind.
@@ -93,7 +93,7 @@ class LayerPlan:
         counts = [layer.index, layer.cache_index, hybrid.window, hybrid.sinks, hybrid.exact_keys, hybrid.trained_length]
         good = all(count is None or _count(count) for count in counts) and all(map(_count, hybrid.softmax_heads))
         _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *hybrid.softmax_heads])
-        # A host states its direction once, and only known facts.
+        # `host` lists known names, none twice, and exactly one of them says where the direction comes from.
         known_facts = {*_PLANNED, CALLED, MASKED, LOCAL, OWN}
         named = all(isinstance(fact, str) and fact in known_facts for fact in host) and len(set(host)) == len(host)
         one_direction = named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
@@ -153,7 +153,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Read what `to_dict` wrote.
+        """Build a plan from the data that `to_dict` returned.
 
         Raises:
             CheckpointError: if something is missing or of the wrong kind.

@@ -13,8 +13,8 @@ counted without padding. All parts are computed with one shift m_i, the largest 
 Bidirectionally the keys before the window and those after it are two causal sums, one from each end. Nothing is ever
 subtracted: a difference of large sums would be inexact.
 
-Papers: the hybrid of Zhang et al. 2024 (LoLCATs), https://arxiv.org/abs/2410.10254, section 3.3; there the linear part
-is not divided by exp(m_i). Sinks: Xiao et al. 2024, https://arxiv.org/abs/2309.17453.
+Papers: the hybrid is from Zhang et al. 2024 (LoLCATs), https://arxiv.org/abs/2410.10254, section 3.3, which does not
+divide the linear part by exp(m_i). Sinks are from Xiao et al. 2024, https://arxiv.org/abs/2309.17453.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def window_attention(
         queries: mapped queries of H heads.
         keys: mapped keys of K heads, K divides H.
         v: values [B, K, T, V].
-        window: its size and direction.
+        window: the form of the attention: size, direction, sinks and exact keys.
         key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
         initial_state: the state before these tokens (causal only).
 
@@ -73,13 +73,13 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tup
     place = torch.arange(tokens, device=keys.mask.device)
     if window.sinks:
         k, v, there, _ = collect(keys, window.sinks, None)
-        # Not the first places: an exported graph would refuse rows with fewer tokens than sinks.
+        # A slice of `place` would do, but an exported graph would then refuse rows with fewer tokens than sinks.
         outside = (place[:, None] - torch.arange(window.sinks, device=place.device)).abs() > half
         columns.append((k, v, (outside & there[:, None])[:, None]))
         far = far._replace(mask=far.mask & (place >= window.sinks))
     if window.exact_keys:
         chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
-        # A row may have fewer keys; in a traced graph its length is open.
+        # A row may have fewer tokens than exact keys; a traced graph does not know the length of its rows.
         slots = window.exact_keys if isinstance(tokens, torch.SymInt) else min(window.exact_keys, tokens)
         there = F.pad(chosen, (0, slots))
         index = places_of(there, slots)
@@ -95,7 +95,7 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tup
         return torch.cat([x, x.flip(tokens)])
 
     def gone(x: Tensor, tokens: int = 2) -> Tensor:
-        """Put the key that has just left the window in the place of the query."""
+        """Shift keys, so that the place of each query holds the key that has just left its window."""
         ends = (0, 0) * (x.ndim - 1 - tokens) + (half + 1, 0)
         return F.pad(both(x, tokens), ends).narrow(tokens, 0, x.shape[tokens])
 
@@ -107,7 +107,7 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tup
 
 
 AT_ONCE = 256
-"""How many keys compete at once for the exact places."""
+"""How many keys compete at once to become exact keys."""
 
 
 class NearKeys:

@@ -23,7 +23,7 @@ from linearize.checkpoint.provenance import read_log
 from linearize.checkpoint.save import base_facts
 from linearize.cli.main import main
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
-from linearize.modeling.config import LinearizeConfig, checksum
+from linearize.modeling.config import GUARD, LinearizeConfig, checksum
 from linearize.training.stage_two.save import original_result
 
 
@@ -126,6 +126,11 @@ CONFIG_DAMAGE = {
     "one layer less": (lambda v: v.update(num_hidden_layers=1), CheckpointError, "no such module|holds"),
     "negative": (lambda v: v.update(hidden_size=-32), CheckpointError, "config.json"),
     "text for a number": (lambda v: v.update(hidden_size="wide"), CheckpointError, "config.json"),
+    "guarded number is no number": (
+        lambda v: v.update(initializer_range=f"wide{GUARD}"),
+        CheckpointError,
+        "got initializer_range 'wide', expected a number",
+    ),
     "heads do not divide": (lambda v: v.update(num_attention_heads=5), CheckpointError, "config.json"),
     "unknown activation": (lambda v: v.update(hidden_act="gelo"), CheckpointError, "config.json"),
 }

@@ -147,6 +147,12 @@ def load(tiny, write, **changes):
         ({"flow": "scratch", "finetune": {"teacher": True}}, r"finetune.teacher: got true, but flow scratch"),
         ({"rows": ["max_length"]}, r"rows: got a list, expected keys with values"),
         ({"tasks": ["cola", {"name": "cola"}]}, r"tasks\[1\]: got a section of keys, expected text"),
+        # Both were "tasks: got a section of keys, expected a list of texts or keys with values".
+        ({"tasks": {"cola": {"epochs": 3}}}, r"tasks.cola: unknown key 'epochs'"),
+        ({"tasks": {"cola": None}}, r"tasks.cola: got nothing, expected keys with values"),
+        # Scratch runs took the column as the task to train on first, and the table's averages replaced the other one.
+        ({"tasks": {"pretrain": {"task": "cola"}}}, r"the name 'pretrain' is taken; give the task another name"),
+        ({"tasks": {"average": {"task": "cola"}}}, r"the name 'average' is taken; give the task another name"),
         (
             {"kernels": [{"name": "elu", "label": "a/b"}, {"name": "elu", "label": "a b"}]},
             r"two cells are called 'a_b-cola-s0'; give a row or a task another name",

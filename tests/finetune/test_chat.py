@@ -84,7 +84,7 @@ def test_rows_are_cut_and_filled_up_behind_whatever_the_tokenizer_does():
         batch = data.collate([data.train[0], data.train[1]])
         found[side] = batch
         # The second conversation is cut before the assistant says anything.
-        assert "; 4 left out, in which no answer of the assistant fits" in data.description
+        assert "; 4 left out, as no answer of the assistant fits" in data.description
         assert len(data.train) == len(data.validation) == 2
     assert all(torch.equal(found["left"][name], found["right"][name]) for name in found["left"])
     labels = found["left"]["labels"][0]

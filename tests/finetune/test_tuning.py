@@ -256,6 +256,20 @@ def test_questions(bert, tmp_path):
     assert len(data.validation) >= 2
 
 
+def asked(text, start):
+    return {"question": "is the", "context": "song film", "answers": {"text": text, "answer_start": start}}
+
+
+@pytest.mark.parametrize(("text", "start"), [("", 6), (" ", 4)])
+def test_a_blank_answer_is_no_answer(bert, tmp_path, text, start):
+    """Its place became a span (for a blank one that ended before it began), and "no answer" was not a choice."""
+    write(tmp_path / "rows.jsonl", [asked([text], [start])] * 20)
+    data = data_for("question-answering", bert, tmp_path / "rows.jsonl")
+    assert all(row["start_positions"] == row["end_positions"] == 0 for row in (*data.train, *data.validation))
+    surest = [np.eye(1, len(data.validation[0]["input_ids"])).repeat(len(data.validation), axis=0)] * 2
+    assert data.type.compute_metrics(tuple(surest), None) == {"exact_match": 1.0, "span_f1": 1.0}
+
+
 def test_blanks_around_an_answer_do_not_hide_it(bert, tmp_path):
     """A row whose answer was " song" or "song " was trained as a row without an answer."""
     context, rows = "the song was a play", []
@@ -719,6 +733,11 @@ def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
         ([{"text": "a", "mark": 1}] * 20, "text-classification", {}, "got no column 'label'"),
         ([{"text": "a", "label": 1}], "text-classification", {}, "expected at least two"),
         ([{"words": ["a"], "ner_tags": ["O"]}] * 9, "token-classification", {}, "got no column 'tokens'"),
+        ([{"tokens": ["a"], "ner_tags": [["O"]]}] * 9, "token-classification", {}, r"got tag \['O'\] in column"),
+        ([{"tokens": ["a"], "ner_tags": [["O"]]}] * 9, "token-classification", {"labels": ("O",)}, r"got tag \['O'\]"),
+        ([asked(["a"], [])] * 9, "question-answering", {}, r"got answers .*, expected text and answer_start"),
+        ([asked(["a"], ["4"])] * 9, "question-answering", {}, r"got answers .*, expected text and answer_start"),
+        ([asked("a film", 4)] * 9, "question-answering", {}, r"got answers .*, expected text and answer_start"),
     ],
 )
 def test_data_that_does_not_fit(bert, tmp_path, rows, name, changes, message):

@@ -91,6 +91,16 @@ def test_windows_that_are_too_wide_to_judge_are_left_out():
     assert all(one.hybrid.window in (2, 4, 8) for one in chosen.converted)
 
 
+def test_a_window_is_judged_by_the_rows_of_its_own_layer():
+    """Decoder layers got windows wider than their rows if the encoder's rows were longer: they looked exact."""
+    draw, model = torch.Generator().manual_seed(0), loud("bart")
+    lengths = {"input_ids": 40, "decoder_input_ids": 12}
+    batch = {name: torch.randint(5, 30, (4, tokens), generator=draw) for name, tokens in lengths.items()}
+    chosen = choose_windows(model, Fixed([batch]), linearize.plan(model, "hedgehog", window=4))[0]
+    windows = {"encoder": (1, 2, 4, 8, 16), "decoder": (1, 2, 4)}
+    assert all(layer.hybrid.window in windows[layer.module.split(".")[0]] for layer in chosen.converted)
+
+
 def test_layers_without_a_window_stay_as_planned():
     model = loud("llama", CAUSAL)
     base = linearize.plan(model, "hedgehog", window=8, layers={1: "diag_softmax"})

@@ -20,7 +20,9 @@ from linearize.training.stage_two.prepare import check_extra_pairs
 from linearize.training.stage_two.tasks import Task, task
 
 AVERAGE = "average"
+"""Name of the table's column of averages."""
 PRETRAIN = "pretrain"
+"""Name of the task to train on first, among a recipe's tasks."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Job:
     finetune: StageTwo
 
     def reading(self, **changes: Any) -> Job:
-        """Return the same task with other rows."""
+        """Return the same job with some options for data rows changed."""
         return dataclasses.replace(self, rows=dataclasses.replace(self.rows, **changes))
 
 
@@ -101,10 +103,10 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file of a recipe: that of a recipe of the package, by name, or the one that is named.
+    """Return the path of a recipe, from the path of a YAML file or the name of a recipe of the package.
 
     Raises:
-        UnknownNameError: if neither exists.
+        UnknownNameError: if there is neither such a file nor such a recipe.
     """
     path = user_path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file():
@@ -127,7 +129,8 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
         changes: `key=value`; the key may have dots (`finetune.epochs=1`), the value is YAML (`kernels=[elu,relu]`).
 
     Raises:
-        ConfigError: if it is not YAML, or for anything unknown or of the wrong type; the message names the key.
+        ConfigError: if the file or a change is not YAML, or for anything unknown or of the wrong type; the message
+            names the key.
     """
     where = f"recipe {Path(name).stem}"
     values = read_values(recipe_file(name), where, "keys with values")
@@ -177,6 +180,9 @@ def resolve(recipe: Recipe, where: str = "recipe") -> dict[str, Job]:
         ConfigError: for a wrong name or option; the message names the key.
     """
     columns = recipe.columns
+    for name in (*columns, *recipe.sources):
+        if name in (PRETRAIN, AVERAGE):
+            raise ConfigError(f"{where}.tasks: the name {name!r} is taken; give the task another name")
     jobs = {name: _job(recipe, name, column, f"{where}.tasks.{name}") for name, column in columns.items()}
     for name in recipe.sources:
         jobs.setdefault(name, _job(recipe, name, columns.get(name, Column()), f"{where}.sources.{name}"))
@@ -235,7 +241,8 @@ def plain(value: Any) -> Any:
         return [plain(part) for part in value]
     if not dataclasses.is_dataclass(value):
         return value
-    # A kernel with no options is its name. It is compared with softmax, as some cannot be built from their name alone.
+    # A kernel without options is written as its name. Softmax has the default options too, and unlike some kernels it
+    # can be built from its name alone.
     if isinstance(value, Kernel) and vars(value) == vars(type(value)(SOFTMAX)) | {"name": value.name}:
         return value.name
     parts = {key: plain(part) for key, part in vars(value).items()}

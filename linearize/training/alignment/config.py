@@ -16,7 +16,7 @@ BLOCKWISE, END_TO_END = "blockwise", "end to end"
 SMALLEST = 1e-6
 """Smallest temperature or gradient norm: losses are divided by them."""
 _amount = partial(option, low=0, high=LARGEST)
-"""Declares a rate or a weight: anything larger is a mistake."""
+"""Declares a rate or a weight: one above `LARGEST` is a mistake."""
 
 
 @dataclass(frozen=True)

@@ -142,11 +142,13 @@ class _Run(Run):
         passed = frozen_model(model, self.accelerator)
         held_out = self.data.holdout_batches()
         before = measure_layers(passed, held_out)
-        # Texts alone never reach the image tower of a model for both.
+        # For example, texts without images never reach the image tower of CLIP.
         ran = {layer.module for layer in before.layers}
         if missed := [loss.name for loss in layers if loss.name not in ran]:
             plan = Plan.from_dict(model.config.linearize).converted
-            numbers = [str(one.index) for one in plan if any(f".{name}".endswith(f".{one.module}") for name in missed)]
+            numbers = [
+                str(layer.index) for layer in plan if any(f".{name}".endswith(f".{layer.module}") for name in missed)
+            ]
             raise DataError(
                 f"stage one: the data never reaches {some(missed)}, so the kernels there would stay untrained; keep "
                 f"them softmax (--keep-softmax {','.join(numbers)}), or call linearize.distill with batches that reach "
@@ -168,7 +170,7 @@ class _Run(Run):
             self.train(held_out)
         after = measure_layers(passed, held_out)
         if passed is not model:
-            # The kernels were on the accelerator; they return to the rest of the given model.
+            # The kernels were on the accelerator: move them back to the device of the rest of the given model.
             move(model, home)
         steps, done = len(self.history), self.progress
         return DistillResult(
@@ -193,7 +195,7 @@ class _Run(Run):
 
 
 def within(loaded: Loaded, length: int = DISTILL_LENGTH) -> int:
-    """Return `length` tokens per row, or the model's current limit if that is smaller."""
+    """Return the tokens per row: `length`, or the model's current limit if that is smaller."""
     most = text_length(loaded.model) if loaded.modality == "text" else None
     return min(length, most or length)
 
@@ -229,9 +231,9 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
     """Return the model for the passes of stage one: `model` on the accelerator's device, or its sharded copy.
 
     Kernels are small: every process has all of them, and their gradients are added up after each step, as without FSDP.
-    The frozen model may be too large. Under FSDP it is copied; the copy's body is sharded over the devices and gathered
-    one block at a time while it runs. The copy shares its kernels with `model`, which stays whole in host memory and is
-    saved as usual.
+    The frozen model may be too large for one device. Under FSDP it is copied; the copy's body is sharded over the
+    devices and gathered one block at a time while it runs. The copy shares its kernels with `model`, which stays whole
+    in host memory and is saved as usual.
 
     Raises:
         ConfigError: for the first version of FSDP, which cannot exclude the kernels.

@@ -71,7 +71,7 @@ def wait_for_all() -> None:
 
 
 def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager[None]:
-    """Return the autocast context of a pass: `precision`, or with "no" that of the user's `accelerate config`."""
+    """Return the autocast context of a pass in `precision`; with "no", the user's `accelerate config` decides."""
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -81,9 +81,9 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
 
 
 class Interrupts:
-    """Delays a Ctrl-C while a step is half done; a second one takes effect at once.
+    """Delays a Ctrl-C while a step is half done; a second Ctrl-C takes effect at once.
 
-    Outside the main thread, where signals do not arrive, and outside its `with` block it only tracks `held`.
+    This needs its `with` block in the main thread, where signals arrive; elsewhere it only tracks `held`.
 
     Attributes:
         held: whether a step is half done, so that the run's tensors must not be saved.

@@ -13,7 +13,7 @@ from linearize.training.stage_one.config import PRECISIONS
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
 LARGEST = 1e9
 _amount = partial(option, low=0, below=LARGEST)
-"""Declares a rate, a weight or a number of epochs: anything larger is a typing error."""
+"""Declares a rate, a weight or a number of epochs: one of `LARGEST` or more is a typing error."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Conversations: the next token of the assistant's turns, one row per conversation.
 
 The tokenizer's chat template writes the text of a conversation; the loss is computed on the assistant's turns alone, as
-in `trl`. The template itself shows where these are: it is applied to the conversation up to each turn.
+in `trl`. To find these turns, the template is also applied to the conversation up to each of them.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Chat(CausalType):
         train, _, left_out = self._rows(splits.train) if self.options.trains else ([], [], 0)
         validation, lengths, left_out_too = self._rows(splits.validation)
         silent = left_out + left_out_too
-        note = f"; {silent:,} left out, in which no answer of the assistant fits" if silent else ""
+        note = f"; {silent:,} left out, as no answer of the assistant fits" if silent else ""
         facts = row_facts(lengths, self.options)
         return TaskData(self, train, validation, splits.description + note, facts=facts)
 
     def _rows(self, table: Dataset) -> tuple[list[Row], list[int], int]:
-        """Return the rows, the lengths of the whole conversations, and how many have nothing to learn."""
+        """Return the rows, their lengths before the cut, and how many conversations have nothing to learn."""
         column, most = self.task.columns[0], self.options.max_length
         rows, lengths, silent = [], [], 0
         for messages in table[column]:
@@ -89,11 +89,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
     """Tokenise a conversation as its chat template writes it.
 
     Args:
-        tokenizer: a fast one with a chat template.
+        tokenizer: a fast tokenizer with a chat template.
         messages: messages with `role` and `content`.
 
     Returns:
-        Its tokens, and for each whether it is the assistant's: from the end of the template's generation prompt to the
+        The tokens, and whether each of them is the assistant's: from the end of the template's generation prompt to the
         end of the turn, including its end token.
 
     Raises:
@@ -106,7 +106,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> t
             until = _written(tokenizer, messages[: place + 1])
             before = _written(tokenizer, messages[: place or 1], add_generation_prompt=True)
             if not place:
-                # Templates cannot write nothing, but what they add for an answer stands before the first turn too.
+                # No template writes an empty conversation, but the generation prompt also stands before a first turn.
                 opening = before.removeprefix(until)
                 before = until[: until.find(opening) + len(opening)] if opening in until else ""
             if not (until.startswith(before) and text.startswith(until)):

@@ -60,7 +60,7 @@ class TokenClassification(TokenLabels):
         words, label = self.task.columns[0], str(self.task.label)
         need_columns(splits, (words, label), "token classification")
         if self.task.labels is None:
-            # A model that is tuned on few rows is measured on all: the tags are those of the whole set.
+            # The tags of all rows, not only of those within the limits: the rows to measure on may have rarer tags.
             unlimited = dataclasses.replace(self.options, limit=None, validation_limit=None)
             whole = splits if unlimited == self.options else open_splits(self.task, given, unlimited, raw=True)
             self.task = dataclasses.replace(self.task, labels=self._tag_names(whole, label))
@@ -78,20 +78,24 @@ class TokenClassification(TokenLabels):
         return (np.array(counts),)
 
     def _tag_names(self, splits: Splits, label: str) -> tuple[str, ...]:
-        """Return the tags in the order of their numbers: the column's, or those that occur, also if only once."""
+        """Return the tags in the order of their numbers: those that the column declares, or all that occur in rows."""
         from datasets import ClassLabel
 
         feature = getattr(splits.train.features[label], "feature", None)
         if isinstance(feature, ClassLabel):
             return tuple(feature.names)
         columns = (*splits.train[label], *splits.validation[label])
-        tags_found = {tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])}
+        every = [tag for tags in columns for tag in (tags if isinstance(tags, list) else [tags])]
+        # Lists of lists are wrong, and cannot be in a set.
+        wrong = [tag for tag in every if not isinstance(tag, str | int)]
+        tags_found = set() if wrong else set(every)
         if tags_found and all(isinstance(tag, str) for tag in tags_found):
             return in_order(tags_found)
-        wrong = [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
+        wrong = wrong or [tag for tag in tags_found if not isinstance(tag, int) or not 0 <= tag < MOST_CLASSES]
         if wrong or not tags_found:
+            got = f"tag {repr(wrong[0])[:60]}" if wrong else "no tags"
             raise DataError(
-                f"task {self.task.name}: got {f'tag {wrong[0]!r}' if wrong else 'no tags'} in column {label!r}, "
+                f"task {self.task.name}: got {got} in column {label!r}, "
                 "expected a list of names or of whole numbers from 0 in every row; repair the rows"
             )
         return tuple(str(number) for number in range(int(max(tags_found)) + 1))
@@ -107,9 +111,9 @@ class TokenClassification(TokenLabels):
                     f"task {self.task.name}: got {str(texts)[:60]!r} with {str(tags)[:60]!r}, expected a list of words "
                     f"in column {words!r} and a list of tags in {label!r}; repair the row"
                 )
-            unknown = [tag for tag in tags if tag not in known]
+            unknown = [tag for tag in tags if isinstance(tag, list | dict) or tag not in known]
             if unknown or len(tags) != len(texts):
-                problem = f"tag {unknown[0]!r}" if unknown else f"{len(tags)} tags for {len(texts)} words"
+                problem = f"tag {repr(unknown[0])[:60]}" if unknown else f"{len(tags)} tags for {len(texts)} words"
                 raise DataError(f"task {self.task.name}: got {problem}, expected one of {', '.join(names)} per word")
             coded = self.tokenizer(list(texts), is_split_into_words=True, truncation=True, max_length=most)
             owners = coded.word_ids()
@@ -157,7 +161,7 @@ class QuestionAnswering(TaskType):
         validation = self._rows(held)
         self.measured = validation
         self.texts = list(held[context])
-        self.answers = [entry["text"] for entry in held[str(self.task.label)]]
+        self.answers = [[known for known, _ in self._answers(entry)] for entry in held[str(self.task.label)]]
         facts = row_facts(lengths, self.options)
         # Nothing is cut: a longer text becomes several rows, and its best answer over all of them counts.
         facts = {"questions": facts["rows"], **facts, "rows": len(validation), "cut_share": 0.0}
@@ -191,8 +195,7 @@ class QuestionAnswering(TaskType):
         rows: list[Row] = []
         columns = (table[question], table[context], table[str(self.task.label)])
         for owner, (asked, text, answer) in enumerate(zip(*columns, strict=True)):
-            if not isinstance(answer, dict) or not {"text", "answer_start"} <= answer.keys():
-                raise DataError(f"question answering: got {self.task.label} {answer!r}, expected text and answer_start")
+            answers = self._answers(answer)
             coded = self.tokenizer(
                 asked,
                 text,
@@ -204,13 +207,13 @@ class QuestionAnswering(TaskType):
                 padding="max_length",
             )
             for piece, offsets in enumerate(coded["offset_mapping"]):
-                # The places of the text's tokens in it, None at others.
+                # The place of each token in the text; None for the question and special tokens.
                 parts = zip(offsets, coded.sequence_ids(piece), strict=True)
                 spans = [tuple(span) if part == 1 else None for span, part in parts]
                 start = end = 0
-                if answer["text"]:
+                if answers:
                     # Blanks around an answer belong to no token.
-                    known, first = answer["text"][0], answer["answer_start"][0]
+                    known, first = answers[0]
                     first, last = first + len(known) - len(known.lstrip()), first + len(known.rstrip())
                     begins = [i for i, span in enumerate(spans) if span and span[0] <= first < span[1]]
                     ends = [i for i, span in enumerate(spans) if span and span[0] < last <= span[1]]
@@ -222,11 +225,28 @@ class QuestionAnswering(TaskType):
                 rows.append({**fields, **places, "owner": owner, "offsets": spans})
         return rows
 
+    def _answers(self, entry: object) -> list[tuple[str, int]]:
+        """Return the texts of a question's answers with their places in its text; blank answers are no answers.
+
+        Raises:
+            DataError: if the answers do not have SQuAD's format.
+        """
+        names = ("text", "answer_start")
+        texts, starts = (entry.get(name) if isinstance(entry, dict) else None for name in names)
+        if isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts):
+            pairs = list(zip(texts, starts, strict=True))
+            if all(isinstance(known, str) and isinstance(first, int) for known, first in pairs):
+                return [(known, first) for known, first in pairs if known.strip()]
+        raise DataError(
+            f"question answering: got {self.task.label} {repr(entry)[:80]}, expected text and answer_start, two lists "
+            "of the same length; repair the row"
+        )
+
     def _overlap(self, question: str) -> int:
         """Return how many tokens two rows of a text share, fewer than fit next to the question.
 
         Raises:
-            DataError: if none fits.
+            DataError: if the question leaves no room for the text.
         """
         most, stride = self.options.max_length, self.options.stride
         asked = len(self.tokenizer(question, verbose=False, add_special_tokens=False)["input_ids"])
@@ -234,7 +254,7 @@ class QuestionAnswering(TaskType):
         if room < 1:
             raise DataError(
                 f"question answering: got a question of {asked} tokens ({question[:40]!r}), expected room for the text "
-                f"in rows of {most}; raise max_length, or shorten it"
+                f"in rows of {most}; raise max_length, or shorten the question"
             )
         return max(0, min(room - stride if stride else min(128, most // 4), room - 1))
 
