@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
                 tensors = {key: torch.from_numpy(file[key]) for key in file.files}
         else:
             tensors = load_file(path)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, SafetensorError, BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, EOFError, SafetensorError, BadZipFile, zlib.error) as error:
         raise ConfigError(
             f"example inputs: {path!r} cannot be read ({first_line(error)}); expected a .safetensors or .npz file with "
             "tensors named after the forward's arguments, such as input_ids and pixel_values"
