@@ -187,7 +187,7 @@ class _Sums:
 
     def add(self, name: str, per_row: Tensor) -> None:
         """Add figures [B, K, G, R] or [B, H, R]."""
-        flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).double().sum(dim=2).cpu()
+        flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).cpu().double().sum(dim=2)
         self.values[name] = flat.sum(dim=0) + self.values.get(name, 0.0)
         if name in self.rows:
             self.rows[name].append(flat.sum(dim=1))
