@@ -14,7 +14,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
 from linearize.fidelity import teacher
-from linearize.fidelity.ablate import merit_of, without_kernel
+from linearize.fidelity.ablate import merit_of, undone, without_kernel
 from linearize.fidelity.teacher import Batch
 from linearize.ops import Mapped, Window, kernel_weights
 from linearize.ops.state import group_queries
@@ -247,10 +247,9 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
         target = teacher.softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
         add("error", (layer(q, k, v, mask, scaling).float() - target).square().sum(dim=-1) * valid)
         add("power", target.square().sum(dim=-1) * valid)
-        restore = without_kernel(layer)
-        if restore is not None:
-            alone = layer(q, k, v, mask, scaling).float()
-            restore()
+        with undone([without_kernel(layer)]) as removed:
+            alone = layer(q, k, v, mask, scaling).float() if removed else None
+        if alone is not None:
             add("window_error", (alone - target).square().sum(dim=-1) * valid)
         if layer.mixer.info.normalized:
             for batch, tokens in teacher.pieces(mask):
