@@ -67,7 +67,7 @@ def _train(
     run: Callable[[Job, Callback], ConvertResult],
     also: Callback = ignore,
 ) -> object:
-    """Run a job and show its progress, or its estimated cost; after that, `also` gets each event."""
+    """Run a job and show its progress, or only check it (`--dry-run`); `also` gets each event after it was shown."""
     if args.dry_run:
         return show_bill(job, args, out, also)
 
@@ -122,7 +122,7 @@ def search(job: SearchJob, args: argparse.Namespace, out: Screen) -> object:
     with at_work(out, "loading the model", lambda: kept_states(job.target(), "search")) as work:
         result = search_checkpoint(job, work)
     if job.plan_out:
-        out.print(f"Plan: {job.plan_out}; carry it out with: linearize convert {job.model} --plan {job.plan_out}")
+        out.print(f"Plan: {job.plan_out}; convert with it: linearize convert {job.model} --plan {job.plan_out}")
     if job.plot:
         out.print(f"Picture: {job.plot}")
     return {"plan": result.plan.to_dict(), **result.to_dict()}

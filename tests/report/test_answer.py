@@ -117,9 +117,9 @@ def test_the_sentence_says_only_what_is_known():
     )
     found.speeds, found.outputs, info.provenance, info.max_length = speeds[:1], None, read({}), None
     assert answer(found) == (
-        "This model's attention was compared with its own softmax only (total variation 0.250, 0 is equal); one input "
-        "of 128 tokens takes 2.00 times as long as with softmax; its maximum length is not known, and the checkpoint "
-        "does not say which lengths it was trained on."
+        "This model's attention was compared with its own softmax only (total variation 0.250, where 0 means equal); "
+        "one input of 128 tokens takes 2.00 times as long as with softmax; it has no known maximum length, and the "
+        "checkpoint does not say which lengths it was trained on."
     )
     # A model and its copy: 0.60 and 0.92 of softmax's time, on a machine that had other work.
     found.speeds = [timed(128, 0.92, spread=0.3)]

@@ -37,10 +37,11 @@ def load_inputs(
     Args:
         loaded: the model with its tokenizer or image processor.
         options: the inputs to use.
-        provenance: the checkpoint's record, for its length and its held-out rows; None: 128 tokens, seed 0.
+        provenance: the checkpoint's record, for the length of its rows and the seed of the held-out choice; None: 128
+            tokens, seed 0.
 
     Returns:
-        The data in one line, the batches, and caveats for the reader, such as a reduced length.
+        A description of the data in one line, the batches, and caveats for the reader, such as a reduced length.
 
     Raises:
         ConfigError: if the model takes neither text nor images, or has no tokenizer or image processor.
@@ -55,7 +56,7 @@ def load_inputs(
         )
     notes: list[str] = []
     made = provenance or Provenance()
-    # As requested, or else as in training; never more than the model takes.
+    # The length is as requested, or else as in training; never more than the model takes.
     limit = current_length(loaded.model) if loaded.modality == "text" else None
     trained = made.row_length or LENGTH
     length = options.max_length or min(trained, LONGEST, limit or LONGEST)
@@ -65,7 +66,8 @@ def load_inputs(
             "because measuring takes time quadratic in the length; --max-length N raises this."
         )
     if limit is not None and length > limit:
-        notes.append(f"Inputs were cut to {limit:,} tokens, the most that this checkpoint takes (asked: {length:,}).")
+        most = f"{limit:,} tokens, the most that this checkpoint takes"
+        notes.append(f"Inputs were cut to {most} (requested: {length:,}).")
         length = limit
     config = DataConfig(
         dataset=options.dataset,
@@ -74,7 +76,7 @@ def load_inputs(
         max_length=length,
         batch_size=min(BATCH, options.inputs),
         seed=max(0, made.whole("seed") or 0),
-        # The conversion's own number of held-out rows, so that these are the same ones, unless more are requested.
+        # By default as many rows are held out as in a conversion, and so the same ones, unless more are requested.
         holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
     examples, description = _examples(loaded, options, config)
