@@ -91,6 +91,22 @@ def test_the_inputs_are_built_in_unless_data_is_named(made):
     assert load_inputs(linear, InputOptions(inputs=2))[2] == []
 
 
+def test_the_folders_of_the_data_are_not_named(made, tmp_path):
+    """A report of a mixture named the folders of all its files."""
+    linear, first = load_converted(str(made / "linear")), made / "rows.jsonl"
+    second = tmp_path / "a: b" / "more.jsonl"
+    second.parent.mkdir()
+    second.write_text(first.read_text())
+    cases = {
+        f"{first}": "file rows.jsonl",
+        f"{second}": "file more.jsonl",
+        f"{first}=1,{second}=3": "mixture of 25% file rows.jsonl and 75% file more.jsonl",
+    }
+    for name, said in cases.items():
+        found = load_inputs(linear, InputOptions(dataset=name, text_column="text", inputs=2))
+        assert found[0] == f"2 held-out examples of {said}"
+
+
 def test_lengths_are_those_it_was_trained_on():
     assert read({}).row_length is None and read({"longest_row": 99}).row_length == 99
     record = {"longest_row": 99, "finetuning": {"max_length": 512, "facts": {"longest_row": 300}}}

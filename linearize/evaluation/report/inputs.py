@@ -17,6 +17,8 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.options import name_of
+from linearize.core.parsing import user_path
 from linearize.data.config import HOLDOUT, DataConfig
 from linearize.data.encode import make_encoder
 from linearize.data.load import load_source, open_records
@@ -100,16 +102,18 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tupl
         records, origin = open_records(config.sources[0][0], config, modality)
         total = len(records.sizes)
         if config.held_out(total) < options.inputs or total < 2 * options.inputs:
-            count, named = min(options.inputs, total), _without_folder(origin, options.dataset)
+            count, named = min(options.inputs, total), _without_folders(origin, config)
             return records.fetch(range(count)), f"the first {count} examples of {named}"
     source = load_source(config, processor, modality)
-    named = _without_folder(source.description.partition(": ")[0], options.dataset)
+    named = _without_folders(source.description, config).partition(": ")[0]
     return source.holdout_examples(options.inputs), f"{options.inputs} held-out examples of {named}"
 
 
-def _without_folder(text: str, path: str | None) -> str:
-    """Shorten a path to its name: reports are shared, and the layout of a user's disk is private."""
-    return text.replace(path, Path(path).name or path) if path else text
+def _without_folders(text: str, config: DataConfig) -> str:
+    """Shorten the paths of the data to their names: reports are shared, and the layout of a user's disk is private."""
+    for path in sorted((name for name, _ in config.sources), key=len, reverse=True):
+        text = text.replace(path, name_of(str(user_path(path))))
+    return text
 
 
 FIGURES = ("kl", "total_variation", "output_error")
