@@ -67,10 +67,14 @@ def _train(
     run: Callable[[Job, Callback], ConvertResult],
     also: Callback = ignore,
 ) -> object:
-    """Run a job and show its progress, or its estimated cost; after that, `also` gets each event."""
+    """Run a job and show its progress, or only check it (`--dry-run`); `also` gets each event after it was shown."""
     if args.dry_run:
         return show_bill(job, args, out, also)
-    with at_work(out, "loading the model", lambda: kept_states(job.target()), also) as work:
+
+    def kept() -> str:
+        return f"the result is in {job.target()}" if work.saved else kept_states(job.target())
+
+    with at_work(out, "loading the model", kept, also) as work:
         result = run(job, work)
     out.print(f"Saved {result.output} ({result.parameters_added:,} parameters added, {result.seconds:.0f} s).")
     show_findings(out, result.findings)
@@ -81,14 +85,18 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     """Tune a checkpoint, and print the progress and the metrics."""
     if args.dry_run:
         return show_bill(job, args, out)
-    with at_work(out, "loading the model and its data", lambda: kept_checkpoint(job)) as work:
+
+    def kept() -> str:
+        return f"the result is in {job.target()}" if work.saved else kept_checkpoint(job)
+
+    with at_work(out, "loading the model and its data", kept) as work:
         target, result = finetune_checkpoint(job, work)
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     chosen = result.selection
-    kept = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
+    step = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
     if not result.best_step:
-        kept = f"Kept the initial weights: no measurement in {result.steps} steps ({result.stopped}) was better"
-    out.print(f"{kept}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}")
+        step = f"Kept the initial weights: no measurement in {result.steps} steps ({result.stopped}) was better"
+    out.print(f"{step}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}")
     if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
         out.print(f"Not above chance, which has a score of {result.chance:.4f}.")
     out.print(f"Saved {target} ({result.seconds:.0f} s).")
@@ -114,7 +122,7 @@ def search(job: SearchJob, args: argparse.Namespace, out: Screen) -> object:
     with at_work(out, "loading the model", lambda: kept_states(job.target(), "search")) as work:
         result = search_checkpoint(job, work)
     if job.plan_out:
-        out.print(f"Plan: {job.plan_out}; carry it out with: linearize convert {job.model} --plan {job.plan_out}")
+        out.print(f"Plan: {job.plan_out}; convert with it: linearize convert {job.model} --plan {job.plan_out}")
     if job.plot:
         out.print(f"Picture: {job.plot}")
     return {"plan": result.plan.to_dict(), **result.to_dict()}

@@ -87,11 +87,11 @@ class FeatureMapMixer(Mixer):
         if self.queries is None:
             return
         groups = self.shape.heads // self.shape.key_heads
-        mine = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
+        of_keys = dict(self.keys.named_parameters()) | dict(self.keys.named_buffers())
         for name, tensor in [*self.queries.named_parameters(), *self.queries.named_buffers()]:
             # A tensor shared by all heads has one entry on the head axis in both maps.
-            shared = tensor.shape == mine[name].shape
-            tensor.copy_(mine[name] if shared else mine[name].repeat_interleave(groups, dim=0))
+            shared = tensor.shape == of_keys[name].shape
+            tensor.copy_(of_keys[name] if shared else of_keys[name].repeat_interleave(groups, dim=0))
 
     def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
         """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
@@ -178,7 +178,7 @@ class FeatureMapMixer(Mixer):
 
     def is_offloaded(self) -> bool:
         """Tell whether accelerate loads the weights for a module's own forward only; until then they have no memory."""
-        # Decoding asks at every step, so this is the fastest way to ask.
+        # Decoding calls this at every step, and these loops are the fastest way.
         for part in self._modules.values():
             for weight in () if part is None else part._parameters.values():
                 if weight is not None and weight.is_meta:

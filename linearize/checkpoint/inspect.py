@@ -110,7 +110,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
     model: nn.Module | None = None
     try:
         if make is not None:
-            # Without allocating memory.
+            # On this device, weights take no memory.
             with torch.device("meta"):
                 model = make(config)
             length = current_length(model)

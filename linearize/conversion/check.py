@@ -240,5 +240,5 @@ def _difference(old: Tensor, new: Tensor, masks: list[Tensor]) -> float:
         return float("inf")
     if not bool(known.any()):
         return 0.0
-    old, new = old[known].double(), new[known].double()
+    old, new = old[known].cpu().double(), new[known].cpu().double()
     return float((old - new).abs().max() / old.abs().max().clamp_min(1e-12))

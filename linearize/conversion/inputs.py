@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class Call:
         is_causal: the host's direction, from the call or else from its module's flag.
         declared: the direction that the call states; None if it states no direction.
         window: largest length at which a local mask hides no more than a full one; None without a local mask.
-        refused: why it cannot be converted, if the trial run shows that; empty if no reason is known.
+        refused: why this attention cannot be converted, if the trial run shows that; empty if no reason is known.
     """
 
     module: nn.Module
@@ -122,7 +123,7 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
                 tensors = {key: torch.from_numpy(file[key]) for key in file.files}
         else:
             tensors = load_file(path)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, SafetensorError, BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, EOFError, SafetensorError, BadZipFile, zlib.error) as error:
         raise ConfigError(
             f"example inputs: {path!r} cannot be read ({first_line(error)}); expected a .safetensors or .npz file with "
             "tensors named after the forward's arguments, such as input_ids and pixel_values"
@@ -135,7 +136,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     try:
         return config.get_text_config()
     except ValueError:
-        # MusicGen has two: use the part for the text that it writes.
+        # MusicGen has a text encoder and a decoder: take the decoder's.
         return config.get_text_config(decoder=True)
 
 
@@ -195,7 +196,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
 
 
 def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
-    """Make up token ids [1, T] without special tokens; none if the config has no vocabulary."""
+    """Make up ids [1, T] of ordinary tokens, with an end token as the last; none if the config has no vocabulary."""
     config, lengths = model.config, {"input_ids": TOKENS}
     if getattr(config, "is_encoder_decoder", False):
         lengths["decoder_input_ids"] = DECODER_TOKENS
@@ -272,7 +273,7 @@ def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
             yield {"input_features": _floats(model, 1, bins, TOKENS * per_token)}
         yield {"input_features": _floats(model, 1, bins, 2 * positions if positions else _FRAMES)}
         yield {"input_features": _floats(model, 1, _FRAMES, bins * stacked)}
-        # Frames that are joined before the first layer; its width tells how many.
+        # Some models join several frames before their first layer, whose width tells how many.
         first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
         if first is not None and first.in_features not in (bins, bins * stacked) and first.in_features % bins == 0:
             yield {"input_features": _floats(model, 1, _FRAMES, first.in_features)}

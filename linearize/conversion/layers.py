@@ -29,7 +29,7 @@ class ConversionConfig(Additions):
     """Options of `linearize.convert` and `linearize.plan`.
 
     Attributes:
-        kernel: name of the kernel for all layers that `layers` does not name; None if that names all.
+        kernel: name of the kernel for all layers that `layers` does not name; None if it names every layer.
         kernel_args: arguments of that kernel.
         layers: kernels by layer number, `{0: "hedgehog", 1: ("luna", {...})}` or "0-5=hedgehog,6-11=elu".
         keep_softmax: numbers of layers that stay softmax; or "1/4" for the last layer of every four.
@@ -179,7 +179,7 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
         )
     kernels = [(kernel_info(name), arguments) for name, arguments in chosen if name != SOFTMAX]
     if config.given and not any(info.windowed for info, _ in kernels):
-        # No layer can have them: the check of the first kernel says why.
+        # No kernel of this model can have the requested additions; the check of the first one raises the reason.
         info, arguments = kernels[0]
         shape = HeadShape(1, 1, 1, 1, info.causal)
         check_hybrid(info, make_config(info, arguments), Hybrid.of(config.given), shape)
@@ -234,7 +234,7 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
 
 
 def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object], max_length: int | None) -> Choice:
-    """Add the additions of all layers, and the longest input, to a layer's arguments.
+    """Complete a layer's arguments: with the additions of all layers, and the longest input if the kernel needs it.
 
     Raises:
         ConfigError: for more exact keys than the model takes tokens, or a wrong argument.
@@ -258,7 +258,7 @@ def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object],
 
 
 def expand(count: int, kernel: str, arguments: Mapping[str, object]) -> list[Choice]:
-    """Return kernel and arguments for each of `count` layers of one kernel, or of one preset.
+    """Return kernel and arguments for each of `count` layers that all have one kernel, or follow one preset.
 
     Raises:
         ConfigError: for an unknown kernel, or a wrong argument of a preset.

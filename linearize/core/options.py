@@ -57,7 +57,7 @@ class Section:
     def options(self) -> dict[str, dataclasses.Field[Any]]:
         """Return the fields that are options, by the option's name."""
         options = {}
-        # What several configs inherit comes last.
+        # Fields that several configs inherit come last.
         inherited = [name for base in self.config.__mro__[1:] for name in getattr(base, "__annotations__", {})]
         for field in sorted(dataclasses.fields(self.config), key=lambda field: field.name in inherited):
             wanted = "help" in field.metadata if self.only is None else field.name in self.only
@@ -110,7 +110,7 @@ def options_of(config: type) -> Mapping[str, Option]:
     return _options_of(config)
 
 
-@functools.cache  # Type checkers take some classes for unhashable, so this function is called here only.
+@functools.cache  # Only `options_of` calls this, because type checkers consider some classes unhashable.
 def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
     for outer in dataclasses.fields(config):
@@ -287,7 +287,7 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
 
 
 def read_values(path: Path, what: str, expected: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file, or in a JSON file by its ending, `at_home`; an empty file has no values.
+    """Return the values in a YAML file (JSON if the name ends in .json), with `~` expanded; an empty file has none.
 
     Raises:
         ConfigError: if the file cannot be read or holds something else; the message begins with `what`.
@@ -306,7 +306,7 @@ def read_values(path: Path, what: str, expected: str) -> dict[str, Any]:
 def convert(hint: Any, value: object, where: str) -> Any:
     """Check a value against an annotation and return it as that type.
 
-    Text in place of a section is its `name`, if that is the only required key.
+    For a section whose only required key is `name`, a text is accepted as that name.
 
     Raises:
         ConfigError: if it is of another type.

@@ -134,7 +134,7 @@ def head_shares(
                     error = (_states(model, batch) - wanted).square().sum()
                     grads = torch.autograd.grad(error, list(gates.values()))
                 for share, grad in zip(shares.values(), grads, strict=True):
-                    share += grad.double().cpu() / points
+                    share += grad.cpu().double() / points
                 on_event(Advanced(number * points + point + 1, len(batches) * points))
     return {name: share / max(power, 1e-30) for name, share in shares.items()}
 

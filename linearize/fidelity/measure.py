@@ -14,7 +14,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError
 from linearize.fidelity import teacher
-from linearize.fidelity.ablate import merit_of, without_kernel
+from linearize.fidelity.ablate import merit_of, undone, without_kernel
 from linearize.fidelity.teacher import Batch
 from linearize.ops import Mapped, Window, kernel_weights
 from linearize.ops.state import group_queries
@@ -41,8 +41,8 @@ class LayerFidelity:
         heads: the four figures per head.
         far_mass: softmax weight outside the layer's window and sinks; None without a window.
         window_error: the output error of the window alone; None unless the layer has both a window and a kernel.
-        kernel_gain: 95 % bootstrap interval, over rows, of `window_error` minus `output_error`; None likewise, and if
-            only one row was measured.
+        kernel_gain: 95 % bootstrap interval, over rows, of `window_error` minus `output_error`; None if there is no
+            `window_error`, or if only one row was measured.
     """
 
     module: str
@@ -179,7 +179,7 @@ def output_difference(
 
 
 class _Sums:
-    """Sums of one layer's figures over batches, per head; figures that do not exist for the layer are missing."""
+    """Sums of one layer's figures over batches, per head; figures that do not apply to the layer are missing."""
 
     def __init__(self, heads: int) -> None:
         self.heads, self.values = heads, dict[str, Tensor]()
@@ -187,13 +187,13 @@ class _Sums:
 
     def add(self, name: str, per_row: Tensor) -> None:
         """Add figures [B, K, G, R] or [B, H, R]."""
-        flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).double().sum(dim=2).cpu()
+        flat = per_row.reshape(per_row.shape[0], self.heads, per_row.shape[-1]).cpu().double().sum(dim=2)
         self.values[name] = flat.sum(dim=0) + self.values.get(name, 0.0)
         if name in self.rows:
             self.rows[name].append(flat.sum(dim=1))
 
     def result(self, module: str, kernel: str) -> LayerFidelity:
-        """Divide."""
+        """Return the averages over all queries, and the errors relative to the norm of softmax's output."""
         v, none = self.values, torch.zeros(self.heads, dtype=torch.float64)
         queries, power = v.get("queries", none).clamp(min=1), v.get("power", none)
 
@@ -247,16 +247,15 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
         target = teacher.softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
         add("error", (layer(q, k, v, mask, scaling).float() - target).square().sum(dim=-1) * valid)
         add("power", target.square().sum(dim=-1) * valid)
-        restore = without_kernel(layer)
-        if restore is not None:
-            alone = layer(q, k, v, mask, scaling).float()
-            restore()
+        with undone([without_kernel(layer)]) as removed:
+            alone = layer(q, k, v, mask, scaling).float() if removed else None
+        if alone is not None:
             add("window_error", (alone - target).square().sum(dim=-1) * valid)
         if layer.mixer.info.normalized:
             for batch, tokens in teacher.pieces(mask):
                 queries, keys = (teacher.take(x, batch, tokens) for x in (q, k))
                 _add_weights(sums[name], layer, queries, keys, scaling)
-        # For causal attention with padding the host itself would build a T x T mask.
+        # For a causal layer with padding, the host would build a T x T mask; so it gets this output instead.
         return target.to(v.dtype) if layer.shape.causal else None
 
     teacher.show(model, batches, visit)
@@ -271,7 +270,7 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
     window = mixer.form(scaling) if teacher.has_rows(layer) else None
     softmax_heads, key_heads = list(layer.hybrid.softmax_heads), k.shape[1]
     queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
-    # Exact keys count as far.
+    # In `far_mass`, exact keys count as far.
     near = None if window is None else NearKeys(replace(window, exact_keys=0), k[..., 0])
     for rows in teacher.all_rows(q, layer.shape.causal):
         scores = teacher.score_rows(queries, k, rows, scaling)
@@ -312,7 +311,7 @@ def _weight_rows(
 
 
 def _hybrid_rows(queries: Mapped, keys: Mapped, window: Window) -> Callable[[teacher.Rows, Tensor], Tensor]:
-    """Return the function for a positive kernel combined with a window, as defined in `linearize.ops.window`."""
+    """Return what `_weight_rows` does, for a positive kernel with a window, as defined in `linearize.ops.window`."""
     query_scale, key_scale, key_heads = queries.scale(), keys.scale(), keys.x.shape[1]
     near_keys = NearKeys(window, key_scale)
 

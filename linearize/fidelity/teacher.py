@@ -104,7 +104,8 @@ def exact_states(model: PreTrainedModel, batch: Batch) -> Tensor | None:
     device = next(model.parameters()).device
     with evaluating(model):
         states = last_states(model, {name: value.to(device) for name, value in batch.items()})
-    return None if states is None or states.ndim != 3 else states.double().cpu()
+    # Apple's GPUs have no fp64.
+    return None if states is None or states.ndim != 3 else states.cpu().double()
 
 
 Visit = Callable[[str, LinearAttention, Tensor, Tensor, Tensor, Mask, float], Tensor | None]

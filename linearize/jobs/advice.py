@@ -54,7 +54,7 @@ def growth(errors: Mapping[str, float]) -> dict[str, float]:
 
 
 def lengths_of(seen: int | None, model: PreTrainedModel) -> Lengths | None:
-    """Compare the longest row with the longest input of a model."""
+    """Return the longest row seen next to the longest input of a model; None if one of the two is not known."""
     promised = current_length(model)
     return None if seen is None or promised is None else Lengths(min(seen, promised), promised)
 
@@ -94,7 +94,7 @@ def next_command(context: Context) -> tuple[str, str]:
         if untrained and isinstance(job, StageOneJob):
             return "to train the kernels", line("distill", target, data | {"distill_length": job.distill_length})
         return "to bring the whole model closer", line("align", target, data)
-    # By default `report` finds the original that the checkpoint records, whose folder is not recorded.
+    # `report` could look up the original's name in the checkpoint, but the record leaves its folder out.
     original = job.model if isinstance(job, ConvertJob) else getattr(job, "teacher", None)
     options = {"original": original, **{name: data.get(name) for name in ("dataset", "image_column", "device")}}
     if "text_column" in data:

@@ -1,4 +1,4 @@
-"""`convert` from end to end: load, plan, extend, distil, align, save; also `distill` and `align`, which start later."""
+"""`convert` from end to end: load, plan, extend, distil, align, save; also `distill` and `align` alone."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
         on_event: called with every event.
 
     Raises:
-        LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
+        TrainingError: if training failed; if that was the alignment, the result of stage one is saved nevertheless.
+        LinearizeError: another subclass of it, for everything the user can correct; nothing is written then.
     """
     with stages.reserved(job):
         context = open_conversion(job, on_event)
@@ -100,8 +101,8 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             stages.keep_choices(context)
         stages.run_stage_one(context, job.distill)
         if context.source is not None and job.align.steps and under_fsdp():
-            text = "The alignment is skipped: it does not run under FSDP. Later, on one device: linearize align"
-            on_event(Noted(text))
+            text = "The alignment is skipped, because it does not run under FSDP"
+            on_event(Noted(f"{text}; run it later on one device: linearize align"))
         elif context.source is not None and job.align.steps:
             try:
                 stages.run_alignment(context, job.align)
@@ -229,8 +230,8 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
             on_event(Started("choosing the windows"))
             plan, why, error, reference = choose_windows(loaded.model, context.source, context.plan)
             text = (
-                f"Windows per layer: the last hidden state has an error of {error:.3f} before training, compared with "
-                f"{reference:.3f} for the same window in every layer with as much state"
+                f"Windows per layer: the last hidden state has an error of {error:.3f} before training; with the same "
+                f"window in every layer, and at least as much state, it has {reference:.3f}"
             )
             reasons = {str(number): reason for number, reason in why.items()}
             return {"plan": plan.to_dict(), "why": reasons, "text": text}
@@ -251,7 +252,7 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
 
 
 def choose_heads(context: Context) -> None:
-    """Make the heads that need softmax most keep it, if the job gives their number."""
+    """If the job says how many heads keep softmax, choose the heads that need it most."""
     job = context.job
     assert isinstance(job, ConvertJob)
     if not job.chooses_heads:

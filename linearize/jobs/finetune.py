@@ -79,8 +79,9 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
             with contextlib.suppress(CheckpointError, OSError):
                 saving.remove_work(work)
         wait_for_all()
+        # Before the findings, which read all rows that measured it.
+        on_event(Saved(target))
         findings = after_tuning(model, job, data)
-    on_event(Saved(target))
     on_event(Concluded(findings))
     return target, result
 

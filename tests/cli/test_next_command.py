@@ -74,3 +74,21 @@ def test_a_stage_ends_with_findings(case, place, capsys, monkeypatch):
 
 def output_of(words):
     return [] if words[1] == "evaluate" or "--output" in words else ["--output", f"next-{words[2]}", "--overwrite"]
+
+
+def test_ctrl_c_after_the_result_was_saved_says_where_it_is(place, capsys, monkeypatch):
+    """It said that nothing was written, or that --resume continues."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("linearize.jobs.convert.after_training", interrupt)
+    monkeypatch.setattr("linearize.jobs.finetune.after_tuning", interrupt)
+    for line in (
+        "convert bert --distill-steps 0 --align-steps 0 --device cpu",
+        f"finetune plain {TASK} --steps 1",
+    ):
+        code, _, err = run(capsys, *line.split(), "--output", "cut", "--overwrite")
+        assert code == 130 and "interrupted: the result is in cut\n" in err
+        assert (place / "cut" / "model.safetensors").exists()

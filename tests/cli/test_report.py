@@ -52,7 +52,7 @@ def test_longer_inputs_and_lengths_than_the_model_takes(made, tmp_path, capsys):
         code, text, err = run(capsys, verb, *[made / name for name in names], *long, "--output", tmp_path / verb)
         said = " ".join(text.split())
         assert code == 0, err
-        assert "Inputs were cut to 64 tokens, the most that this checkpoint takes (asked: 5,000)" in said
+        assert "Inputs were cut to 64 tokens, the most that this checkpoint takes (requested: 5,000)" in said
         assert "Not timed at 4,096 tokens: this checkpoint takes at most 64" in said
 
 

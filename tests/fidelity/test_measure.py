@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from support.tiny import converted, inputs_of, original
+from support.tiny import converted, inputs_of, original, outputs
 
 from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.layer import LinearAttention
 from linearize.conversion.plan import set_trained_length
 from linearize.core.errors import ConfigError, DataError
 from linearize.fidelity import measure, measure_layers
@@ -159,3 +160,22 @@ def test_padding_counts_nothing_in_a_decoder_that_reads_the_encoders_tokens():
     for one, other in zip(padded.layers, alone.layers, strict=True):
         assert one.kl == pytest.approx(other.kl, rel=1e-4), one.module
         assert one.output_error == pytest.approx(other.output_error, rel=1e-4), one.module
+
+
+def test_an_interrupted_measurement_leaves_the_kernels_in_place(monkeypatch):
+    """The kernels are removed for a moment, to measure the window alone."""
+    model = converted("llama", window=3)
+    inputs, real, calls = inputs_of(model), LinearAttention.forward, []
+    before = outputs(model, inputs)
+
+    def forward(layer, *call):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(layer, *call)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LinearAttention, "forward", forward)
+        measure_layers(model, [inputs])
+    assert len(calls) == 2
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model, inputs), before, strict=True))

@@ -91,6 +91,22 @@ def test_the_inputs_are_built_in_unless_data_is_named(made):
     assert load_inputs(linear, InputOptions(inputs=2))[2] == []
 
 
+def test_the_folders_of_the_data_are_not_named(made, tmp_path):
+    """A report of a mixture named the folders of all its files."""
+    linear, first = load_converted(str(made / "linear")), made / "rows.jsonl"
+    second = tmp_path / "a: b" / "more.jsonl"
+    second.parent.mkdir()
+    second.write_text(first.read_text())
+    cases = {
+        f"{first}": "file rows.jsonl",
+        f"{second}": "file more.jsonl",
+        f"{first}=1,{second}=3": "mixture of 25% file rows.jsonl and 75% file more.jsonl",
+    }
+    for name, said in cases.items():
+        found = load_inputs(linear, InputOptions(dataset=name, text_column="text", inputs=2))
+        assert found[0] == f"2 held-out examples of {said}"
+
+
 def test_lengths_are_those_it_was_trained_on():
     assert read({}).row_length is None and read({"longest_row": 99}).row_length == 99
     record = {"longest_row": 99, "finetuning": {"max_length": 512, "facts": {"longest_row": 300}}}
@@ -117,9 +133,9 @@ def test_the_sentence_says_only_what_is_known():
     )
     found.speeds, found.outputs, info.provenance, info.max_length = speeds[:1], None, read({}), None
     assert answer(found) == (
-        "This model's attention was compared with its own softmax only (total variation 0.250, 0 is equal); one input "
-        "of 128 tokens takes 2.00 times as long as with softmax; its maximum length is not known, and the checkpoint "
-        "does not say which lengths it was trained on."
+        "This model's attention was compared with its own softmax only (total variation 0.250, where 0 means equal); "
+        "one input of 128 tokens takes 2.00 times as long as with softmax; it has no known maximum length, and the "
+        "checkpoint does not say which lengths it was trained on."
     )
     # A model and its copy: 0.60 and 0.92 of softmax's time, on a machine that had other work.
     found.speeds = [timed(128, 0.92, spread=0.3)]

@@ -106,6 +106,18 @@ def test_files_that_are_none(tmp_path):
         linearize.plan(model, example_inputs=read_inputs(other, model))
 
 
+def test_a_damaged_compressed_file_is_refused(tmp_path):
+    """Wherever the damage is: some of it raised zlib's own error."""
+    model, path = original("bert"), tmp_path / "damaged.npz"
+    np.savez_compressed(path, input_ids=np.random.default_rng(0).integers(0, 90, (4, 500)))
+    content = path.read_bytes()
+    # Past the headers, where every byte counts.
+    for place in range(200, len(content) - 200, 101):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        with pytest.raises(ConfigError, match=r"cannot be read \(.*\); expected a"):
+            read_inputs(str(path), model)
+
+
 def test_the_command_line_takes_a_file(tmp_path, capsys):
     original("bert").save_pretrained(tmp_path / "model")
     save_file({"input_ids": torch.tensor([[5, 6, 7, 8]])}, str(tmp_path / "batch.safetensors"))

@@ -34,11 +34,11 @@ from linearize.ops.state import put_back, real_tokens
 from linearize.ops.window_causal import state_after
 
 TUNING = {"bf16": (64, 32, 4, 64, 4), "tf32": (64, 32, 8, 32, 4), EXACT: (32, 32, 8, 32, 8)}
-"""Queries of a block, keys of a tile and threads over 32 of `window_attend`; then keys of a tile and threads over 32 of
-`chunk_sums`; by precision of products."""
+"""Block sizes, by precision of products: queries per block, keys per tile and warps of `window_attend`, then keys per
+tile and warps of `chunk_sums`."""
 
 CHUNK, SEGMENTS = 128, 512
-"""Tokens of a segment, and most segments; segments of longer rows have more tokens."""
+"""Tokens per segment, and the maximum number of segments; longer rows get longer segments."""
 
 
 class FusedWindow:
@@ -97,25 +97,26 @@ class Launcher:
         ready = [weights_of(map, self.q.device) for map in maps]
         self.key_weights, self.query_weights, self.tied = ready[0], ready[-1], len(ready) == 1
         self.a = self.c = None
-        own, others = mixer.query_scale, mixer.key_scale
-        self.scaled, length = others is not None, mixer.hybrid.trained_length
-        # Linear log-scales are computed in the kernels, as is their fading; exact keys are chosen before.
-        if others is not None and (others.hidden is not None or form.exact_keys):
-            self.c = others(call.without_padding()[1]).contiguous()
-        if own is not None and own.hidden is not None:
-            self.a = own(call.without_padding()[0]).contiguous()
-        self.c_weight = None if others is None or self.c is not None else others.weight
-        self.a_weights = (None, None) if own is None or self.a is not None else (own.weight, own.bias)
-        self.trained = length if own is not None else None
+        query_scale, key_scale = mixer.query_scale, mixer.key_scale
+        self.scaled, length = key_scale is not None, mixer.hybrid.trained_length
+        # Linear log-scales are computed in the kernels; those of a network, and those that choose exact keys, here.
+        if key_scale is not None and (key_scale.hidden is not None or form.exact_keys):
+            self.c = key_scale(call.without_padding()[1]).contiguous()
+        if query_scale is not None and query_scale.hidden is not None:
+            self.a = query_scale(call.without_padding()[0]).contiguous()
+        self.c_weight = None if key_scale is None or self.c is not None else key_scale.weight
+        linear = None if self.a is not None else query_scale
+        self.a_weights = (None, None) if linear is None else (linear.weight, linear.bias)
+        self.trained = length if query_scale is not None else None
         self.scale = mixer.input_scale(call.scaling)
         self.heads, self.tokens = self.q.shape[1:3]
         self.key_heads = self.k.shape[1]
         self.rows = self.k.shape[0] * self.key_heads
-        numbers = maps[0].first.shape[1], self.q.shape[3], self.v.shape[3]
-        self.numbers, self.precision = numbers, precision_of(self.v)
-        self.features = HALVES[maps[0].kind] * numbers[0]
+        sizes = maps[0].first.shape[1], self.q.shape[3], self.v.shape[3]
+        self.sizes, self.precision = sizes, precision_of(self.v)
+        self.features = HALVES[maps[0].kind] * sizes[0]
         kind, self.chunk = maps[0].kind, padded(-(-self.tokens // SEGMENTS), CHUNK)
-        self.options: dict[str, Any] = {**padded_sizes(numbers), "KIND": kind, "HALVES": HALVES[kind]}
+        self.options: dict[str, Any] = {**padded_sizes(sizes), "KIND": kind, "HALVES": HALVES[kind]}
         self.options |= {"PRECISION": self.precision, "CHUNK": self.chunk, "SCALED": self.scaled}
         self.width = form.size if form.causal else form.size // 2
         self.segments = -(-self.tokens // self.chunk)
@@ -148,15 +149,15 @@ class Launcher:
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, H, T, V], and the state of the tokens that left the window (meaningful if causal)."""
-        form, numbers = self.form, self.numbers
+        form, sizes = self.form, self.sizes
         block, tile, warps, sums_tile, sums_warps = TUNING[self.precision]
-        width, device = numbers[2] + 1, self.q.device
+        width, device = sizes[2] + 1, self.q.device
         sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
         levels = torch.empty(self.rows, self.segments, device=device) if self.scaled else None
         arguments: tuple[Any, ...] = (
             *(self.k, self.v, self.c, self.c_weight, self.mask, self.order, *self.key_weights, sums, levels),
             *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
-            *(self.width if form.causal else 0, form.sinks, *numbers),
+            *(self.width if form.causal else 0, form.sinks, *sizes),
         )
         options = {**self.options, "TILE": sums_tile, "num_warps": sums_warps}
         launch("window_kernels.chunk_sums", (self.rows, self.segments), arguments, **options)
@@ -171,7 +172,7 @@ class Launcher:
             *(*strides(self.q, self.k, self.v, out), form.scaling, self.scale, form.eps),
             *(float(self.trained or 1), FADING, self.tokens),
             *(self.width, form.sinks, sets, keep, states.shape[1], self.heads, groups, groups if self.tied else 1),
-            *numbers,
+            *sizes,
         )
         options = {"CAUSAL": form.causal, "FADES": self.trained is not None, **self.options}
         options |= {"BLOCK": block, "TILE": tile, "num_warps": warps, "num_stages": 1}
@@ -182,12 +183,15 @@ class Launcher:
         return out, states[:, -1].unflatten(0, shape).clone(), level
 
     def outside(self, sums: Tensor, levels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add up the chunks outside the region of each segment; causally, one more state has all chunks."""
-        slots, size = self.segments + int(self.form.causal), self.features * (self.numbers[2] + 1)
+        """Return, for each segment, the sums over the chunks outside its region, and their log-scales.
+
+        In causal calls, one more entry has the sums over all chunks.
+        """
+        slots, size = self.segments + int(self.form.causal), self.features * (self.sizes[2] + 1)
         states = sums.new_empty(self.rows, slots, *sums.shape[2:])
         state_levels = None if levels is None else levels.new_empty(self.rows, slots)
         apart = 0 if self.form.causal else -(-self.width // self.chunk)
-        # Those of the sums from the one side; the others are added from the other side.
+        # Unless causal, log-scales of the sums over the chunks before each segment, to which the later ones are added.
         before = None if levels is None else torch.empty_like(levels)
         grid, arguments = (self.rows, -(-size // 128)), (sums, levels, states, state_levels, before)
         options = {"CAUSAL": self.form.causal, "SCALED": self.scaled, "BLOCK": 128, "num_warps": 1}

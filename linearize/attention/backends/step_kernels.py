@@ -15,7 +15,7 @@ from linearize.attention.backends.window_kernels import FLOOR, _joined, _picked
 
 @triton.jit
 def _put_vectors(base, stride, at, tile, real, size, COLUMNS: tl.constexpr):
-    """Store [ROWS, COLUMNS] at the vectors `at`, where they are real."""
+    """Store each row of `tile` [ROWS, COLUMNS] as the vector with the number `at` [ROWS], if the row is `real`."""
     column = tl.arange(0, COLUMNS)
     index = base + at.to(tl.int64)[:, None] * stride + column[None, :]
     tl.store(index, tile.to(base.dtype.element_ty), mask=real[:, None] & (column < size)[None, :])
@@ -119,10 +119,11 @@ def _exact_keys(
     kept_k, kept_v, kept_phi, kept_scale, taken, kept, k, v, p, m, c, leaves, queries, scaling, top, total, mixed,
     slots, N, D, V, HALVES: tl.constexpr, SLOTS_: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
 ):  # fmt: skip
-    """Let the key [1, D_] that leaves the window compete with the kept ones, and add those kept to the queries' sums.
+    """Let the key [1, D_] that leaves the window compete with the exact keys; add the exact keys to the queries' sums.
 
     Returns:
-        The sums, and the features, value and log-scale of the key that is lost, and whether there is one.
+        The sums; the features, the value and the log-scale of the key that goes into the linear state instead; and
+        whether there is such a key.
     """
     e, one = tl.arange(0, SLOTS_), tl.arange(0, 1)
     number = tl.sum(taken.to(tl.int32), axis=0)
@@ -130,7 +131,7 @@ def _exact_keys(
     weakest = tl.min(strength, axis=0)
     full = number == slots
     enters = leaves & ((number < slots) | (tl.max(c, axis=0) > weakest))
-    # Of equal keys the newest loses: it is the last, as they are in order.
+    # Among equal keys the newest loses, which is the last: the exact keys are kept in their order.
     loser = tl.where(full, tl.max(tl.where(taken & (strength == weakest), e, -1), axis=0), number)
     last = tl.minimum(number, slots - 1)
     source = kept + tl.where(enters & (e >= loser), e + 1, e)
@@ -145,7 +146,7 @@ def _exact_keys(
     gone, dropped = kept + tl.minimum(loser, slots - 1) + one, (one == 0) & replaced
     old_p, old_m = _halves(kept_phi, gone, dropped, N, HALVES, 1, N_)
     old_v, old_c = _picked(kept_v, V, gone, dropped, V, 1, V_), tl.load(kept_scale + gone)
-    # All threads have read what is overwritten next.
+    # Wait until all threads have read what is overwritten next.
     tl.debug_barrier()
     _put_key(
         kept_k, kept_v, kept_phi, kept_scale, kept + e, keys, values, phi_p, phi_m, scales, moved | fresh,
@@ -172,7 +173,7 @@ def _window(
         phi_p, phi_m = tl.where(newest[:, None], p, phi_p), tl.where(newest[:, None], m, phi_m)
         scales = tl.where(newest, c, tl.load(ring_scale + at + 1, mask=inside, other=0.0))
         there = tl.load(ring_mask + w + 1, mask=inside, other=0) != 0
-        # All threads have read what is overwritten next.
+        # Wait until all threads have read what is overwritten next.
         tl.debug_barrier()
         _put_key(
             ring_k, ring_v, ring_phi, ring_scale, at, keys, values, phi_p, phi_m, scales, (w < width) & live,
@@ -271,7 +272,7 @@ def step(
                 kept_k, kept_v, kept_phi, kept_scale, taken, base * slots, lost_k, lost_v, lost_p, lost_m, lost_c,
                 leaves, queries, scaling, top, total, mixed, slots, N, D, V, HALVES, SLOTS_, N_, D_, V_,
             )  # fmt: skip
-        # All threads have read the oldest key.
+        # Wait until all threads have read the oldest key.
         tl.debug_barrier()
         top, total, mixed = _window(
             ring_k, ring_v, ring_phi, ring_scale, ring_mask, base * width, key, value, p, m, c, live, queries, scaling,

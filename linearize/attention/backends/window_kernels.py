@@ -222,7 +222,7 @@ def contest(
             gone = competes & (at >= done) & (at < first)
             tl.store(lost + tokens + key, step, mask=gone)
             tl.store(order + tokens + step, key, mask=gone)
-            # Of equal keys the newest loses.
+            # Among equal keys the newest loses.
             loser = tl.max(tl.where(values == least, keys, -1), axis=0)
             chosen = tl.min(tl.where((values == least) & (keys == loser), slot, PLACES), axis=0)
             tl.store(lost + tokens + tl.maximum(loser, 0), start + first, mask=loser >= 0)

@@ -200,7 +200,7 @@ def describe(device: str, dtype: str) -> dict[str, str | int]:
         "device": device,
         "name": name,
         "threads": torch.get_num_threads(),
-        # Those that this process may use.
+        # The cores that this process may use.
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "dtype": dtype,
         "torch": torch.__version__,

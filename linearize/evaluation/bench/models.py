@@ -1,6 +1,6 @@
 """Whole models to measure: a checkpoint, converted or not, or BERT's sizes with random weights.
 
-The suites measure a forward pass or decoding. A forward pass without attention is an upper bound on the speed-up."""
+The suites measure a forward pass or decoding. A forward pass without attention gives an upper bound on the speed-up."""
 
 from __future__ import annotations
 

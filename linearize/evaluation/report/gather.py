@@ -106,7 +106,7 @@ def gather(options: ReportOptions, on_event: Callback = ignore) -> Gathered:
         notes.append(OTHER_SOFTMAX)
     if original is not None or not trained:
         merit = kernel_merit(loaded.model, found.batches, original if trained else None)
-        against = " Its other weights were trained together with the kernel." if trained else ""
+        against = " The model's other weights were trained together with the kernel." if trained else ""
         notes += [] if merit is None else [f"Control, compared with the original: {merit.text}.{against}"]
     elif made.numbers("kernel_merit"):
         left_out.append("The benefit of the kernel over its window, in the whole model: give --original.")
@@ -162,7 +162,7 @@ def _time(found: Gathered, loaded: Loaded, options: ReportOptions, on_event: Cal
         except LinearizeError as error:
             if not memory:
                 raise
-            # A report does not fail because memory, which is measured before time, cannot be measured.
+            # Memory is measured first. If that fails, the report still shows the time.
             found.left_out.append(f"Memory against length: {error}.")
             memory = False
             row = measure(suite, tokens, repeats=TURNS, memory=False)
@@ -178,7 +178,7 @@ def answer(found: Gathered) -> str:
         height, width = found.picture.shape[-2:]
         reads = f"it reads images of {height} x {width} pixels"
     else:
-        reads = f"it takes up to {takes:,} tokens" if takes is not None else "its maximum length is not known"
+        reads = f"it takes up to {takes:,} tokens" if takes is not None else "it has no known maximum length"
         if trained is None:
             reads += ", and the checkpoint does not say which lengths it was trained on"
         else:
@@ -203,7 +203,7 @@ def _close(found: Gathered) -> str:
         return " and ".join(parts)
     distance, error = found.fidelity.mean("total_variation"), found.fidelity.mean("output_error")
     how = (
-        f"total variation {distance:.3f}, 0 is equal"
+        f"total variation {distance:.3f}, where 0 means equal"
         if distance is not None
         else f"error of the heads' output {error:.3f}"
     )

@@ -17,6 +17,8 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.options import name_of
+from linearize.core.parsing import user_path
 from linearize.data.config import HOLDOUT, DataConfig
 from linearize.data.encode import make_encoder
 from linearize.data.load import load_source, open_records
@@ -37,10 +39,11 @@ def load_inputs(
     Args:
         loaded: the model with its tokenizer or image processor.
         options: the inputs to use.
-        provenance: the checkpoint's record, for its length and its held-out rows; None: 128 tokens, seed 0.
+        provenance: the checkpoint's record, for the length of its rows and the seed of the held-out choice; None: 128
+            tokens, seed 0.
 
     Returns:
-        The data in one line, the batches, and caveats for the reader, such as a reduced length.
+        A description of the data in one line, the batches, and caveats for the reader, such as a reduced length.
 
     Raises:
         ConfigError: if the model takes neither text nor images, or has no tokenizer or image processor.
@@ -55,7 +58,7 @@ def load_inputs(
         )
     notes: list[str] = []
     made = provenance or Provenance()
-    # As requested, or else as in training; never more than the model takes.
+    # The length is as requested, or else as in training; never more than the model takes.
     limit = current_length(loaded.model) if loaded.modality == "text" else None
     trained = made.row_length or LENGTH
     length = options.max_length or min(trained, LONGEST, limit or LONGEST)
@@ -65,7 +68,8 @@ def load_inputs(
             "because measuring takes time quadratic in the length; --max-length N raises this."
         )
     if limit is not None and length > limit:
-        notes.append(f"Inputs were cut to {limit:,} tokens, the most that this checkpoint takes (asked: {length:,}).")
+        most = f"{limit:,} tokens, the most that this checkpoint takes"
+        notes.append(f"Inputs were cut to {most} (requested: {length:,}).")
         length = limit
     config = DataConfig(
         dataset=options.dataset,
@@ -74,7 +78,7 @@ def load_inputs(
         max_length=length,
         batch_size=min(BATCH, options.inputs),
         seed=max(0, made.whole("seed") or 0),
-        # The conversion's own number of held-out rows, so that these are the same ones, unless more are requested.
+        # By default as many rows are held out as in a conversion, and so the same ones, unless more are requested.
         holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
     examples, description = _examples(loaded, options, config)
@@ -98,16 +102,18 @@ def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tupl
         records, origin = open_records(config.sources[0][0], config, modality)
         total = len(records.sizes)
         if config.held_out(total) < options.inputs or total < 2 * options.inputs:
-            count, named = min(options.inputs, total), _without_folder(origin, options.dataset)
+            count, named = min(options.inputs, total), _without_folders(origin, config)
             return records.fetch(range(count)), f"the first {count} examples of {named}"
     source = load_source(config, processor, modality)
-    named = _without_folder(source.description.partition(": ")[0], options.dataset)
+    named = _without_folders(source.description, config).partition(": ")[0]
     return source.holdout_examples(options.inputs), f"{options.inputs} held-out examples of {named}"
 
 
-def _without_folder(text: str, path: str | None) -> str:
-    """Shorten a path to its name: reports are shared, and the layout of a user's disk is private."""
-    return text.replace(path, Path(path).name or path) if path else text
+def _without_folders(text: str, config: DataConfig) -> str:
+    """Shorten the paths of the data to their names: reports are shared, and the layout of a user's disk is private."""
+    for path in sorted((name for name, _ in config.sources), key=len, reverse=True):
+        text = text.replace(path, name_of(str(user_path(path))))
+    return text
 
 
 FIGURES = ("kl", "total_variation", "output_error")

@@ -72,8 +72,10 @@ class Trainer(ABC):
 
     def reduce_numbers(self, numbers: list[Any]) -> list[Any]:
         """Add up plain numbers, or lists of them, over the processes."""
-        values = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-        return list(self.reduce(values).tolist())
+        values = torch.tensor(numbers, dtype=torch.float64)
+        if self.accelerator.num_processes > 1:
+            values = self.reduce(values.to(self.accelerator.device))
+        return list(values.tolist())
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up gradients over several processes."""

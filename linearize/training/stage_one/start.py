@@ -174,7 +174,7 @@ def _blocks(
 
 def _summed(values: Tensor) -> Tensor:
     """Add up rows [b, ...] in fp64."""
-    return values.double().sum(dim=0).cpu()
+    return values.cpu().double().sum(dim=0)
 
 
 def _solve(moments: Tensor, right: Tensor) -> Tensor:
