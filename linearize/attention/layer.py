@@ -106,6 +106,11 @@ class LinearAttention(nn.Module):
             with torch.autocast(device_type=q.device.type, enabled=False):
                 return self.forward(q, k, v, key_padding_mask, scaling)
         cache = self._handed.pop(_thread(), None) if self._handed else None
+        if not is_tracing() and q.numel() == 0:
+            # No tokens, or no rows (a batch without images): there is nothing to mix or to remember.
+            if cache is not None:
+                cache.store(cache.state)
+            return v.new_zeros(*q.shape[:3], v.shape[3])
         if key_padding_mask is not None:
             # A cache of states passes only the new keys, but the mask covers all tokens so far.
             key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()

@@ -12,9 +12,12 @@ from support.kernel_cases import KERNELS, make_inputs, make_mixer
 from linearize.attention.backends import choose as choosing
 from linearize.attention.backends.causal import NATIVE_OP, PYTORCH_OP, why_not_native
 from linearize.attention.backends.choose import BACKENDS, choose, explain
+from linearize.attention.cache import LinearStateLayer
 from linearize.attention.call import AttentionCall
+from linearize.attention.layer import LinearAttention
+from linearize.attention.shape import HeadShape
 from linearize.cli.native import explain_layers
-from linearize.core.registry import kernel_info
+from linearize.core.registry import Hybrid, kernel_info
 
 FEATURES = [info for info in KERNELS if info.feature_dim is not None]
 
@@ -142,3 +145,18 @@ def test_equal_layers_are_explained_together():
     ]
     assert "  20 tokens: streamed, pytorch" in lines and "  20 tokens: window, pytorch" in lines
     assert any(line.startswith("    declined, the call is not a decoding step: one step") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "kernel, hybrid", [("hedgehog", {}), ("hedgehog", {"window": 4, "sinks": 1}), ("diag_rela", {})]
+)
+@pytest.mark.parametrize("rows, tokens", [(0, 5), (2, 0)])
+def test_no_rows_or_no_tokens_leave_the_state_alone(kernel, hybrid, rows, tokens):
+    layer, state = LinearAttention(kernel, {}, HeadShape(2, 2, 8, 8, True), Hybrid(**hybrid)), LinearStateLayer()
+    layer.reset_parameters(0)
+    empty, mask = torch.zeros(rows, 2, tokens, 8), torch.ones(rows, tokens, dtype=torch.bool)
+    for _ in range(2):
+        state.update(empty, empty)
+        layer.hand_over(state)
+        assert layer(empty, empty, empty, mask, 0.25).shape == empty.shape
+        assert state.state is None
