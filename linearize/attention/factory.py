@@ -97,7 +97,7 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
             "and scales; leave it out"
         )
     heads = hybrid.softmax_heads
-    if heads and (sorted(set(heads)) != list(heads) or not all(type(h) is int and 0 <= h < shape.heads for h in heads)):
+    if not all(type(h) is int and 0 <= h < shape.heads for h in heads) or sorted(set(heads)) != list(heads):
         raise ConfigError(
             f"softmax-heads: got {list(heads)}, expected numbers of heads from 0 to {shape.heads - 1}, each once and "
             "in order"

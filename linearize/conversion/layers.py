@@ -15,7 +15,7 @@ from linearize.attention.shape import HeadShape
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.kernel_options import Additions
-from linearize.core.registry import HYBRID, Hybrid, check, kernel_info, make_config
+from linearize.core.registry import HYBRID, Hybrid, check, kernel_info, make_config, option
 from linearize.modeling.plan import SOFTMAX
 
 Choice = tuple[str, Mapping[str, Any]]
@@ -52,7 +52,7 @@ class ConversionConfig(Additions):
     softmax_heads: Mapping[int, Iterable[int]] | str | None = None
     max_length: int | None = None
     positions: str = "tile"
-    seed: int = 0
+    seed: int = option(0, low=-(2**63), high=2**63 - 1)
     example_inputs: Mapping[str, Tensor] | None = None
     local_as_full: bool = False
 
@@ -184,17 +184,30 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
         shape = HeadShape(1, 1, 1, 1, info.causal)
         check_hybrid(info, make_config(info, arguments), Hybrid.of(config.given), shape)
     text = config.softmax_heads
-    heads = parse_heads(text) if isinstance(text, str) else dict(text or {})
+    heads = parse_heads(text) if isinstance(text, str) else {number: list(own) for number, own in (text or {}).items()}
+    if not all(type(head) is int for own in heads.values() for head in own):
+        raise ConfigError(f"softmax-heads: got {heads!r}, expected lists of numbers of heads by layer number")
     for number in heads:
-        if number not in range(len(chosen)):
-            raise ConfigError(f"softmax-heads: layer {number} does not exist: this model has {len(chosen)}")
-        if chosen[number][0] == SOFTMAX:
+        if number not in range(count):
+            raise _no_layer(number, count, "softmax-heads: ")
+        if (kernel := chosen[number][0]) == SOFTMAX:
             raise ConfigError(f"softmax-heads: layer {number} stays softmax as a whole; name heads of other layers")
+        if not kernel_info(kernel).windowed:
+            raise ConfigError(
+                f"softmax-heads: layer {number} has kernel {kernel!r}, whose heads cannot stay softmax; choose "
+                "another kernel, or name heads of other layers"
+            )
     layers = []
     for number, choice in enumerate(chosen):
         own = {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
         layers.append(complete(model, choice, {**config.given, **own}, config.max_length))
     return layers
+
+
+def _no_layer(number: object, count: int, where: str = "") -> ConfigError:
+    return ConfigError(
+        f"{where}layer {number!r} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
+    )
 
 
 def assign(count: int, config: ConversionConfig) -> list[Choice]:
@@ -207,9 +220,7 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
     kept = kept_layers(config.keep_softmax, count)
     for index in [*named, *kept]:
         if index not in range(count):
-            raise ConfigError(
-                f"layer {index!r} does not exist: this model has {count} that can be converted, 0 to {count - 1}"
-            )
+            raise _no_layer(index, count)
     if both := sorted(set(named) & set(kept)):
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
     rest = [] if config.kernel is None else expand(count, config.kernel, config.kernel_args or {})

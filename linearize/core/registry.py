@@ -165,7 +165,8 @@ class Hybrid:
         values = {name: value for name, value in arguments.items() if name in HYBRID}
         for name, value in values.items():
             if name == "softmax_heads":
-                values[name] = tuple(value if not isinstance(value, str) else map(_number, value.split("+")))
+                several = map(_number, value.split("+")) if isinstance(value, str) else value
+                values[name] = tuple(several) if isinstance(several, Iterable) else (several,)
             elif name != "scale":
                 values[name] = _number(value)
         return cls(**values)
