@@ -194,11 +194,12 @@ def softmax_forward(
     wanted = _weights_wanted(kwargs)
     kwargs.pop("output_attentions", None)
     stated = kwargs.pop("is_causal", None)
-    causal = bool(stated or getattr(module, "is_causal", False)) if causal is None else causal
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None].bool()
     if mask is not None and mask.shape[2] == 1:
-        mask = mask[..., -key.shape[2] :]
+        # As in `LinearAttention.forward`: an observed layer may have a state, and then gets only the new keys.
+        mask = mask[..., : key.shape[2]] if causal is None else mask[..., -key.shape[2] :]
+    causal = bool(stated or getattr(module, "is_causal", False)) if causal is None else causal
     # A mask with a row per query already contains the causal structure.
     causal = causal and (mask is None or mask.shape[2] == 1)
     if mask is not None and mask.dtype != torch.bool:
@@ -276,8 +277,10 @@ def mask_function(
     if plain and kwargs.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True):
         if attention_mask is None or attention_mask.ndim != 2:
             return attention_mask
-        # As with softmax, a mask may also cover tokens that are read later.
-        attention_mask = attention_mask[:, : kwargs.get("kv_offset", 0) + kv_length]
+        # A mask may also cover tokens that are read later; without a cache, `kv_length` counts these too.
+        before = kwargs.get("q_offset")
+        known = causal and isinstance(before, int)
+        attention_mask = attention_mask[:, : before + q_length if known else kwargs.get("kv_offset", 0) + kv_length]
         hidden = is_tracing() or not bool(attention_mask.all())
         return attention_mask[:, None, None].bool() if hidden else None
     # The skips would return None, which here means "no padding", not "local".

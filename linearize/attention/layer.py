@@ -112,8 +112,10 @@ class LinearAttention(nn.Module):
                 cache.store(cache.state)
             return v.new_zeros(*q.shape[:3], v.shape[3])
         if key_padding_mask is not None:
-            # A cache of states passes only the new keys, but the mask covers all tokens so far.
-            key_padding_mask = key_padding_mask[:, -k.shape[2] :].bool()
+            # A cache of states passes only the new keys, but the mask covers all tokens so far. Without a cache, a mask
+            # that is too long covers tokens that are read later.
+            own = slice(k.shape[2]) if cache is None else slice(-k.shape[2], None)
+            key_padding_mask = key_padding_mask[:, own].bool()
             # Reading the mask costs little on the CPU; on other devices it would force a synchronisation.
             readable = key_padding_mask.device.type == "cpu" and not is_tracing()
             if readable and bool(key_padding_mask.all()):

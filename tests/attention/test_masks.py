@@ -57,14 +57,18 @@ def test_models_take_them(name):
             outputs(model, {**inputs, "attention_mask": given})
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_mask_may_cover_tokens_that_are_read_later(name):
-    model = converted(name)
+@pytest.mark.parametrize(
+    "name, options",
+    [("llama", {}), ("gpt2", {}), ("llama", {"use_cache": False}), ("gpt2", {"use_cache": False}), ("bert", {})],
+)
+@pytest.mark.parametrize("kept", [(), (1,)])
+def test_a_mask_may_cover_tokens_that_are_read_later(name, options, kept):
+    model = converted(name, keep_softmax=kept)
     inputs = inputs_of(model)
     mask = inputs["attention_mask"].roll(3, 1)
-    expected = outputs(model, {**inputs, "attention_mask": mask})[0]
+    expected = outputs(model, {**inputs, "attention_mask": mask}, **options)[0]
     longer = torch.cat([mask, torch.ones_like(mask)], dim=1)
-    assert torch.equal(outputs(model, {**inputs, "attention_mask": longer})[0], expected)
+    assert torch.equal(outputs(model, {**inputs, "attention_mask": longer}, **options)[0], expected)
 
 
 @pytest.mark.parametrize("additive", [True, False])
