@@ -158,3 +158,31 @@ def test_images_are_not_decoded_to_find_their_classes():
     assert data.task.labels == ("0", "1", "2")
     with pytest.raises(DataError, match="cannot decode image"):
         data.train[0]
+
+
+@pytest.mark.parametrize("names", [("1", "2", "3"), ("-1", "0", "1")])
+def test_tags_that_are_numbers_are_names_not_places(tokenizer, names):
+    """The tag 1 of the names 1, 2 and 3 was trained as their second, 2, and the tag 3 was refused."""
+    texts = ["good", "bad", "film"]
+    tables = [
+        Dataset.from_list([{"tokens": texts, "ner_tags": [kind(name) for name in names]}] * 2) for kind in (str, int)
+    ]
+    named = task("token-classification", labels=names)
+    data = prepare(named, tokenizer, data=dict(zip(("train", "validation"), tables, strict=True)))
+    expected = [-100, 0, 1, 2, -100]
+    assert [row["labels"] for row in (*data.train, *data.validation)] == [expected] * 4
+
+
+@pytest.mark.parametrize("places", [None, 1, [1, 4], [-1], ["1"]])
+def test_recall_refuses_places_that_are_none_of_its_tokens(tokenizer, places):
+    """Without a list of places every token was an answer; a place behind the row was an IndexError."""
+    table = Dataset.from_list([{"text": "good bad good bad", "positions": places}] * 2)
+    with pytest.raises(DataError, match=r"recall: got positions .* for 'good bad good bad' \(4 tokens\), expected"):
+        prepare(task("recall"), tokenizer, data={"train": table, "validation": table})
+
+
+def test_recall_reads_the_columns_that_the_user_names(tokenizer):
+    table = Dataset.from_list([{"row": "good bad good bad", "answers": [1, 3]}] * 2)
+    named = task("recall", columns=("row",), label="answers")
+    data = prepare(named, tokenizer, data={"train": table, "validation": table})
+    assert data.train[0]["labels"] == [-100, 6, -100, 6]

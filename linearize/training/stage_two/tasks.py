@@ -247,7 +247,7 @@ _ALL = (
         metrics=("spans",),
         score=("span_f1",),
     ),
-    Task("recall", "language:Recall", "the answer after a sequence of tokens", columns=("text",), label="answer"),
+    Task("recall", "language:Recall", "the answer after a sequence of tokens", columns=("text",), label="positions"),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 

@@ -211,7 +211,12 @@ def first_output(outputs: Any) -> Any:
 
 
 def class_numbers(names: Sequence[str]) -> dict[object, int]:
-    """Return the numbers of classes: by their names, and by the numbers themselves, of any type."""
+    """Return the numbers of classes: by their names, and by the numbers themselves, of any type.
+
+    If all names are numbers, such as 1 to 5 (stars), a number in the data is one of these names, not a place.
+    """
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        return {key: place for place, name in enumerate(names) for key in (name, int(name))}
     return {name: number for number, name in enumerate(names)} | {number: number for number in range(len(names))}
 
 
@@ -259,9 +264,6 @@ class ClassLabels(TaskType):
         """
         names = self.task.labels or ()
         known = class_numbers(names)
-        if all(name.removeprefix("-").isdecimal() for name in names):
-            # Names such as 1 to 5 (stars): a number in the data is one of these names, not a place.
-            known = {key: place for place, name in enumerate(names) for key in (name, int(name))}
         labels = [example.label for example in examples]
         unknown = [label for label in labels if label not in known]
         if unknown:

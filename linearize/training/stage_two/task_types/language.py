@@ -308,7 +308,7 @@ class Copying(LanguageType):
 class Recall(TokenLabels, LanguageType):
     """Predict chosen tokens of a sequence from the tokens before them (associative recall and similar tasks).
 
-    A raw table with the columns `text` (tokens between blanks) and `positions` (which tokens are answers).
+    A raw table with a column of texts (tokens between blanks), and one that lists which tokens are answers, from 0.
     """
 
     most_tokens = None
@@ -317,10 +317,10 @@ class Recall(TokenLabels, LanguageType):
         """Read sequences; the loss is computed on the answers only.
 
         Raises:
-            DataError: if a column is missing or a sequence does not fit the length.
+            DataError: if a column is missing, a row holds something else, or a sequence does not fit the length.
         """
         splits = open_splits(self.task, given, self.options, raw=True)
-        need_columns(splits, ("text", "positions"), "recall")
+        need_columns(splits, (self.task.columns[0], str(self.task.label)), "recall")
         train, validation = self._rows(splits.train), self._rows(splits.validation)
         facts = row_facts([len(row["input_ids"]) for row in validation], self.options)
         return TaskData(self, train, validation, splits.description, facts=facts)
@@ -336,10 +336,16 @@ class Recall(TokenLabels, LanguageType):
         return super().metrics(guesses[asked], answers[asked])
 
     def _rows(self, table: Dataset) -> list[Row]:
-        most = self.options.max_length
+        most, column, label = self.options.max_length, self.task.columns[0], str(self.task.label)
         rows = []
-        for text, positions in zip(table["text"], table["positions"], strict=True):
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text, positions in zip(table[column], table[label], strict=True):
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else []
+            listed = positions if isinstance(positions, list) else [None]
+            if not ids or not all(isinstance(place, int) and 0 <= place < len(ids) for place in listed):
+                raise DataError(
+                    f"recall: got {label} {str(positions)[:60]} for {str(text)[:60]!r} ({len(ids)} tokens), expected a "
+                    f"text in column {column!r} and a list of its tokens' places, from 0; repair the row"
+                )
             if len(ids) > most:
                 raise DataError(f"recall: got a row of {len(ids)} tokens, expected at most {most}; raise max_length")
             labels = torch.full((len(ids),), IGNORED)
