@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from linearize.core.errors import ConfigError, suggestion
+from linearize.core.errors import ConfigError, suggestion, unknown_name
 from linearize.core.options import convert, make, options_of, read_values
 from linearize.core.parsing import at_home, user_path
 
@@ -100,6 +100,8 @@ def read_options(file: str, parser: argparse.ArgumentParser) -> dict[str, object
             options[name] = [_word(action, part, where) for part in _parts(value)]
         else:
             options[name] = _word(action, value, where)
+            if action.choices is not None and options[name] not in action.choices:
+                raise ConfigError(f"{where}: {unknown_name('value', str(options[name]), action.choices)}")
     return options
 
 

@@ -214,12 +214,12 @@ def closeness_table(result: AlignResult) -> Group:
     """Return a table of how close the whole model is to its teacher, before and after the alignment."""
     before, after = result.before, result.after
     rows = [
-        [f"hidden state, {name}", "relative error", f"{error:.3f} > {after.layers[name]:.3f}"]
+        [f"hidden state, {name}", "relative error", f"{error:z.3f} > {after.layers[name]:z.3f}"]
         for name, error in before.layers.items()
     ]
     rows.append(["pooled output", "cosine", f"{before.cosine:.4f} > {after.cosine:.4f}"])
     if before.logits is not None:
-        rows.append(["logits", "divergence", f"{before.logits:.4f} > {after.logits:.4f}"])
+        rows.append(["logits", "divergence", f"{before.logits:z.4f} > {after.logits:z.4f}"])
     kept = f"kept step {result.best_step}" if result.best_step else "nothing better than the start was found"
     title = f"Whole model against its original, before > after {result.steps} steps of alignment ({kept})"
     return table(title, ["what", "figure", "before > after"], rows, right=(2,))

@@ -112,6 +112,12 @@ def test_a_wrong_file_is_refused_in_one_line(said, words, file, capsys):
     assert words in refused(capsys, "convert", "bert", "--config", file(said))
 
 
+def test_a_value_in_a_file_is_one_of_the_choices(file, tmp_path, capsys):
+    """`format: mk` printed the table, without a word."""
+    words = refused(capsys, "results", tmp_path, "--config", file({"format": "mk"}))
+    assert "format: unknown value 'mk'. Did you mean 'md'? Known: json, md, table." in words
+
+
 def test_a_merged_mapping_may_override_a_key(file):
     text = "layers: &all {0: elu, 1: elu}\nkernel-arg: {<<: *all, 1: t2r}"
     assert parse("convert", "bert", "--config", file(text)).kernel_arg == ["0=elu", "1=t2r"]

@@ -84,7 +84,8 @@ BAD = {
     "compare a full folder": (["compare", "DIR", "DIR", "--output", "FULL"], "--overwrite"),
     "compare lengths": (["compare", "DIR", "DIR", "--lengths", "0"], "expected numbers of tokens"),
     "compare folder": (["compare", "DIR", "./nowhere"], "does not exist"),
-    "compare original": (["compare", "DIR", "DIR", "--original", "./nowhere"], "does not exist"),
+    "compare original": (["compare", "DIR", "FULL", "--original", "./nowhere"], "does not exist"),
+    "compare with itself": (["compare", "DIR", "FULL", "DIR"], "hedgehog' twice, expected different checkpoints"),
 }
 
 

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -52,6 +53,7 @@ def folders(tmp_path_factory):
     texts(root, 48)
     make_original(root / "bert")
     make_text(root / "linear")
+    shutil.copytree(root / "linear", root / "linear2")
     return root
 
 
@@ -464,13 +466,22 @@ def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatc
 
 def test_ctrl_c_in_reports_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("linearize.evaluation.report.inputs.load_inputs", interrupt)
-    for verb, names in (("report", ["linear"]), ("compare", ["linear", "linear"])):
+    for verb, names in (("report", ["linear"]), ("compare", ["linear", "linear2"])):
         code, _, err = run(capsys, verb, *[folders / name for name in names], "--output", tmp_path / "out")
         assert code == 130 and "interrupted: nothing was written" in err
     assert list(tmp_path.iterdir()) == []
 
 
 EVIL = "a\x1b[31mred\x1b]0;title\x07\x9b2J\r\x08\u202etxt\udcff"
+
+
+def test_a_rounding_error_below_zero_is_no_negative_divergence(capsys):
+    """The table said "-0.0000 > -0.0000"."""
+    measured = SimpleNamespace(layers={"a": 0.0}, cosine=1.0, logits=-1e-9)
+    result = SimpleNamespace(before=measured, after=measured, steps=1, best_step=1)
+    console().print(_output.closeness_table(result))
+    text = capsys.readouterr().out
+    assert "0.0000 > 0.0000" in text and "-0.0000" not in text
 
 
 def test_names_cannot_steer_the_terminal(terminal, monkeypatch):

@@ -17,7 +17,7 @@ from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import name_of
-from linearize.core.parsing import finite
+from linearize.core.parsing import finite, user_path
 from linearize.evaluation.bench.meter import Call, Noise, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
@@ -112,6 +112,9 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
     """
     if len(options.checkpoints) < 2:
         raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
+    twice = [name for name, count in Counter(map(user_path, options.checkpoints)).items() if count > 1]
+    if twice:
+        raise ConfigError(f"compare: got {str(twice[0])!r} twice, expected different checkpoints; leave one of them out")
     device = check_device(options.device)
     folders = [Path(name_of(checkpoint)).name for checkpoint in options.checkpoints]
     names = folders if len(set(folders)) == len(folders) else options.checkpoints
