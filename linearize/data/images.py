@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -72,7 +73,7 @@ class ImageFiles(Records):
             if file.path not in self._zips:
                 self._zips[file.path] = ZipFile(file.path)
             return self._zips[file.path].read(file.member)
-        except (OSError, RuntimeError, BadZipFile, KeyError) as error:
+        except (OSError, EOFError, RuntimeError, BadZipFile, KeyError, zlib.error) as error:
             raise DataError(f"cannot read image {str(file.inner)!r} of {file.path.name!r}: {cause(error)}") from error
 
 
@@ -124,18 +125,19 @@ def decode(data: bytes, name: str) -> Image:
     """Decode an image file and turn it upright; of 16 bits per pixel the upper 8 are kept.
 
     Raises:
-        DataError: If the bytes are not an image, the image is truncated, or its pixels are not whole numbers.
+        DataError: If the bytes are not an image, the image is damaged, or the range of its pixels is unknown.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     try:
         opened = Image.open(BytesIO(data))
         opened.load()
         image = ImageOps.exif_transpose(opened)
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # A damaged image may raise anything.
         raise DataError(f"cannot decode image {name!r}: {cause(error)}; repair or remove it.") from error
-    if image.mode == "F":
-        raise DataError(f"image {name!r} has floating point pixels of unknown range; save it with 8 or 16 bits.")
+    if image.mode == "F" or (image.mode, opened.format) == ("I", "TIFF"):
+        kind = "floating point" if image.mode == "F" else "32-bit or signed"
+        raise DataError(f"image {name!r} has {kind} pixels of unknown range; save it with 8 or 16 bits.")
     if image.mode.startswith("I"):
         # Pillow cuts them off at 255, so that nearly all pixels would be white. PGM's 16 bits are in mode "I".
         return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))

@@ -33,6 +33,8 @@ EXPECTED = "expected .json, .jsonl, .csv, .tsv, .txt (each also .gz) or .parquet
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
     "tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t", "quoting": csv.QUOTE_NONE}),
+    # Without the mark that Windows puts before the first text.
+    "text": ("text", {"encoding": "utf-8-sig"}),
 }
 INDEX = "__index_level_"
 """Begins the name that `datasets` gives to pandas' names of rows."""

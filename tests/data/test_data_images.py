@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 from collections.abc import Callable
 from itertools import islice
@@ -17,6 +18,7 @@ import linearize
 from linearize.core.errors import ConfigError, DataError
 from linearize.data import DataConfig, Source, load_source
 from linearize.data.encode import ImageEncoder
+from linearize.data.images import ImageFiles, decode, zip_images
 from linearize.data.load import open_records
 from linearize.data.records import Example
 from linearize.fidelity.teacher import run_body
@@ -165,8 +167,6 @@ def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any
     Image.new("P", (5, 5)).save(tmp_path / "palette.gif")
     source = load_source(DataConfig(dataset=str(tmp_path), batch_size=3, holdout=0), image_processor, "image")
     assert sorted(shades(source, 1)) == [(0, 0), (77, 77), (77, 77)]
-    from linearize.data.images import decode
-
     exif = Image.Exif()
     exif[0x0112] = 6  # Lying on its side.
     turned = io.BytesIO()
@@ -177,8 +177,6 @@ def test_other_modes_become_rgb_and_upright(tmp_path: Path, image_processor: Any
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_images_of_16_bits_keep_their_greys(form: str) -> None:
     """All pixels from 256 on, of 65,536 greys, became white."""
-    from linearize.data.images import decode
-
     file = io.BytesIO()
     Image.fromarray(np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=np.uint16)).save(file, form)
     rgb = np.asarray(decode(file.getvalue(), "a").convert("RGB"))
@@ -187,14 +185,17 @@ def test_images_of_16_bits_keep_their_greys(form: str) -> None:
 
 def test_pgm_of_16_bits_keeps_its_greys_and_floats_are_refused() -> None:
     """Pillow opens them as 32-bit integers, and made nearly all pixels white; of floats from 0 to 1 it made black."""
-    from linearize.data.images import decode
-
     values = np.array([[0, 255, 256], [32768, 65280, 65535]], dtype=">u2")
     rgb = np.asarray(decode(b"P5 3 2 65535 " + values.tobytes(), "a.pgm").convert("RGB"))
     assert rgb[:, :, 0].tolist() == [[0, 0, 1], [128, 255, 255]]
     file = io.BytesIO()
     Image.fromarray(np.full((2, 2), 0.5, dtype=np.float32)).save(file, "TIFF")
     with pytest.raises(DataError, match=r"'a\.tif' has floating point pixels"):
+        decode(file.getvalue(), "a.tif")
+    # Integers from 0 to 255 became black.
+    file = io.BytesIO()
+    Image.fromarray(np.full((2, 2), 200, dtype=np.int32)).save(file, "TIFF")
+    with pytest.raises(DataError, match=r"'a\.tif' has 32-bit or signed pixels of unknown range"):
         decode(file.getvalue(), "a.tif")
 
 
@@ -235,6 +236,25 @@ def test_a_damaged_image_is_named(tmp_path: Path, image_processor: Any, content:
     source = load_source(DataConfig(dataset=str(tmp_path), holdout=0, batch_size=1), image_processor, "image")
     with pytest.raises(DataError, match=r"cannot decode image 'broken\.jpg': UnidentifiedImageError"):
         next(source.train_batches())
+
+
+def test_damage_inside_an_image_or_a_zip_file_is_named(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(file, "TIFF")
+    # The place of the pixels has the type of a fraction.
+    damaged = bytearray(file.getvalue())
+    place = damaged.index(struct.pack("<HH", 273, 4))
+    damaged[place + 2] = 5
+    with pytest.raises(DataError, match=r"cannot decode image 'a\.tif': "):
+        decode(bytes(damaged), "a.tif")
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("red/1.png", bytes(1000))
+    content = bytearray(path.read_bytes())
+    content[30 + len("red/1.png")] = 255
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot read image 'red/1\.png' of 'a\.zip': error: Error -3"):
+        ImageFiles(zip_images(path), True, "a").fetch([0])
 
 
 def test_a_processor_that_leaves_sizes_apart_is_refused(classes: Path) -> None:

@@ -41,6 +41,11 @@ def test_every_kind_of_file(write: Write, gpt_tokenizer: Any, ending: str, strea
     assert trained_words(path, gpt_tokenizer, streaming=streaming) == [0, 1, 2, 3, 4, 5]
 
 
+def test_the_mark_before_a_text_of_windows_is_no_text(write: Write) -> None:
+    records, _ = open_records(write("a.txt", "\ufeffw1\r\nw2\r\n"), DataConfig(), "text")
+    assert [example.value for example in records.fetch([0, 1])] == ["w1", "w2"]
+
+
 def test_parquet(tmp_path: Path, gpt_tokenizer: Any) -> None:
     from datasets import Dataset
 
