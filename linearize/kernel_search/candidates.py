@@ -100,7 +100,7 @@ class Layout:
 
 
 def lay_out(
-    model: PreTrainedModel, base: Plan, texts: Sequence[str], *, softmax: bool, max_length: int | None = None
+    model: PreTrainedModel, base: Plan, texts: Sequence[str], *, softmax: int, max_length: int | None = None
 ) -> Layout:
     """Plan every candidate for every searched layer.
 
@@ -108,15 +108,21 @@ def lay_out(
         model: the model.
         base: a plan whose converted layers are searched.
         texts: candidates; default ones that do not fit the model are left out.
-        softmax: whether layers may stay softmax.
+        softmax: number of layers that may stay softmax.
         max_length: longest input of the result, for kernels that depend on it.
 
     Raises:
-        ConfigError: if a requested candidate does not fit the model, or there are too few to choose between.
+        ConfigError: if a requested candidate does not fit the model, there are too few to choose between, or all
+            layers may stay softmax.
     """
-    asked = parse_candidates(texts, softmax=softmax)
+    asked = parse_candidates(texts, softmax=softmax > 0)
     candidates = {**asked, **windows_alone(asked)}
     layers = {layer.index: layer for layer in base.converted if layer.index is not None}
+    if softmax >= len(layers):
+        raise ConfigError(
+            f"search: got {len(layers)} layers to search, of which {softmax} may stay softmax; expected at least one "
+            "that must become linear; lower the budget's softmax=N, or search more layers"
+        )
     plans: dict[str, dict[int, LayerPlan]] = {}
     for label, candidate in {**candidates, REFERENCE: (REFERENCE, {})}.items():
         try:

@@ -107,7 +107,7 @@ def search(
         raise ConfigError(f"search: got a converted model ({type(model).__name__}), expected its softmax original")
     check_batches("search", data)
     base = plan or make_plan(model, CARRIER, seed=config.seed)
-    layout = lay_out(model, base, config.candidates, softmax=config.softmax_layers > 0, max_length=max_length)
+    layout = lay_out(model, base, config.candidates, softmax=config.softmax_layers, max_length=max_length)
     accelerator = accelerator or make_accelerator(model)
     if accelerator.distributed_type == DistributedType.FSDP:
         # All candidates and whole plans are tried on a model that every process has.

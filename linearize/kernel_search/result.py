@@ -271,10 +271,11 @@ def reasons(choice: Choice, table: Table) -> dict[int, str]:
             if number in table.weights:
                 text += f", which alone gives the whole model a squared error of {table.weights[number] * least**2:.3g}"
         elif label == best:
+            tried = {x: row[x] for x in table.allowed if x in row}
             others = sorted(
-                (e.error, x) for x, e in row.items() if x != label and e.error is not None and not e.diverged
+                (e.error, x) for x, e in tried.items() if x != label and e.error is not None and not e.diverged
             )
-            text = f"the closest of {len(row)} candidates: error {least:.3g}"
+            text = f"the closest of {len(tried)} candidates: error {least:.3g}"
             text += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
         elif len(set(choice)) == 1:
             text = f"{figures}; the whole model is closest with {label} in every layer"

@@ -108,7 +108,7 @@ class Table:
             rung: the next rung, from 1: after it at most 1 / 2^rung of the candidates are left, but at least two.
         """
         count = max(2, math.ceil(len(self.allowed) / 2**rung))
-        kept_softmax = min(self.softmax, len(self.rows) - 1) / len(self.rows)
+        kept_softmax = self.softmax / len(self.rows)
         # The share of softmax's time that each linear layer may take if all of them take the same share.
         limit = (self.limit - kept_softmax) / (1 - kept_softmax)
         for row in self.rows.values():

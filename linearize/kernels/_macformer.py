@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from linearize.core.registry import KernelInfo, StageOne, option, register_kernel
 from linearize.kernels.base import FeatureMap, Features, Inputs, Output, project
+from linearize.ops.state import is_tracing
 
 EPS = 1e-6
 MOMENTUM = 0.01
@@ -76,10 +77,13 @@ class Standardise(Inputs):
         queries = self._normal(q, self.query_mean, self.query_variance)
         keys = self._normal(k, self.key_mean, self.key_variance)
         if self.training and torch.is_grad_enabled():
-            share = torch.clamp_min(1.0 / (self.batches + 1.0), MOMENTUM)
-            self._learn(q.detach(), self.query_mean, self.query_variance, key_padding_mask, share)
-            self._learn(k.detach(), self.key_mean, self.key_variance, key_padding_mask, share)
-            self.batches.add_(1.0)
+            batch = [*_statistics(q.detach(), key_padding_mask), *_statistics(k.detach(), key_padding_mask)]
+            passed = queries if queries.requires_grad else keys
+            if passed.requires_grad and not is_tracing():
+                # Only in the backward pass, so that gradient checkpointing computes the same numbers again, and once.
+                passed.register_hook(lambda gradient: self._learn(batch))
+            else:
+                self._learn(batch)
         return queries, keys
 
     @staticmethod
@@ -89,15 +93,22 @@ class Standardise(Inputs):
         y = (x - centre[:, None]) * spread[:, None]
         return y / y.norm(dim=-1, keepdim=True).clamp(min=EPS)
 
-    @staticmethod
-    def _learn(x: Tensor, mean: Tensor, variance: Tensor, mask: Tensor | None, share: Tensor) -> None:
-        """Move the statistics towards those of the batch's real tokens."""
-        real = torch.ones_like(x[:, :1, :, :1]) if mask is None else mask[:, None, -x.shape[2] :, None].float()
-        count = real.sum().clamp(min=1.0)
-        batch_mean = (x * real).sum(dim=(0, 2)) / count
-        batch_variance = ((x - batch_mean[:, None]).square() * real).sum(dim=(0, 2)) / count
-        mean.lerp_(batch_mean.to(mean.dtype), share.to(mean.dtype))
-        variance.lerp_(batch_variance.to(mean.dtype), share.to(mean.dtype))
+    @torch.no_grad()
+    def _learn(self, batch: list[Tensor]) -> None:
+        """Move the statistics towards those of a batch."""
+        share = torch.clamp_min(1.0 / (self.batches + 1.0), MOMENTUM)
+        statistics = self.query_mean, self.query_variance, self.key_mean, self.key_variance
+        for statistic, new in zip(statistics, batch, strict=True):
+            statistic.lerp_(new.to(statistic.dtype), share.to(statistic.dtype))
+        self.batches.add_(1.0)
+
+
+def _statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return mean and variance [H, D] of the real tokens of x [B, H, T, D]."""
+    real = torch.ones_like(x[:, :1, :, :1]) if mask is None else mask[:, None, -x.shape[2] :, None].float()
+    count = real.sum().clamp(min=1.0)
+    mean = (x * real).sum(dim=(0, 2)) / count
+    return mean, ((x - mean[:, None]).square() * real).sum(dim=(0, 2)) / count
 
 
 class Rescale(Output):

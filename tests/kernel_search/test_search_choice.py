@@ -92,7 +92,7 @@ def test_one_kernel_everywhere_within_the_limit_is_tried_too():
 def test_why_a_layer_has_its_kernel():
     found = table()
     assert reasons(("a", "d"), found) == {
-        0: "the closest of 4 candidates: error 0.1, next b with 0.2",
+        0: "the closest of 3 candidates: error 0.1, next b with 0.2",
         1: "at 0.05 times softmax's time, error 0.4; a, the closest, has 0.1 at 0.3, more than the budget has for this "
         "layer",
     }
@@ -196,3 +196,10 @@ def test_a_reference_meets_the_budget_that_it_is_shown_with():
     assert found.limit == pytest.approx(0.06674)
     with pytest.raises(ConfigError, match=r"no plan meets cost=0\.06"):
         found.set_limit(SearchConfig(budget="cost=0.06"))
+
+
+def test_the_reason_of_a_layer_counts_only_candidates():
+    """The reference, not a candidate, was its next one: "the closest ...: error 0.3, next hedgehog with 0.1"."""
+    row = {"elu": Entry(0.1, 0.3), "t2r": Entry(0.2, 0.4), "hedgehog": Entry(0.2, 0.1)}
+    table = Table({0: row}, {0: 1.0}, "hedgehog", ("elu", "t2r"))
+    assert reasons(("elu",), table) == {0: "the closest of 2 candidates: error 0.3, next t2r with 0.4"}

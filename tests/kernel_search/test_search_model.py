@@ -95,6 +95,12 @@ def test_other_models_and_a_layer_that_stays_softmax(name):
     assert 0 < plan.error < reference.error and plan.share == pytest.approx((1 + 0.2) / 2)
 
 
+def test_a_budget_that_lets_every_layer_stay_softmax_is_refused(model, data):
+    """The plan of such a search converted nothing, and `convert` refused it."""
+    with pytest.raises(ConfigError, match="got 2 layers to search, of which 2 may stay softmax"):
+        search(model, data, config(budget="softmax=2"))
+
+
 def stopped(report):
     raise KeyboardInterrupt
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from support.kernel_cases import make_inputs, make_mixer, run
+from torch.utils.checkpoint import checkpoint
 
 from linearize.core.errors import ConfigError
 from linearize.core.registry import kernel_info, make_config
@@ -251,6 +253,19 @@ def test_ppsbn_learns_the_statistics_while_training_and_keeps_them():
         run(mixer, q * 9, k, v, mask)
     run(mixer.eval(), q * 9, k, v, mask)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in around.named_buffers())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ppsbn_counts_a_batch_once_under_gradient_checkpointing_whose_gradient_is_the_same(reentrant):
+    gradients = []
+    for checkpointed in (False, True):
+        mixer = make_mixer(kernel_info("macformer_exp"), causal=False).train()
+        inputs = [x.requires_grad_() for x in make_inputs(12)]
+        call = partial(checkpoint, run, use_reentrant=reentrant) if checkpointed else run
+        call(mixer, *inputs)[0].sum().backward()
+        gradients.append([x.grad for x in inputs])
+        assert mixer.inputs.batches.item() == 1
+    assert all(map(torch.equal, *gradients))
 
 
 def test_ppsbn_rescales_with_the_sign_kept():
