@@ -105,10 +105,9 @@ class LinearStateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate nothing: the mixer creates the state."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Empty keys, because some hosts count a layer's keys (Mllama) or read those of a row (Whisper).
-        rows, heads = key_states.shape[:2]
-        self.keys = key_states.new_empty(rows, heads, 0, key_states.shape[3])
-        self.values = value_states.new_empty(rows, heads, 0, value_states.shape[3])
+        # Empty keys, because some hosts count a layer's keys (Mllama) or read those of a row (Whisper). Keys of size 0
+        # mark a cache that was rebuilt from them.
+        self.keys, self.values = (x.new_empty(*x.shape[:2], 0, 0) for x in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -300,17 +299,7 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
             cache with states and lost them.
     """
     if isinstance(cache, EncoderDecoderCache):
-        across, cache = cache.cross_attention_cache.layers, cache.self_attention_cache
-        if index is not None and index < min(len(cache.layers), len(across)):
-            layer = cache.layers[index]
-            keys = getattr(layer, "keys", None) if isinstance(layer, DynamicLayer) else None
-            # Whisper's `generate` rebuilds the cache that it returns from each row's keys, and a state has none.
-            if getattr(across[index], "is_initialized", False) and keys is not None and keys.shape[2] == 0:
-                raise ConfigError(
-                    "got a generation cache without any keys, which was rebuilt from a cache of linear attention and "
-                    "lost its state; generation cannot be resumed from it: pass all tokens again, without "
-                    "past_key_values"
-                )
+        cache = cache.self_attention_cache
     layers = getattr(cache, "layers", None) or []
     if index is None:
         bad = next((layer for layer in layers if isinstance(layer, StaticLayer)), None)
@@ -320,6 +309,13 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
     elif hasattr(layers[index], "store"):
         return layers[index]
     else:
+        keys = getattr(layers[index], "keys", None)
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[3] == 0:
+            # From each layer's keys, as in Whisper's `generate`; a state has none.
+            raise ConfigError(
+                "got a generation cache without any keys, which was rebuilt from a cache of linear attention and lost "
+                "its state; generation cannot be resumed from it: pass all tokens again, without past_key_values"
+            )
         bad = layers[index] if layers[index].is_compileable or layers[index].is_sliding else None
     if bad is not None:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -64,14 +65,27 @@ def keep_all_keys(model: PreTrainedModel, cache: Cache) -> bool:
     return bool(windows)
 
 
-def check_generation(generation_config: GenerationConfig) -> None:
+def check_generation(generation_config: GenerationConfig, saved: GenerationConfig | None) -> None:
     """Check that the generation options do not ask for a cache that a running sum cannot replace.
 
+    If only the model's own config asks for it, as the original's may, it is ignored with a warning.
+
+    Args:
+        generation_config: options of the generation, changed in place.
+        saved: the model's own config.
+
     Raises:
-        ConfigError: if they do.
+        ConfigError: if the caller asks for such a cache.
     """
     kind = generation_config.cache_implementation
-    if kind not in (None, "dynamic"):
+    if kind not in (None, "dynamic") and saved is not None and kind == saved.cache_implementation:
+        warnings.warn(
+            f"generation_config.json has cache_implementation={kind!r}, which is ignored: linear attention has its "
+            "own cache, whose size does not grow with the context",
+            stacklevel=2,
+        )
+        generation_config.cache_implementation = None
+    elif kind not in (None, "dynamic"):
         raise ConfigError(
             f"got cache_implementation={kind!r}, but a model with linear attention has its own cache, whose size "
             "does not grow with the context; leave the argument out"

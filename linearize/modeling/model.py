@@ -140,7 +140,7 @@ class LinearizedModel(_Original):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        check_generation(generation_config)
+        check_generation(generation_config, getattr(self, "generation_config", None))
         if not isinstance(self, LinearizedModel):
             # Kyutai STT binds this function to its codec.
             prepare: Any = transformers.GenerationMixin._prepare_cache_for_generation

@@ -175,6 +175,26 @@ def test_what_cannot_work_is_refused_before_the_first_token(options, message):
         causal("gpt2").generate(**prompts(batch=1, padded=False), **GREEDY, **options)
 
 
+def test_a_static_cache_that_the_original_asked_for_is_left_out():
+    model, inputs = causal("gpt2"), prompts(batch=1, padded=False)
+    expected = model.generate(**inputs, **GREEDY)
+    model.generation_config.cache_implementation = "static"
+    with pytest.warns(UserWarning, match="generation_config.json has cache_implementation='static', which is ignored"):
+        assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+    assert model.generation_config.cache_implementation == "static"
+
+
+@pytest.mark.parametrize("in_steps", [True, False])
+def test_a_cache_copied_key_by_key_is_refused(in_steps):
+    model, ids = causal("llama", keep_softmax=[0]), prompts(padded=False)["input_ids"]
+    pairs = [(layer.keys, layer.values) for layer in model(ids[:, :5]).past_key_values.layers]
+    copy = DynamicCache() if in_steps else DynamicCache(pairs)
+    for index, pair in enumerate(pairs if in_steps else ()):
+        copy.update(*pair, index)
+    with pytest.raises(ConfigError, match="got a generation cache without any keys, which was rebuilt"):
+        model(ids[:, 5:], past_key_values=copy)
+
+
 def test_continuous_batching_is_refused_before_it_starts():
     model = causal("llama")
     for call in (lambda: model.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=2), model.init_continuous_batching):
