@@ -69,8 +69,10 @@ def run(args: argparse.Namespace, out: Screen) -> object:
                     share = ", softmax is not above chance"
                 out.print(f"{row['cell']}: score {row['score']:.4f}{share}")
 
-    kept = f"finished stages are in {folder}; continue with --resume"
-    with at_work(out, "opening the run", lambda: kept, announce) as work:
+    def kept() -> str:
+        return f"finished stages are in {folder}; continue with --resume" if Path(folder).exists() else ""
+
+    with at_work(out, "opening the run", kept, announce) as work:
         rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=work)
     out.print(results_table(make_table(recipe, name, rows)))
     out.print(f"Results: {folder}/results.jsonl")

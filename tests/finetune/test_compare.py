@@ -171,6 +171,8 @@ def test_the_paired_difference():
     # The scores vary together, so that their difference does not.
     assert found.value == pytest.approx(0.2) and found.interval == pytest.approx((0.2, 0.2)) and not found.within_noise
     assert score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, dataclasses.replace(theirs, units=9)) is None
+    # It said "a is nan points worse than b (95 % interval of the difference: +nan to +nan)."
+    assert score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, measured(math.nan, [math.nan] * 3)) is None
     noisy = score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, measured(0.7, [0.9, 0.7, 0.6]))
     assert noisy.within_noise and noisy.sentence.endswith("within the noise.")
 
