@@ -244,9 +244,11 @@ def at_work(
     """
     work = Work(out, what, also)
     try:
-        with work.beat, on_interrupt(kept):
+        with work.beat:
+            # Nothing was written yet, and `kept` may refer to the value that this function has not yielded yet.
             work.now(what)
-            yield work
+            with on_interrupt(kept):
+                yield work
     finally:
         work.progress.stop()
 

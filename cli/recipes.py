@@ -40,14 +40,14 @@ def recipes(args: argparse.Namespace, out: Screen) -> object:
 
 def run(args: argparse.Namespace, out: Screen) -> object:
     """Run the recipe, or show its cells."""
-    from linearize.jobs.recipes.run import CellDone, CellStarted, check_data, run_recipe
+    from linearize.jobs.recipes.run import CellDone, CellStarted, check_data, chosen_cells, run_recipe
 
     recipe = load_recipe(args.recipe, args.changes)
     name = Path(args.recipe).stem
     if args.dry_run:
         check_data(recipe)
+        planned = chosen_cells(recipe, args.only)
         if not args.json:
-            planned = cells(recipe)
             print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
             out.print(f"\n{name}: {len(planned)} cells, flow {recipe.flow}. {recipe.needs}")
             for cell in planned:
@@ -69,8 +69,10 @@ def run(args: argparse.Namespace, out: Screen) -> object:
                     share = ", softmax is not above chance"
                 out.print(f"{row['cell']}: score {row['score']:.4f}{share}")
 
-    kept = f"finished stages are in {folder}; continue with --resume"
-    with at_work(out, "opening the run", lambda: kept, announce) as work:
+    def kept() -> str:
+        return f"finished stages are in {folder}; continue with --resume" if Path(folder).exists() else ""
+
+    with at_work(out, "opening the run", kept, announce) as work:
         rows = run_recipe(recipe, folder, resume=args.resume, only=args.only, on_event=work)
     out.print(results_table(make_table(recipe, name, rows)))
     out.print(f"Results: {folder}/results.jsonl")

@@ -222,7 +222,7 @@ class Sides:
         Sides with other rows (windows of another length) are left out.
         """
         task, differences = self.task, []
-        for other in (read for read in self.read if read is not ours):
+        for other in (read for read in self.read if read is not ours and _same_rows(read, ours)):
             names, pair = (ours.result.name, other.result.name), (ours.measured, other.measured)
             balanced = (ours.measured.balanced, other.measured.balanced)
             differences.append(score_difference(task, ", ".join(task.score), *names, *pair))
@@ -230,10 +230,10 @@ class Sides:
         return tuple(difference for difference in differences if difference is not None)
 
     def times(self) -> Times:
-        """Time all sides in turns on some short and long rows; also measure memory if `memory` is set."""
+        """Time the sides that read the rows of the first one, in turns; also measure memory if `memory` is set."""
         self.on_event(Started("timing all sides in turns"))
-        timed = [read for read in self.read if read.without is None]
-        # Some rows that all sides have, spread over the lengths; fewer if rows are long.
+        timed = [read for read in self.read if read.without is None and _same_rows(read, self.read[0])]
+        # Some short and some long rows, spread over the lengths; fewer if rows are long.
         count = min(len(read.data.validation) for read in timed)
         lengths = [0] * count
         if self.task.modality == "text":
@@ -272,6 +272,12 @@ class Sides:
                 model(**batch)
 
         return forward
+
+
+def _same_rows(one: Read, other: Read) -> bool:
+    """Tell whether two sides read the same rows: windows of another length are other rows, even if equally many."""
+    sides = [(read.measured.units, *map(read.data.facts.get, ("context", "stride"))) for read in (one, other)]
+    return sides[0] == sides[1]
 
 
 def _notes(name: str, model: PreTrainedModel, data: TaskData, length: int) -> str | None:
@@ -406,6 +412,13 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
                 sides.measure(CHUNKS, compared, pieces)
             elif not original.data.chunkable and not original.data.facts.get("cut_share"):
                 skipped = None
+        if not _same_rows(ours, original):
+            theirs, mine = original.result.max_length, ours.result.max_length
+            same = "" if theirs == mine else f"; --max-length {theirs} gives both the same windows"
+            skipped = (
+                f"The original reads other rows (windows of {theirs:,} tokens; this model: {mine:,}), so neither "
+                f"differences nor times can be compared{same}."
+            )
     results = tuple(read.result for read in sides.read)
     failed = ", ".join(result.name for result in results if not result.learned)
     notes = [f"Not above chance: {failed}." if failed else None, *(result.note for result in results), skipped]

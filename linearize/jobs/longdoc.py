@@ -23,6 +23,7 @@ from linearize.checkpoint.ownership import remove_parts
 from linearize.conversion.positions import extend_positions
 from linearize.core.errors import CheckpointError, ConfigError, interrupted_run
 from linearize.core.options import name_of, recorded
+from linearize.core.parsing import finite
 from linearize.jobs import evaluate
 from linearize.jobs.config import AlignJob, ConvertJob
 from linearize.jobs.convert import align_checkpoint, check_kernel, convert_checkpoint, make_plan
@@ -123,8 +124,8 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
             for name in (ORIGINAL, LINEAR):
                 shutil.copytree(work / name, fresh / name)
             for file, content in ((RESULTS, values), (TIMES, timed)):
-                (fresh / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        with contextlib.suppress(CheckpointError):
+                (fresh / file).write_text(json.dumps(finite(content), indent=2) + "\n", encoding="utf-8")
+        with contextlib.suppress(CheckpointError, OSError):
             remove(job, work)
     on_event(Saved(target))
     return result

@@ -117,7 +117,7 @@ def reserved(job: StageOneJob | AlignJob | TuneJob) -> Iterator[None]:
     replaces = job.overwrite or getattr(job, "in_place", False)
     if resume and not replaces and (user_path(target) / "config.json").is_file():
         raise CheckpointError(
-            f"output {target!r} holds a finished model, so there is nothing to resume; to run again, choose another "
+            f"output {str(target)!r} holds a finished model, so there is nothing to resume; to run again, choose another "
             "folder or pass --overwrite"
         )
     check_target(target, overwrite=job.overwrite, sources=sources)
@@ -220,8 +220,8 @@ def clear_states(job: TrainingJob) -> None:
 def drop_states(job: TrainingJob) -> None:
     """Remove the states of a finished run, in the main process."""
     for folder in states_of(job) if is_main() else []:
-        # A folder that holds something else is kept.
-        with contextlib.suppress(CheckpointError):
+        # A folder that holds something else, or that cannot be removed, is kept.
+        with contextlib.suppress(CheckpointError, OSError):
             folder.remove()
 
 

@@ -149,6 +149,10 @@ class EvaluateJob(Job):
                 f"options, chunk_length: got {self.chunk_length}, but only an original is read in chunks; give "
                 "--compare ORIGINAL, without --no-chunks"
             )
+        if self.memory and self.compare is None:
+            raise ConfigError(
+                "options, memory: got true, but memory is measured only in a comparison; give --compare ORIGINAL"
+            )
 
     @staticmethod
     def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

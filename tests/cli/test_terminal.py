@@ -464,6 +464,18 @@ def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatc
     assert code == 130 and f"continue with: linearize push {folders / 'linear'} alice/linear" in err
 
 
+def test_ctrl_c_before_the_work_begins(tmp_path, capsys, monkeypatch):
+    """It ended in a NameError about `work`; and a run without a folder had "finished stages in" it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("linearize.jobs.recipes.run.run_recipe", interrupt)
+    monkeypatch.setattr(_progress.Heartbeat, "_run", lambda self: None)
+    assert run(capsys, "run", "pixels-small")[2].strip() == "linearize: interrupted: nothing was written"
+    monkeypatch.setattr(_progress.Work, "now", interrupt)
+    for line in ("convert bert", "demo"):
+        code, _, err = run(capsys, *line.split())
+        assert code == 130 and err.strip() == "linearize: interrupted: nothing was written"
+
+
 def test_ctrl_c_in_reports_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("linearize.evaluation.report.inputs.load_inputs", interrupt)
     for verb, names in (("report", ["linear"]), ("compare", ["linear", "linear2"])):

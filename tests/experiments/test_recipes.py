@@ -153,6 +153,8 @@ def load(tiny, write, **changes):
         # Scratch runs took the column as the task to train on first, and the table's averages replaced the other one.
         ({"tasks": {"pretrain": {"task": "cola"}}}, r"the name 'pretrain' is taken; give the task another name"),
         ({"tasks": {"average": {"task": "cola"}}}, r"the name 'average' is taken; give the task another name"),
+        # The table took the row as the level of chance, and computed recovered shares with it.
+        ({"kernels": [{"name": "elu", "label": "chance"}]}, r"kernels\[0\]: label: the name 'chance' is taken; give"),
         (
             {"kernels": [{"name": "elu", "label": "a/b"}, {"name": "elu", "label": "a b"}]},
             r"two cells are called 'a_b-cola-s0'; give a row or a task another name",

@@ -88,6 +88,10 @@ def test_run_and_results(tiny, write, tmp_path, capsys):
     name, folder = write(tiny), tmp_path / "run"
     code, out, _ = out_of(capsys, "run", name, "tasks=[cola]", "--dry-run")
     assert code == 0 and "2 cells" in out and "elu-cola-s0: matthews" in out and not folder.exists()
+    code, out, _ = out_of(capsys, "run", name, "--dry-run", "--only", "elu-*", "--only", "*-cola-s0")
+    assert code == 0 and "3 cells" in out and "softmax-mrpc-s0" not in out
+    code, _, err = out_of(capsys, "run", name, "--dry-run", "--only", "cola")
+    assert code == 2 and "only: got 'cola', which matches no cell" in err
     code, out, err = out_of(capsys, "run", name, "tasks=[cola]", "--output", folder)
     assert code == 0, err
     assert "[1/2] softmax-cola-s0" in out and "| 58.8" in out

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 from support.forks import in_forked_process
-from support.tasks import WORDS, no_rows, resampled_scores, word_tokenizer, write
+from support.tasks import WORDS, causal_folder, no_rows, resampled_scores, word_tokenizer, write
 from support.tiny import SMALLER, converted, original
 
 import linearize
@@ -136,6 +136,31 @@ def test_tasks_that_are_not_read_as_chunks(place, few_draws):
     assert len(found.sides) == 2 and found.sides[1].cut_share == 1.0 and "not read one text per row" in found.notes[-1]
 
 
+def test_windows_of_another_length_are_other_rows(tmp_path, few_draws):
+    """Two windows of 20 tokens were paired with two of 12, and a longer window counted as a slower model."""
+    causal_folder(tmp_path / "short", 12)
+    causal_folder(tmp_path / "long", 20)
+    for split in ("train", "validation"):
+        write(tmp_path / "set" / f"{split}.jsonl", [{"text": " ".join(WORDS[number % 9] for number in range(21))}])
+    options = {"task": "causal-lm", "dataset": str(tmp_path / "set"), "device": "cpu"}
+    model, original = str(tmp_path / "long"), str(tmp_path / "short")
+    found = evaluate_checkpoint(EvaluateJob.of(model=model, compare=original, max_length=20, **options))
+    assert [side.max_length for side in found.sides] == [20, 12] and found.facts["rows"] == 2
+    assert found.differences == () and [one.name for one in found.times.sides] == ["this model"]
+    assert found.notes[-1] == (
+        "The original reads other rows (windows of 12 tokens; this model: 20), so neither differences nor times can be "
+        "compared; --max-length 12 gives both the same windows."
+    )
+    found = evaluate_checkpoint(EvaluateJob.of(model=model, compare=original, max_length=12, **options))
+    assert len(found.differences) == 1 and len(found.times.sides) == 2 and found.notes == ()
+
+
+def test_memory_is_measured_in_a_comparison_only(place):
+    """`--memory` without `--compare` measured nothing, without a word."""
+    with pytest.raises(ConfigError, match="memory: got true, .* give --compare ORIGINAL"):
+        job(place, memory=True)
+
+
 def measured(scores, resampled):
     return Measured(metrics={}, score=scores, rows=10, units=10, resampled=np.array(resampled))
 
@@ -146,6 +171,8 @@ def test_the_paired_difference():
     # The scores vary together, so that their difference does not.
     assert found.value == pytest.approx(0.2) and found.interval == pytest.approx((0.2, 0.2)) and not found.within_noise
     assert score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, dataclasses.replace(theirs, units=9)) is None
+    # It said "a is nan points worse than b (95 % interval of the difference: +nan to +nan)."
+    assert score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, measured(math.nan, [math.nan] * 3)) is None
     noisy = score_difference(TASKS["sst2"], "accuracy", "a", "b", ours, measured(0.7, [0.9, 0.7, 0.6]))
     assert noisy.within_noise and noisy.sentence.endswith("within the noise.")
 

@@ -8,6 +8,7 @@ the inputs: it excludes 0 exactly when Fisher's paired randomisation test reject
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,7 +56,7 @@ class SideDifference:
 def score_difference(
     task: Task, by: str, side: str, minus: str, ours: Score | None, theirs: Score | None
 ) -> SideDifference | None:
-    """Return the difference of two models' task scores; None if they were not measured on the same rows.
+    """Return the difference of two models' task scores; None if it is undefined, or if their rows differ.
 
     Args:
         task: the task.
@@ -69,8 +70,11 @@ def score_difference(
 
     if ours is None or theirs is None or ours.units != theirs.units:
         return None
+    value = ours.score - theirs.score
+    if math.isnan(value):
+        return None
     # Both were resampled over the same units.
-    value, (low, high) = ours.score - theirs.score, percentiles(ours.resampled - theirs.resampled)
+    low, high = percentiles(ours.resampled - theirs.resampled)
     noise = low <= 0 <= high
     scale, digits = (100, 2) if task.percent else (1, 3)
     better = "better" if (value < 0) == task.lower_is_better else "worse"

@@ -18,13 +18,11 @@ from linearize.core.errors import DataError
 from linearize.core.options import read_values
 from linearize.core.parsing import parse_json, user_path, write_file
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
-from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
+from linearize.jobs.recipes.schema import CHANCE, FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import recovery
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
-CHANCE = "chance"
-"""Name of the table's row with the best scores of answers that ignore the input."""
 
 
 @dataclass(frozen=True)

@@ -78,15 +78,8 @@ def run_recipe(
     folder = Path(output)
     check_data(recipe)
     device = check_device(recipe.device)
-    table = cells(recipe)
-    for pattern in only:
-        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
-            raise ConfigError(
-                f"only: got {pattern!r}, which matches no cell, expected a pattern of names such as {table[0].key!r}; "
-                "--dry-run lists the cells"
-            )
+    table, chosen = cells(recipe), chosen_cells(recipe, only)
     _open_folder(recipe, folder, resume)
-    chosen = [cell for cell in table if not only or any(fnmatch.fnmatchcase(cell.key, one) for one in only)]
     rows = {row["cell"]: row for row in repair(folder)}
     runner = Runner(recipe, folder, device, on_event)
     for number, cell in enumerate(table, start=1):
@@ -110,6 +103,22 @@ def run_recipe(
             if path.is_dir():
                 remove_weights(path)
     return [rows[cell.key] for cell in table if cell.key in rows]
+
+
+def chosen_cells(recipe: Recipe, only: Sequence[str]) -> list[Cell]:
+    """Return the cells whose names match one of the patterns; all cells without patterns.
+
+    Raises:
+        ConfigError: for a pattern that matches no cell.
+    """
+    table = cells(recipe)
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
+            raise ConfigError(
+                f"only: got {pattern!r}, which matches no cell, expected a pattern of names such as {table[0].key!r}; "
+                "--dry-run lists the cells"
+            )
+    return [cell for cell in table if not only or any(fnmatch.fnmatchcase(cell.key, one) for one in only)]
 
 
 def check_data(recipe: Recipe) -> None:

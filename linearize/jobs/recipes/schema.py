@@ -23,6 +23,9 @@ distil and align, without labels."""
 
 SOFTMAX = "softmax"
 
+CHANCE = "chance"
+"""Name of the table's row with the best scores of answers that ignore the input."""
+
 TILE = "tile"
 
 FREE = ("device", "data", "keep_models", "needs", "paper", "differs", "figures", "summary")
@@ -119,6 +122,8 @@ class Row(Kernel):
         for name in self.rows:
             if name not in known:
                 raise ConfigError(f"rows: {unknown_name(f'key of the rows of {self.name}', name, known)}")
+        if self.called == CHANCE:
+            raise ConfigError(f"label: the name {CHANCE!r} is taken; give the row another label")
         if self.rows and self.called == SOFTMAX:
             raise ConfigError("rows: a softmax row with its own rows needs its own label; add one")
 
