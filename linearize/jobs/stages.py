@@ -21,7 +21,7 @@ from linearize.core.parsing import user_path
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
-from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, StepDone
+from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, Started, StepDone
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
@@ -290,6 +290,7 @@ def run_alignment(context: Context, config: AlignConfig) -> None:
     """Train the whole model to match its teacher."""
     if (how := pooling(context.loaded.embedder)[0]) != "mean":
         config = replace(config, pooling=how)
+    context.on_event(Started("comparing with the original"))
     with _reporter(context, "alignment") as on_step:
         model, teacher = context.loaded.model, context.teacher
         context.alignment = align(model, context.source, config, teacher=teacher, on_step=on_step)

@@ -1,6 +1,7 @@
 """Stage one on tiny models: it learns, stops, recovers, and changes nothing but the kernels."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from support.training import ALIGN, Fixed, batches, sharp
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError, DataError, TrainingError
+from linearize.training.alignment import loop as alignment
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.stage_one import DistillConfig
+from linearize.training.stage_one import DistillConfig, loop, run
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.loss import Targets
 from linearize.training.stage_one.observer import layer_loss
@@ -92,6 +94,29 @@ def test_every_step_is_told():
         (4, 4, False),
     ]
     assert all(len(report.losses) == 2 and report.loss == sum(report.losses.values()) / 2 for report in told)
+
+
+@pytest.mark.parametrize("stage", ["stage one", "alignment"])
+def test_measuring_the_start_says_nothing_about_the_time_left(stage, monkeypatch):
+    clock, told = [0.0], []
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def passes(seconds, measured):
+        def after(*args, **kwargs):
+            clock[0] += seconds
+            return measured(*args, **kwargs)
+
+        return after
+
+    monkeypatch.setattr(loop, "measure_layers", passes(1000, loop.measure_layers))
+    monkeypatch.setattr(alignment, "measure", passes(1000, alignment.measure))
+    model = sharp("bert")
+    data, train, config = Fixed(batches(model)), distill, DistillConfig(steps=4, eval_every=9)
+    if stage == "alignment":
+        train, config = align, AlignConfig(steps=4, eval_every=9, blockwise=1.0)
+    result = train(model, data, config, on_step=passes(1, told.append))
+    assert [step.seconds for step in told] == [0, 1, 2, 3] and result.seconds == 4
+    assert [step.left for step in told] == [0, 1, 2 / 3, 0]
 
 
 def test_data_without_batches_is_refused():

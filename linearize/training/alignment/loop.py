@@ -280,7 +280,8 @@ class _Run(Run):
                         saved = None
                         self.train(held_out)
                     done += steps
-                best_step, after = done - steps + self.progress.best_step, measure(self.objective, held_out)
+                seconds, best_step = self.seconds, done - steps + self.progress.best_step
+                after = measure(self.objective, held_out)
                 if not after.loss < before.loss:
                     trainer.restore(first)
                     best_step, after = 0, before
@@ -288,7 +289,7 @@ class _Run(Run):
                 if config.train == "lora":
                     merge_lora(student)
         stopped = self.progress.stopped
-        return AlignResult(len(self.history), best_step, stopped, before, after, self.history, self.seconds, self.state)
+        return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds, self.state)
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
         config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1

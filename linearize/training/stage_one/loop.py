@@ -168,13 +168,14 @@ class _Run(Run):
                 start = trainer.evaluate(held_out)
             self.begin(0, 0, self.config.steps, trainer, saved, start)
             self.train(held_out)
+        seconds = self.seconds
         after = measure_layers(passed, held_out)
         if passed is not model:
             # The kernels were on the accelerator: move them back to the device of the rest of the given model.
             move(model, home)
         steps, done = len(self.history), self.progress
         return DistillResult(
-            steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, self.seconds, self.state
+            steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, seconds, self.state
         )
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:

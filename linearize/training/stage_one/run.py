@@ -141,7 +141,7 @@ class Report:
         losses: the losses by layer, block or term.
         held_out: the held-out loss, at the steps that evaluate it.
         learning_rate: learning rate of the first group of weights.
-        seconds: seconds since the start, including those before a resumed run was interrupted.
+        seconds: seconds of training, including those before a resumed run was interrupted.
     """
 
     step: int
@@ -209,7 +209,7 @@ class Run(ABC):
     """Name of the current weights in a state."""
     report: type[Report]
     """Class of the reports."""
-    trainer: Any
+    trainer: Any = None
     progress: Progress
     best_weights: dict[str, Tensor]
 
@@ -225,7 +225,7 @@ class Run(ABC):
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start, including those before a resumed run was interrupted."""
+        """Seconds since the first part began, including those before a resumed run was interrupted."""
         return self.earlier + time.perf_counter() - self.start
 
     def identify(self, model: nn.Module) -> None:
@@ -300,6 +300,9 @@ class Run(ABC):
             saved: state to resume from; None for a new part.
             start: a new part's held-out loss before its first step.
         """
+        if self.trainer is None:
+            # What was measured so far says nothing about the time of a step.
+            self.start = time.perf_counter()
         self.number, self.before, self.steps, self.trainer = number, before, steps, trainer
         self.best_weights = trainer.snapshot()
         if saved is None:

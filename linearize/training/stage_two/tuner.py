@@ -432,7 +432,7 @@ class Hooks(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Note the first step, which is a later one in a resumed run; keep the start of a run that is not resumed."""
-        self.start, self.first = time.perf_counter(), state.global_step
+        self.first = state.global_step
         if self.first and state.best_global_step is not None:
             # transformers would look for it under the path that the run had when it was saved.
             best = Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
@@ -440,6 +440,7 @@ class Hooks(TrainerCallback):
         self.before = float(meter_of(self.trainer).total)
         if self.first == 0 and self.trainer.selection is not None:
             self.trainer.keep_start()
+        self.start = time.perf_counter()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let the epoch decide masks, crops and groups of similar length, so that a resumed run has the same ones."""
