@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,10 +68,24 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
     convertible = [layer for layer in layers if not layer.reason]
     if not convertible:
         raise UnsupportedModelError(_why_none(model, [*layers, *unreached] if layers else [], calls))
+    _name_others(model, calls)
     chosen = choose(model, config, len(convertible))
     numbered = [dataclasses.replace(layer, index=index) for index, layer in enumerate(convertible)]
     found = Plan(type(model).__name__, model.config.model_type, (*layers, *unreached), config.seed)
     return found.with_layers(_decide(layer, *choice) for layer, choice in zip(numbered, chosen, strict=True))
+
+
+def _name_others(model: PreTrainedModel, calls: list[Call]) -> None:
+    """Warn if attentions outside of the body stay softmax: a plan does not list them."""
+    body = model.base_model
+    others = {call.module for call in calls}.difference(body.modules())
+    names = [name for name, module in model.named_modules() if module in others]
+    if names:
+        warnings.warn(
+            f"{type(model).__name__}: {len(names)} attentions outside of its body ({type(body).__name__}) stay softmax "
+            f"({names[0]} ...): only those of the body are converted",
+            stacklevel=4,
+        )
 
 
 def replan(model: PreTrainedModel, base: Plan, chosen: Mapping[int, Choice], *, max_length: int | None = None) -> Plan:

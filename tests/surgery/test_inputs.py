@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from support.tiny import BART, IMAGE, TEXT, original
+from support.tiny import BART, CLIP_TEXT, IMAGE, TEXT, original
 
 import linearize
 from linearize.cli import main
@@ -179,6 +179,18 @@ def test_attention_in_the_head_alone_is_refused_for_that():
     config = transformers.BertConfig(**SMALL, vocab_size=99)
     with pytest.raises(UnsupportedModelError, match=r"attention in its head only \(BertSelfAttention"):
         linearize.plan(Head(config).eval())
+
+
+def test_attentions_of_a_head_that_stay_softmax_are_named():
+    sizes = {"reduce_dim": 16, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 20, "projection_dim": 16}
+    config = transformers.CLIPSegConfig(
+        text_config=CLIP_TEXT, vision_config=IMAGE, **sizes, extract_layers=[0, 1], conditional_layer=0
+    )
+    with pytest.warns(
+        UserWarning, match=r"2 attentions outside of its body .*decoder.layers.0.self_attn \.\.\."
+    ) as caught:
+        plan = linearize.plan(transformers.CLIPSegForImageSegmentation(config).eval())
+    assert len(plan.converted) == len(plan.layers) == 4 and caught[0].filename == __file__
 
 
 def test_an_image_encoder_tells_the_size_of_its_model():

@@ -103,6 +103,13 @@ INLINE void push(char *ring, long count, long bytes, const void *row) {
     memcpy(ring + (count - 1) * bytes, row, bytes);
 }
 
+/* The number of rows at the start of the ring that hold no token, before a new one enters: those need not be shifted, or
+   a window wider than the context would cost as much as a full one. */
+INLINE long empty_rows(const window_t *w, long b) {
+    const uint8_t *mask = w->ring_mask + b * w->size, *first = memchr(mask, 1, w->size);
+    return first ? first - mask : w->size;
+}
+
 /* The priority by which keys compete; NaN loses. */
 INLINE float rank_of(float priority) { return priority != priority ? -INFINITY : priority; }
 
@@ -166,10 +173,11 @@ static void take_up(const call_t *c, const window_t *w, long n, long place, cons
     long b = n / c->key_heads, h = n % c->key_heads;
     long k_bytes = c->keys.size * type_size(c->type), v_bytes = c->value_size * type_size(c->value_type);
     const void *k = token_at(c->k, c->type, c->k_stride, b, h, 0), *v = token_at(c->v, c->value_type, c->v_stride, b, h, 0);
-    push(w->ring_k + n * w->size * k_bytes, w->size, k_bytes, k);
-    push(w->ring_v + n * w->size * v_bytes, w->size, v_bytes, v);
-    push((char *)(w->ring_phi + n * w->size * c->features), w->size, c->features * sizeof(float), phi);
-    push((char *)(w->ring_scale + n * w->size), w->size, sizeof(float), &scale);
+    long empty = empty_rows(w, b), skip = empty ? empty - 1 : 0, first = n * w->size + skip, count = w->size - skip;
+    push(w->ring_k + first * k_bytes, count, k_bytes, k);
+    push(w->ring_v + first * v_bytes, count, v_bytes, v);
+    push((char *)(w->ring_phi + first * c->features), count, c->features * sizeof(float), phi);
+    push((char *)(w->ring_scale + first), count, sizeof(float), &scale);
     if (place >= w->sinks) return;
     memcpy(w->sink_k + (n * w->sinks + place) * k_bytes, k, k_bytes);
     memcpy(w->sink_v + (n * w->sinks + place) * v_bytes, v, v_bytes);
