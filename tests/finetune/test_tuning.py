@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tasks import WORDS, measured, photos, write
+from support.tiny import original
 
 import linearize
 from linearize.checkpoint.loading import load_processor
@@ -601,6 +602,15 @@ def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
         finetune_checkpoint(replace(job, overwrite=True, tune=replace(config, lora=None)))
     with pytest.raises(ConfigError, match="belongs to the unchanged model; choose another output"):
         finetune_checkpoint(replace(job, model=str(target), overwrite=True))
+
+
+@pytest.mark.parametrize("name", ["vit", "clip"])
+def test_low_rank_updates_of_image_models_train_their_head(name):
+    """Their embedding has no single weight: a traceback; and of CLIP's image classifier all weights were trained."""
+    model = original(name, "AutoModelForImageClassification")
+    add_lora(model, LoraConfig(r=2))
+    trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in n}
+    assert trained == {"classifier.weight", "classifier.bias"}
 
 
 def test_kernels_stay_as_they_are_beside_low_rank_updates(bert, glue, tmp_path):
