@@ -57,17 +57,18 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
         ConfigError: if no module fits the targets.
     """
     import peft
+    from torch import nn
 
     targets = target_modules(model, config.targets)
     peft.inject_adapter_in_model(_peft_config(model, config, targets), model)
-    body = f"{model.base_model_prefix}."
+    body: Any = model.base_model
+    # timm's models have their head inside, and of CLIP's image classifiers the body is the whole model.
+    found = body.get_classifier() if hasattr(body, "get_classifier") else getattr(body, "classifier", ())
+    heads = [found] if isinstance(found, nn.Module) else found
+    # A language model's head may be tied to the embedding, which is in the body.
+    frozen = set(body.parameters()).difference(*(head.parameters() for head in heads))
     for name, parameter in model.named_parameters():
-        in_head = not name.startswith(body)
-        parameter.requires_grad_("lora_" in name or ".linear_attention." in name or in_head)
-    # A language model's head may be tied to the embedding, which is not trained.
-    embedding = model.get_input_embeddings()
-    if embedding is not None:
-        embedding.weight.requires_grad_(False)
+        parameter.requires_grad_("lora_" in name or ".linear_attention." in name or parameter not in frozen)
 
 
 def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str], **more: Any) -> Any:
@@ -103,7 +104,9 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" not in name:
             before, kernel, _ = name.partition(".linear_attention.")
-            trained[f"{before}.linear_attention" if kernel else name.partition(".")[0]] = None
+            inside = name.startswith(f"{model.base_model_prefix}.")
+            head = name.rpartition(".")[0] if inside else name.partition(".")[0]
+            trained[f"{before}.linear_attention" if kernel else head] = None
     whole = list(trained)
     tensors = {name.replace(".default.", "."): value for name, value in model.state_dict().items() if ".lora_" in name}
     for module in whole:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.scripts import script
 from support.tasks import WORDS, measured, write
+from transformers import EarlyStoppingCallback, TrainerControl
 
 from linearize.checkpoint.loading import load_processor
 from linearize.core.errors import DataError
@@ -182,8 +183,7 @@ def test_early_stopping_looks_at_the_held_out_rows(bert, glue, tmp_path):
     lowest = min(measured, key=lambda entry: entry["eval_selection"])
     most = lowest["eval_selection"] + lowest["eval_selection_error"]
     kept = [entry for entry in measured if entry["eval_selection"] <= most][-1]
-    before, first, second = (entry["eval_selection"] for entry in measured[-3:])
-    assert result.stopped == "early stopping" and before < first < second
+    assert result.stopped == "early stopping" and lowest is measured[-3]
     assert (result.best_step, result.selection["value"]) == (kept["step"], kept["eval_selection"])
 
 
@@ -207,7 +207,24 @@ def test_the_latest_state_within_one_standard_error_is_kept(losses, errors, kept
         state.global_step = step
         if step:
             Tuner._determine_best_metric(trainer, entry, None)
-    assert (state.best_global_step, state.best_metric) == (kept, losses[kept])
+    assert (state.best_global_step, state.best_metric) == (kept, min(losses))
+
+
+def test_patience_compares_with_the_lowest_loss():
+    """Compared with the kept state's loss, which rises within the error, losses that go up and down never stopped."""
+    losses = (0.7, 0.5, 0.52, 0.51, 0.52, 0.51)
+    state = SimpleNamespace(log_history=[], global_step=0, best_metric=losses[0], best_global_step=0)
+    trainer, stopping = SimpleNamespace(state=state, selection=[]), EarlyStoppingCallback(3)
+    args = SimpleNamespace(greater_is_better=False, metric_for_best_model="selection")
+    control = TrainerControl()
+    for step, loss in enumerate(losses):
+        entry = {"eval_selection": loss, "eval_selection_error": 0.05}
+        state.log_history.append({**entry, "step": step})
+        state.global_step = step
+        if step and not control.should_training_stop:
+            stopping.on_evaluate(args, state, control, entry)
+            Tuner._determine_best_metric(trainer, entry, None)
+    assert control.should_training_stop and state.best_global_step == 4
 
 
 def test_the_script_that_compares_rules_knows_the_rule(bert, glue, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tasks import WORDS, measured, photos, write
+from support.tiny import original
 
 import linearize
 from linearize.checkpoint.loading import load_processor
@@ -41,6 +43,7 @@ from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.task_types.language import strided
 from linearize.training.stage_two.tasks import TASKS, recovery, task
 from linearize.training.stage_two.trainer import finetune
+from linearize.training.stage_two.tuner import Tuner
 
 SHORT = DataOptions(max_length=16)
 FAST = TuneConfig(learning_rate=5e-3, batch_size=16, epochs=2, log_every=2)
@@ -601,6 +604,51 @@ def test_a_kept_adapter_is_what_peft_reads(kernel, bert, glue, tmp_path):
         finetune_checkpoint(replace(job, overwrite=True, tune=replace(config, lora=None)))
     with pytest.raises(ConfigError, match="belongs to the unchanged model; choose another output"):
         finetune_checkpoint(replace(job, model=str(target), overwrite=True))
+
+
+@pytest.mark.parametrize("name", ["vit", "clip"])
+def test_low_rank_updates_of_image_models_train_their_head(name):
+    """Their embedding has no single weight: a traceback; and of CLIP's image classifier all weights were trained."""
+    model = original(name, "AutoModelForImageClassification")
+    add_lora(model, LoraConfig(r=2))
+    trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in n}
+    assert trained == {"classifier.weight", "classifier.bias"}
+
+
+def test_a_single_step_trains(bert, glue, tmp_path):
+    """The first rate of a warm-up is 0: one step, or one pass over few rows, changed no weight."""
+    data = data_for("cola", bert, glue)
+    model = load_for_task(bert, data)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    finetune(model, data, TuneConfig(learning_rate=1e-2, batch_size=64, epochs=1, **LAST), folder=tmp_path / "work")
+    assert sum(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()) > 20
+
+
+def test_an_infinite_gradient_in_fp16_is_a_step_left_out(bert, glue, tmp_path):
+    """The first scale of the loss is often too large; such a step in the log ended the run."""
+    data = data_for("cola", bert, glue)
+    logs = {"loss": 0.7, "grad_norm": math.inf}
+    tuner = Tuner(load_for_task(bert, data), data, TuneConfig(), tmp_path)
+    for scale in (None, 0.5):
+        tuner.accelerator.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        with pytest.raises(TrainingError, match="grad_norm is inf before the first step"):
+            tuner.log(logs)
+    tuner.accelerator.scaler = torch.amp.GradScaler("cpu")
+    tuner.log(logs)
+    with pytest.raises(TrainingError, match="loss is nan"):
+        tuner.log({**logs, "loss": math.nan})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"betas": (0.9, 1.0)}, r"betas: got \(0.9, 1.0\), expected two numbers from 0 to below 1"),
+        ({"schedule": "polynomial", "learning_rate": 0.0}, "learning_rate: got 0.0, expected more than 1e-07"),
+    ],
+)
+def test_values_that_the_optimizer_or_the_schedule_refuses(values, words):
+    with pytest.raises(ConfigError, match=words):
+        TuneConfig(**values)
 
 
 def test_kernels_stay_as_they_are_beside_low_rank_updates(bert, glue, tmp_path):

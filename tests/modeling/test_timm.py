@@ -23,6 +23,7 @@ from linearize.checkpoint.loading import load_model
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, UnsupportedModelError
 from linearize.fidelity.teacher import run_body
+from linearize.training.adapters import LoraConfig, adapter_files, add_lora
 from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.save import save_model
 
@@ -89,6 +90,20 @@ def test_compiled(name):
     compiled = torch.compile(converted, fullgraph=True, backend="eager")
     torch.testing.assert_close(outputs(compiled, pixels)[0], outputs(converted, pixels)[0], rtol=0, atol=2e-6)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("name", "heads"), [("vit", {"head"}), ("deit-distilled", {"head", "head_dist"})])
+def test_low_rank_updates_train_the_head_inside(name, heads):
+    """The embedding of images has no single weight, so `--lora` was a traceback for every image model."""
+    model = linearize.convert(wrap(*bare(name)))
+    add_lora(model, LoraConfig(r=2))
+    trained = {n for n, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in n}
+    kernels = {n for n in trained if ".linear_attention." in n}
+    assert kernels and trained - kernels == {f"timm_model.{h}.{n}" for h in heads for n in ("weight", "bias")}
+    files = adapter_files(model, LoraConfig(r=2), "base")
+    asked = json.loads(files["adapter_config.json"])["modules_to_save"]
+    assert {n for n in asked if "linear_attention" not in n} == {f"timm_model.{h}" for h in heads}
+    assert b"timm_model.patch_embed" not in files["adapter_model.safetensors"][:20_000]
 
 
 def test_pooling_attention_stays(tmp_path):

@@ -11,6 +11,8 @@ from linearize.training.adapters import LoraConfig, parse_lora
 from linearize.training.stage_one.config import PRECISIONS
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
+POLYNOMIAL_END = 1e-7
+"""The rate at which transformers' polynomial schedule ends."""
 LARGEST = 1e9
 _amount = partial(option, low=0, below=LARGEST)
 """Declares a rate, a weight or a number of epochs: one of `LARGEST` or more is a typing error."""
@@ -83,6 +85,13 @@ class TuneConfig:
         check(self, "stage two")
         if not self.teacher_hidden_weight and not self.teacher_logits_weight:
             raise ConfigError("stage two, teacher_hidden_weight and teacher_logits_weight: got 0, expected one above")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"stage two, betas: got {self.betas}, expected two numbers from 0 to below 1")
+        if self.schedule == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
+            raise ConfigError(
+                f"stage two, learning_rate: got {self.learning_rate}, expected more than {POLYNOMIAL_END}, where the "
+                "schedule polynomial ends; raise it, or choose another schedule"
+            )
         rate = self.kernel_learning_rate
         if rate is not None and self.freeze_kernels:
             raise ConfigError(f"stage two, kernel_learning_rate: got {rate} and freeze_kernels; drop one of them")

@@ -151,6 +151,8 @@ def _train(
 def _kept(trainer: Tuner) -> dict[str, Any]:
     """Return which state of a run was kept, and how it was chosen, as fields of `TuneResult`."""
     data, state = trainer.data, trainer.state
+    best_step = int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2])
+    losses = {entry["step"]: entry["eval_selection"] for entry in state.log_history if "eval_selection" in entry}
     if data.selection is None:
         by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
     else:
@@ -160,11 +162,11 @@ def _kept(trainer: Tuner) -> dict[str, Any]:
             by = data.type.distance + (f" and {loss} on the labels" if trainer.tune.final_labels_weight else "")
     return {
         "steps": state.global_step,
-        "best_step": int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]),
+        "best_step": best_step,
         "stopped": "early stopping" if state.global_step < state.max_steps else "steps",
         # Measuring adds to the log.
         "history": list(state.log_history),
-        "selection": {"by": by, "on": on, "rows": rows, "value": state.best_metric},
+        "selection": {"by": by, "on": on, "rows": rows, "value": losses.get(best_step, state.best_metric)},
     }
 
 

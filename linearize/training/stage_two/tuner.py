@@ -18,6 +18,7 @@ from accelerate.utils import broadcast
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import ConcatDataset, Sampler
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerCallback
@@ -130,6 +131,12 @@ class Tuner(Trainer):
                 optimizer.add_param_group({**group, "params": in_kernels, "lr": rate})
         return optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """Return the schedule; a single step has no warm-up, whose first rate is 0."""
+        if num_training_steps == 1:
+            self.args.warmup_steps = 0
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
@@ -199,7 +206,10 @@ class Tuner(Trainer):
             self._parts = {}
         super().log(logs, start_time)
         step = self.state.global_step
-        for name in ("loss", "eval_loss", "eval_selection", "grad_norm"):
+        scaler = self.accelerator.scaler
+        # In fp16 an infinite gradient is usual: its step is left out, and the scale of the loss halved.
+        usual = scaler is not None and scaler.get_scale() >= 1
+        for name in ("loss", "eval_loss", "eval_selection", *(() if usual else ("grad_norm",))):
             if not math.isfinite(logs.get(name, 0.0)):
                 when = f"became {logs[name]} by step {step}" if step else f"is {logs[name]} before the first step"
                 raise TrainingError(
@@ -270,7 +280,8 @@ class Tuner(Trainer):
         error = lowest.get("eval_selection_error", 0.0) if lowest["step"] else 0.0
         if metrics["eval_selection"] > lowest["eval_selection"] + error:
             return False
-        self.state.best_metric, self.state.best_global_step = metrics["eval_selection"], self.state.global_step
+        # Early stopping compares with this figure: with that of the kept state, losses that go up and down never end.
+        self.state.best_metric, self.state.best_global_step = lowest["eval_selection"], self.state.global_step
         return True
 
     def keep_start(self) -> None:
