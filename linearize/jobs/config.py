@@ -405,6 +405,6 @@ class DemoJob(Job):
     """Options of `demo`."""
 
     kernel: str = option("hedgehog", "kernel", metavar="NAME")
-    steps: int = option(18, "steps of stage one; the alignment has a sixth as many")
-    tokens: int = option(8192, "length of the long document")
+    steps: int = option(18, "steps of stage one; the alignment has a sixth as many", low=0)
+    tokens: int = option(8192, "length of the long document, in tokens", low=512)
     output: str = option("demo-output", "output folder; an existing one is replaced", metavar="DIR")

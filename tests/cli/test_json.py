@@ -40,7 +40,7 @@ CASES = {
     "push": ("linear alice/linear", {"url"}),
     "report": (f"linear {LOOK} --output e", {"checkpoint", "fidelity", "left_out"}),
     "compare": (f"linear linear2 {LOOK} --output f", {"conversions", "notes"}),
-    "demo": ("--steps 1 --tokens 100 --output g", {"conversion", "comparison"}),
+    "demo": ("--steps 1 --tokens 512 --output g", {"conversion", "comparison"}),
     "completion": ("bash", {"shell", "script"}),
     "native": ("", {"library", "built", "used", "agreement"}),
     "bench": ("--device cpu --lengths 16 --heads 2 --head-dim 8 --repeats 1 --no-memory", {"machine", "rows"}),

@@ -451,13 +451,17 @@ def test_ctrl_c_in_stage_two_says_how_to_go_on(folders, tmp_path, capsys, monkey
 
 def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatch):
     def demo(job, on_event):
-        if job.tokens > 100:
+        if job.tokens > 512:
             on_event(Saved(tmp_path))
         interrupt()
 
     monkeypatch.setattr("linearize.cli.train.run_demo", demo)
     monkeypatch.setattr("linearize.checkpoint.push.push", interrupt)
-    assert "nothing was written" in run(capsys, "demo", "--tokens", 10)[2]
+    assert "nothing was written" in run(capsys, "demo", "--tokens", 512)[2]
+    # It named --max-length, which the demo does not have, after a line about "-1 steps".
+    for word, least in (("tokens", 512), ("steps", 0)):
+        err = run(capsys, "demo", f"--{word}", -1)[2]
+        assert f"options, {word}: got -1, expected a whole number of at least {least}" in err and err.count("\n") == 1
     code, _, err = run(capsys, "demo", "--tokens", 1000, "--output", tmp_path / "made")
     assert code == 130 and f"the converted model is in {tmp_path / 'made'}" in err
     code, _, err = run(capsys, "push", folders / "linear", "alice/linear")

@@ -13,6 +13,7 @@ from support.tiny import SMALLER, original
 
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError
 from linearize.jobs.recipes.recipe import cells, check, load_recipe, plain, recipe_names, resolve
+from linearize.jobs.recipes.run import _open_folder
 from linearize.jobs.recipes.schema import SOFTMAX
 from linearize.jobs.recipes.stages import softmax_folder
 
@@ -165,6 +166,25 @@ def test_what_is_wrong_is_named(tiny, write, changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load(tiny, write, **changes)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("recipe tiny")
+
+
+def test_a_source_that_is_no_column_keeps_its_options(tiny, write, tmp_path):
+    """With tasks=[...] a source lost them: other rows were distilled on, of another kind, under the same name."""
+    assert resolve(load_recipe("minilm-transfer", ["tasks=[cola]"]))["sst2"].rows.limit == 10_000
+    assert resolve(load_recipe("proof-minilm", ["tasks=[duplicates]"]))["stsb"].task.name == "similarity"
+    assert resolve(load_recipe("proof-minilm-long", ["tasks=[needle-512]"]))["opened"].column.make == "articles"
+    tiny |= {"flow": "transfer", "sources": ["mrpc"], "teacher": {}, "figures": {}}
+    tiny["tasks"]["mrpc"] = {"score": ["f1"], "rows": {"max_length": 9}}
+    whole, fewer = load_recipe(write(tiny)), load_recipe(write(tiny), ["tasks=[cola]"])
+    assert list(fewer.columns) == ["cola"] and resolve(fewer)["mrpc"] == resolve(whole)["mrpc"]
+    # The column comes back with its options, also into a run without it.
+    again = check(plain(fewer), "run")
+    assert again == fewer and load_recipe(write(plain(fewer)), ["tasks=[cola,mrpc]"]).columns == whole.columns
+    for recipe, resume in ((fewer, False), (fewer, True), (whole, True)):
+        _open_folder(recipe, tmp_path / "run", resume)
+    other = load_recipe(write(tiny), ["tasks.mrpc.rows.max_length=8", "tasks=[cola]"])
+    with pytest.raises(ConfigError, match="holds a run with another 'tasks'"):
+        _open_folder(other, tmp_path / "run", True)
 
 
 def test_kernels_of_single_layers(tiny, write):

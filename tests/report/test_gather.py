@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.checkpoints import make_image, make_original, make_text, texts
 from support.forks import in_forked_process
+from support.tasks import WORDS
 from transformers import WhisperConfig, WhisperModel
 
 import linearize
@@ -218,6 +219,21 @@ def test_compare_says_whose_softmax_it_shows(made, tmp_path):
     )
     [note] = [note for note in found.notes if "its own softmax" in note]
     assert note.startswith("aligned: its weights were trained after stage one") and note.endswith("go by the cosine.")
+
+
+def test_models_of_different_limits_are_compared_on_the_same_inputs(made, tmp_path):
+    """One read 64 tokens of an input and the other 96, and a verdict paired the two."""
+    words = " ".join(WORDS * 40)
+    (tmp_path / "long.jsonl").write_text("".join(f'{{"text": "{number} {words}"}}\n' for number in range(20)))
+    longer = str(make_text(tmp_path / "longer", max_length=96))
+    inputs = InputOptions(str(tmp_path / "long.jsonl"), "text", inputs=6)
+    names = [str(made / "bert-hedgehog"), longer]
+    found = compare_checkpoints(CompareOptions(names, inputs=inputs, lengths=(), device="cpu"))
+    assert "Inputs were cut to 64 tokens, the most that bert-hedgehog takes, so that all models" in found.notes[0]
+    alone = replace(inputs, max_length=64)
+    same = compare_checkpoints(CompareOptions(names, inputs=alone, lengths=(), device="cpu"))
+    assert [each.per_input for each in same.conversions] == [each.per_input for each in found.conversions]
+    assert not any("cut to" in note for note in same.notes)
 
 
 def test_compare(made):

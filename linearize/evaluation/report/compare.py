@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from linearize.core.parsing import finite, user_path
 from linearize.evaluation.bench.meter import Call, Noise, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
-from linearize.evaluation.report.inputs import measure_checkpoint, measure_each_input
+from linearize.evaluation.report.inputs import LENGTH, measure_checkpoint, measure_each_input
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
 from linearize.fidelity.plots import FIDELITY_FIGURES
 from linearize.modeling.model import kernel_parameters
+from linearize.training.stage_two.load import length_limit
 
 FIGURES = {
     "kl": "KL, nats per query",
@@ -123,6 +124,12 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
     conversions: dict[str, Conversion] = {}
     timed: dict[str, BenchModel] = {}
     notes: list[str] = []
+    limits = {name: limit for name, file in zip(names, options.checkpoints, strict=True) if (limit := length_limit(file))}
+    shortest, asked = min(limits, key=lambda name: limits[name], default=""), options.inputs.max_length or LENGTH
+    if shortest and limits[shortest] < min(asked, max(limits.values())):
+        text = f"Inputs were cut to {limits[shortest]:,} tokens, the most that {shortest} takes"
+        notes.append(f"{text}, so that all models read the same inputs.")
+        options = replace(options, inputs=replace(options.inputs, max_length=limits[shortest]))
     inputs = modality = ""
     for name, checkpoint in zip(names, options.checkpoints, strict=True):
         on_event(Started(f"measuring {name}"))

@@ -134,8 +134,14 @@ def load_recipe(name: str, changes: Iterable[str] = ()) -> Recipe:
     """
     where = f"recipe {Path(name).stem}"
     values = read_values(recipe_file(name), where, "keys with values")
+    before = _section(values, "tasks")
     for change in changes:
         _change(values, change)
+    now, sources = _section(values, "tasks"), values.get("sources")
+    # A source that is no longer a column keeps its options.
+    left = {name: column for name, column in before.items() if name not in now and name in (sources or ())}
+    if left and isinstance(sources, list):
+        values["source_tasks"] = left | _section(values, "source_tasks")
     return check(values, where)
 
 
@@ -185,7 +191,8 @@ def resolve(recipe: Recipe, where: str = "recipe") -> dict[str, Job]:
             raise ConfigError(f"{where}.tasks: the name {name!r} is taken; give the task another name")
     jobs = {name: _job(recipe, name, column, f"{where}.tasks.{name}") for name, column in columns.items()}
     for name in recipe.sources:
-        jobs.setdefault(name, _job(recipe, name, columns.get(name, Column()), f"{where}.sources.{name}"))
+        column = columns.get(name) or recipe.source_tasks.get(name, Column())
+        jobs.setdefault(name, _job(recipe, name, column, f"{where}.sources.{name}"))
     if recipe.pretrain_task is not None:
         job = _job(recipe, PRETRAIN, recipe.pretrain_task, f"{where}.pretrain_task")
         tune = build(StageTwo, {**recipe.pretrain, **recipe.pretrain_task.finetune}, f"{where}.pretrain")
@@ -249,6 +256,12 @@ def plain(value: Any) -> Any:
     return {key: part for key, part in parts.items() if part is not None and part not in ({}, [], "")}
 
 
+def _section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a key's section; {} if it is missing, or of another type, which `check` refuses."""
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
+
+
 def _change(values: dict[str, Any], change: str) -> None:
     """Apply one `key=value`.
 
@@ -275,7 +288,8 @@ def _change(values: dict[str, Any], change: str) -> None:
         known = {str(row.get("label") or row.get("name")): row for row in rows}
         value = [known.get(row, row) if isinstance(row, str) else row for row in value]
     if parts == ["tasks"] and isinstance(value, list) and isinstance(tasks, dict):
-        value = {str(name): tasks.get(str(name), {}) for name in value}
+        known = _section(values, "source_tasks") | tasks
+        value = {str(name): known.get(str(name), {}) for name in value}
     place = values
     for part in parts[:-1]:
         place = place.setdefault(part, {})

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -170,8 +171,8 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
         raise ConfigError(f"output {str(folder)!r} holds no run (it has no {RECIPE}); choose another folder")
     clear_leftovers(folder)
     before = plain(read_recipe(folder))
-    for key in sorted({*before, *values} - set(FREE)):
-        old, new = before.get(key), values.get(key)
+    for key in sorted({*before, *values} - {*FREE, "source_tasks"}):
+        old, new = _jobs_of(before, key), _jobs_of(values, key)
         if old != new and not (key in GROWING and _has_grown(old, new)):
             raise ConfigError(
                 f"output {str(folder)!r} holds a run with another {key!r}; give the same changes (more kernels, tasks "
@@ -179,6 +180,12 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
             )
     if before != values:
         write_file(file, "output", text.encode())
+
+
+def _jobs_of(values: dict[str, Any], key: str) -> Any:
+    """Return a key's value; for the tasks with the sources that are no columns, as a source may become a column."""
+    value = values.get(key)
+    return {**values.get("source_tasks", {}), **value} if key == "tasks" and isinstance(value, dict) else value
 
 
 def _has_grown(old: object, new: object) -> bool:

@@ -278,6 +278,7 @@ class Recipe:
         needs: hardware and time needed, in words.
         data: a folder to read instead of the Hub: with one folder per task, or the data set itself.
         sources: tasks to distil on (transfer); untuned: one conversion on each of them, measured on all tasks.
+        source_tasks: sources that are no columns of the table, with their changes to the options.
         seeds: the whole table is made once per seed.
         rows: options for turning data into rows (`linearize.training.stage_two.config.DataOptions`).
         pretrain: options for training on a first task (`StageTwo`).
@@ -301,6 +302,7 @@ class Recipe:
     needs: str = ""
     data: str | None = None
     sources: tuple[str, ...] = ()
+    source_tasks: dict[str, Column] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
     rows: dict[str, object] = field(default_factory=dict)
     pretrain: dict[str, object] = field(default_factory=dict)
