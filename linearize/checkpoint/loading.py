@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearize.checkpoint.ownership import check_links
@@ -224,8 +225,9 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
         CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
     """
     file = user_path(name) / "config.json"
-    is_folder = find_gguf(name) is None and (file.parent.exists() or name.startswith((".", "/", "~")))
-    if is_folder and not file.parent.exists():
+    exists = os.path.exists(file.parent)
+    is_folder = find_gguf(name) is None and (exists or name.startswith((".", "/", "~")))
+    if is_folder and not exists:
         raise CheckpointError(f"{name!r} does not exist; expected the folder of a checkpoint, or a Hub name")
     if is_folder and not file.is_file():
         what = (
@@ -241,7 +243,7 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
         classes = values.get("architectures") or []
         if not isinstance(classes, str | list) or not all(isinstance(one, str) for one in classes):
             raise TypeError(f"got architectures {repr(classes)[:80]}, expected a list of class names")
-        return values
+        return {**values, "architectures": [classes]} if isinstance(classes, str) else values
 
 
 @contextlib.contextmanager
@@ -264,17 +266,20 @@ def explained(name: str, what: str = "") -> Iterator[None]:
             yield
     except LinearizeError:
         raise
-    except SafetensorError as error:
+    except (SafetensorError, EOFError, UnpicklingError) as error:
+        # torch advises to run what a pickle holds.
+        why = first_line(error) if isinstance(error, SafetensorError) else "not a pickle of tensors"
         raise CheckpointError(
-            f"{name!r} cannot be loaded, its weights are damaged ({first_line(error)}); download it again"
+            f"{name!r} cannot be loaded, its weights are damaged ({why}); download it again"
         ) from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+    except Exception as error:  # A damaged file may raise anything.
         first = first_line(error)
+        first = f"{type(error).__name__}: {first}" if isinstance(error, ArithmeticError | LookupError) else first
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"{name!r} runs its own code, which linearize does not convert; use an architecture of transformers"
             ) from error
-        if user_path(name).exists():
+        if os.path.exists(user_path(name)) or not isinstance(error, OSError):
             raise CheckpointError(f"{name!r} cannot be loaded{f', {what}' if what else ''}: {first}") from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
         repair = "unset HF_HUB_OFFLINE" if offline else "check the spelling and the network"
@@ -312,7 +317,15 @@ def load_processor(name: str, modality: str, revision: str | None = None) -> Any
     kind = {"text": "tokenizer", "image": "image processor"}.get(modality, "processor")
     with explained(name, f"its {kind}"):
         place, where = located(name)
-        return autos.get(modality, AutoProcessor).from_pretrained(place, revision=revision, **where)
+        processor = autos.get(modality, AutoProcessor).from_pretrained(place, revision=revision, **where)
+        tokenizer: Any = getattr(processor, "tokenizer", processor)
+        special = {*getattr(tokenizer, "all_special_tokens", ()), *getattr(tokenizer, "get_added_vocab", dict)()}
+        # transformers makes a tokenizer of special tokens alone if the checkpoint has none.
+        if special and len(tokenizer) - len(special) < 2:
+            raise CheckpointError(
+                f"{name!r} has no tokenizer, or one without words; save the model's own there (save_pretrained)"
+            )
+        return processor
 
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,13 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
         CheckpointError: if the file does not exist, or a folder holds several GGUF models.
     """
     path = user_path(name)
-    if path.is_file():
+    # Unlike the methods of a path, these functions take a name that is too long for a file.
+    if os.path.isfile(path):
         magic = b""
         with contextlib.suppress(OSError), path.open("rb") as begin:
             magic = begin.read(4)
         return path if path.suffix.lower() == SUFFIX or magic == b"GGUF" else None
-    if not path.is_dir():
+    if not os.path.isdir(path):
         if path.suffix.lower() == SUFFIX:
             raise CheckpointError(f"{str(name)!r}: no such GGUF file; check the path")
         return None
@@ -103,12 +105,17 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
         **options: options of `from_pretrained`.
 
     Raises:
-        CheckpointError: if a GGUF file is damaged, or lacks weights of the model.
+        CheckpointError: if a GGUF file is damaged or lacks weights of the model; or if another file lacks weights of a
+            layer, or has weights of another size than the model.
         UnsupportedModelError: if transformers cannot read a GGUF file of that architecture.
     """
     place, where = located(name)
     if not where:
-        return loader.from_pretrained(name, **options)
+        # Otherwise transformers' error would refer to a report that is hidden.
+        new_head, options["ignore_mismatched_sizes"] = options.get("ignore_mismatched_sizes", False), True
+        model, info = loader.from_pretrained(name, output_loading_info=True, **options)
+        _check_layers(model, name, info, new_head)
+        return model
     _need("accelerate")
     import torch
     from transformers import GgufConfig
@@ -123,7 +130,7 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-    body = f"{model.base_model_prefix}."
+    body = _body(model)
     missing = sorted(key for key in info["missing_keys"] if type(model).__name__ in classes or key.startswith(body))
     if missing:
         raise CheckpointError(
@@ -133,6 +140,29 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
     model.config._name_or_path = model.name_or_path = name
     vars(model.config).pop("_model_name_or_path", None)
     return model
+
+
+def _body(model: PreTrainedModel) -> str:
+    """Return the start of the names of all weights but the head's."""
+    return "" if model.base_model is model else f"{model.base_model_prefix}."
+
+
+def _check_layers(model: PreTrainedModel, name: str, info: Mapping[str, Any], new_head: bool) -> None:
+    """Check that a model's layers were loaded; transformers fills in missing weights at random.
+
+    Heads and poolers may be new, and with `new_head` a head may replace one of another size.
+    """
+    layers = re.compile(rf"{re.escape(_body(model))}(.*\.)?\d+\.")
+    if missing := sorted(filter(layers.match, info["missing_keys"])):
+        raise CheckpointError(
+            f"{name!r} lacks {len(missing)} tensors of {type(model).__name__} ({missing[0]} ...); download it again"
+        )
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        if layers.match(key) or not new_head:
+            raise CheckpointError(
+                f"{name!r} holds {key} of size {list(stored)}, but its config asks for {list(wanted)}; repair the "
+                "config, or download it again"
+            )
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:

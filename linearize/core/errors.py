@@ -7,6 +7,7 @@ with code 2, so a message contains no line break.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -32,8 +33,11 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or the name of its class: our messages are one line each."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's text, or the name of its class: our messages are one line each.
+
+    A line that ends with a colon is joined with the next.
+    """
+    return re.sub(r":\s*\n\s*", ": ", str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def some(names: Sequence[str]) -> str:

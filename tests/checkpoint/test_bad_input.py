@@ -18,7 +18,7 @@ from support.tiny import converted, original
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
-from linearize.checkpoint.loading import pooling, read_config, sentence_files, with_length
+from linearize.checkpoint.loading import load_model, load_processor, pooling, read_config, sentence_files, with_length
 from linearize.checkpoint.provenance import read_log
 from linearize.checkpoint.save import base_facts
 from linearize.cli.main import main
@@ -418,3 +418,49 @@ def test_every_side_file_that_is_broken_is_one_line(kind, tmp_path):
                 read(tmp_path)
         elif file != "log.jsonl":
             assert read(tmp_path, "cola") is None
+
+
+def test_an_original_without_a_layer_or_with_other_sizes_is_refused(tmp_path):
+    """Layers that the file lacks were filled with random numbers, without a warning."""
+    original("bert").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    layers = values["num_hidden_layers"]
+    for change, message in (
+        ({"num_hidden_layers": layers + 1}, rf"lacks 16 tensors of BertModel \(encoder\.layer\.{layers}\."),
+        ({"vocab_size": 7}, r"holds embeddings\.word_embeddings\.weight of size .*, but its config asks for \[7, "),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"hidden_size": "8"}, "Validation error for field 'hidden_size': TypeError"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values | change))
+        with pytest.raises(CheckpointError, match=message):
+            load_model(str(tmp_path))
+
+
+def test_one_class_name_in_place_of_a_list_keeps_the_head(tmp_path):
+    """Its first letter was taken for the name, and the model without its head."""
+    original("bert", "AutoModelForMaskedLM").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"architectures": "BertForMaskedLM"}))
+    assert type(load_model(str(tmp_path)).model).__name__ == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_weights_that_are_no_pickle_are_called_damaged(tmp_path, content):
+    original("bert").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"its weights are damaged \(not a pickle of tensors\)"):
+        load_model(str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_gets_none_of_special_tokens(tmp_path):
+    """transformers makes one, whose every word is unknown: the model was trained on rows of unknown tokens."""
+    original("bert").save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).processor is None
+    with pytest.raises(CheckpointError, match="has no tokenizer, or one without words; save the model's own there"):
+        load_processor(str(tmp_path), "text")
+
+
+def test_a_name_too_long_for_a_file_is_one_line():
+    with pytest.raises(CheckpointError, match="is neither a folder nor a Hub name that can be reached"):
+        read_config("x" * 300)
