@@ -166,7 +166,7 @@ def output_difference(
         first, second = (teacher.exact_states(model, cut) for model in (original, converted))
         if first is None or second is None or first.shape != second.shape:
             return None
-        mask = cut.get("attention_mask")
+        mask = teacher.mask_of(cut, first)
         keep = torch.ones(first.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
         expected, got = first[keep], second[keep]
         cosine += float(torch.nn.functional.cosine_similarity(expected, got, dim=-1).sum())

@@ -86,8 +86,18 @@ def last_states(model: PreTrainedModel, batch: Batch) -> Tensor | None:
     states = getattr(run_body(model, batch), "last_hidden_state", None)
     if not torch.is_tensor(states):
         return None
-    mask = batch.get("attention_mask")
-    return states if mask is None or states.ndim != 3 else states * mask[:, : states.shape[1], None].to(states)
+    mask = mask_of(batch, states)
+    # Filled, not multiplied by zero: padding may hold NaN.
+    return states if mask is None else states.masked_fill(~mask[..., None].bool(), 0.0)
+
+
+def mask_of(batch: Batch, states: Tensor) -> Tensor | None:
+    """Return the padding mask [B, T] of the last hidden states [B, T, D]: the decoder's, if the batch has its tokens.
+
+    None if there is none, or if the tokens of the states are others (a sound's mask has samples, its states frames).
+    """
+    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
+    return mask if mask is not None and mask.shape == states.shape[:2] else None
 
 
 def within_limit(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:

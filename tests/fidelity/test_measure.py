@@ -11,6 +11,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.conversion.plan import set_trained_length
 from linearize.core.errors import ConfigError, DataError
 from linearize.fidelity import measure, measure_layers
+from linearize.fidelity.ablate import kernel_merit
 from linearize.fidelity.teacher import run_body
 
 
@@ -160,6 +161,23 @@ def test_padding_counts_nothing_in_a_decoder_that_reads_the_encoders_tokens():
     for one, other in zip(padded.layers, alone.layers, strict=True):
         assert one.kl == pytest.approx(other.kl, rel=1e-4), one.module
         assert one.output_error == pytest.approx(other.output_error, rel=1e-4), one.module
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [4, 11])
+def test_a_decoder_with_its_own_tokens_has_their_mask(tokens):
+    """The encoder's mask [2, 9] was taken for the decoder's states [2, T]: an IndexError, or the wrong padding."""
+    first, model = original("bart"), converted("bart", window=3)
+    make = torch.Generator().manual_seed(0)
+    ids, own = (torch.randint(5, 90, (2, size), generator=make) for size in (9, tokens))
+    mask, own_mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5]), torch.ones_like(own)
+    own_mask[1, 3:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": own, "decoder_attention_mask": own_mask}
+    found, keep = measure(first, model, [batch]).outputs, own_mask.bool()
+    one, two = (run_body(m.eval(), batch).last_hidden_state for m in (first, model))
+    error = float((one - two)[keep].norm() / one[keep].norm())
+    assert found.tokens == tokens + 3 and found.relative_error == pytest.approx(error, rel=1e-4)
+    assert kernel_merit(model, [batch], first).error == pytest.approx(error, rel=1e-4)
 
 
 def test_an_interrupted_measurement_leaves_the_kernels_in_place(monkeypatch):
