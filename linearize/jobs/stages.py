@@ -117,8 +117,8 @@ def reserved(job: StageOneJob | AlignJob | TuneJob) -> Iterator[None]:
     replaces = job.overwrite or getattr(job, "in_place", False)
     if resume and not replaces and (user_path(target) / "config.json").is_file():
         raise CheckpointError(
-            f"output {str(target)!r} holds a finished model, so there is nothing to resume; to run again, choose another "
-            "folder or pass --overwrite"
+            f"output {str(target)!r} holds a finished model, so there is nothing to resume; to run again, choose "
+            "another folder or pass --overwrite"
         )
     check_target(target, overwrite=job.overwrite, sources=sources)
     with claim(target, overwrite=job.overwrite, sources=sources) if is_main() else contextlib.nullcontext():

@@ -263,7 +263,9 @@ def test_a_finished_run_has_nothing_to_resume(verb, models, cli, tmp_path):
     line = line_of(verb, models, tmp_path / "out")
     assert cli(line)[0] == 0
     code, _, err = cli([*without(line, "--overwrite"), "--resume"])
-    assert code == 2 and f"output {str(tmp_path / 'out')!r} holds a finished model, so there is nothing to resume" in err
+    assert (
+        code == 2 and f"output {str(tmp_path / 'out')!r} holds a finished model, so there is nothing to resume" in err
+    )
     assert len(err.splitlines()) == 1
 
 

@@ -157,7 +157,7 @@ def test_windows_of_another_length_are_other_rows(tmp_path, few_draws):
 
 def test_memory_is_measured_in_a_comparison_only(place):
     """`--memory` without `--compare` measured nothing, without a word."""
-    with pytest.raises(ConfigError, match="memory: got true, .* give --compare ORIGINAL"):
+    with pytest.raises(ConfigError, match=r"memory: got true, .* give --compare ORIGINAL"):
         job(place, memory=True)
 
 

@@ -155,6 +155,8 @@ def test_documents(tmp_path):
     other.mkdir()
     for split in ("train", "validation"):
         rows = [{"text": f"{split}{n} is a text of ours", "label": n % 2} for n in range(6)]
+        # A row without a text ended in a traceback, and one without a label was a class.
+        rows += [{"text": None, "label": 0}, {"text": "a text without a class", "label": None}]
         (texts / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         lines = [f"{split}line{n} stands between and is long" for n in range(9)] + ["too short"] * 9
         (other / f"{split}.txt").write_text("\n".join(lines) + "\n")
@@ -256,6 +258,16 @@ def test_learned_tokenizers(kind, tmp_path):
         ("listops", {"lenght": 3}, None, UnknownNameError, "listops: unknown option 'lenght'"),
         ("listops", {"train": "many"}, None, ConfigError, "listops, train: got 'many', expected a whole number"),
         ("listops", {"depth": 2, "shortest": 500}, None, ConfigError, "no list of depth 2 has 500 tokens"),
+        # Both drew lists for ever.
+        ("listops", {"depth": 2, "shortest": 13, "train": 1, "validation": 1}, None, ConfigError, "has 13 tokens"),
+        (
+            "listops",
+            {"shortest": 1, "longest": 1, "train": 9, "validation": 2},
+            None,
+            DataError,
+            r"got 10 different lists of 1 to 1 tokens, then 200,000 draws without another, expected 11",
+        ),
+        ("listops", {"validation": -1}, None, ConfigError, "validation: got -1, expected a whole number of at least 1"),
         ("associative-recall", {"vocabulary": 5}, None, ConfigError, "expected even numbers"),
         ("pixels", {}, None, DataError, "pixels is made from an image data set"),
     ],

@@ -25,7 +25,6 @@ from linearize.evaluation.report.inputs import LENGTH, measure_checkpoint, measu
 from linearize.evaluation.report.paired import SideDifference, best_by, fastest
 from linearize.fidelity.plots import FIDELITY_FIGURES
 from linearize.modeling.model import kernel_parameters
-from linearize.training.stage_two.load import length_limit
 
 FIGURES = {
     "kl": "KL, nats per query",
@@ -111,25 +110,13 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
         ConfigError: if there are fewer than two, or some read text and others images.
         LinearizeError: another subclass of it, for everything the user can correct.
     """
-    if len(options.checkpoints) < 2:
-        raise ConfigError(f"compare: got {len(options.checkpoints)} checkpoint, expected two or more; name another one")
-    twice = [name for name, count in Counter(map(user_path, options.checkpoints)).items() if count > 1]
-    if twice:
-        raise ConfigError(f"compare: got {str(twice[0])!r} twice, expected different checkpoints; leave one of them out")
-    device = check_device(options.device)
-    folders = [Path(name_of(checkpoint)).name for checkpoint in options.checkpoints]
-    names = folders if len(set(folders)) == len(folders) else options.checkpoints
+    names, device = _names(options), check_device(options.device)
     for checkpoint in options.checkpoints:
         check_converted(checkpoint)
     conversions: dict[str, Conversion] = {}
     timed: dict[str, BenchModel] = {}
     notes: list[str] = []
-    limits = {name: limit for name, file in zip(names, options.checkpoints, strict=True) if (limit := length_limit(file))}
-    shortest, asked = min(limits, key=lambda name: limits[name], default=""), options.inputs.max_length or LENGTH
-    if shortest and limits[shortest] < min(asked, max(limits.values())):
-        text = f"Inputs were cut to {limits[shortest]:,} tokens, the most that {shortest} takes"
-        notes.append(f"{text}, so that all models read the same inputs.")
-        options = replace(options, inputs=replace(options.inputs, max_length=limits[shortest]))
+    options = _of_one_length(options, names, notes)
     inputs = modality = ""
     for name, checkpoint in zip(names, options.checkpoints, strict=True):
         on_event(Started(f"measuring {name}"))
@@ -167,6 +154,36 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
     measured = list(conversions.values())
     verdicts, differences = _verdicts(measured, noisy=noisy)
     return Compared(inputs, measured, list(dict.fromkeys(notes)), noisy, verdicts, differences)
+
+
+def _names(options: CompareOptions) -> Sequence[str]:
+    """Return the checkpoints' names: those of their folders, unless two are alike.
+
+    Raises:
+        ConfigError: for fewer than two checkpoints, or one that is given twice.
+    """
+    given = options.checkpoints
+    if len(given) < 2:
+        raise ConfigError(f"compare: got {len(given)} checkpoint, expected two or more; name another one")
+    twice = next((path for path, count in Counter(map(user_path, given)).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"compare: got {str(twice)!r} twice, expected different checkpoints; leave one of them out")
+    folders = [Path(name_of(checkpoint)).name for checkpoint in given]
+    return folders if len(set(folders)) == len(folders) else given
+
+
+def _of_one_length(options: CompareOptions, names: Sequence[str], notes: list[str]) -> CompareOptions:
+    """Return the options with inputs that all models take; add a note if one of them could take longer inputs."""
+    from linearize.training.stage_two.load import length_limit
+
+    takes = zip(names, map(length_limit, options.checkpoints), strict=True)
+    limits = {name: limit for name, limit in takes if limit is not None}
+    shortest, asked = min(limits, key=lambda name: limits[name], default=""), options.inputs.max_length or LENGTH
+    if not shortest or limits[shortest] >= min(asked, max(limits.values())):
+        return options
+    text = f"Inputs were cut to {limits[shortest]:,} tokens, the most that {shortest} takes"
+    notes.append(f"{text}, so that all models read the same inputs.")
+    return replace(options, inputs=replace(options.inputs, max_length=limits[shortest]))
 
 
 def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conversion, str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
 }
 END = "]"
 OPERATOR_SHARE = 0.25
+MOST_DRAWS = 200_000
+"""Draws in a row that give no new list, after which there is hardly another one."""
 TOKENS = (*OPERATORS, END, *(str(digit) for digit in range(10)))
 
 
@@ -52,8 +55,8 @@ class ListOps(MadeSet):
     called = "listops"
     tokens = TOKENS
 
-    train: int = option(96_000, "training rows")
-    validation: int = option(2_000, "validation rows")
+    train: int = option(96_000, "training rows", low=1)
+    validation: int = option(2_000, "validation rows", low=1)
     shortest: int = option(500, "minimum number of tokens per row", low=1)
     longest: int = option(2_000, "maximum number of tokens per row", low=1)
     depth: int = option(10, "maximum depth of nesting", low=2)
@@ -64,20 +67,34 @@ class ListOps(MadeSet):
         super().__post_init__()
         if self.shortest > self.longest:
             raise ConfigError(f"listops: got shortest {self.shortest}, expected at most longest ({self.longest})")
-        if self.most_arguments**self.depth < self.shortest:
+        most = 1
+        for _ in range(1, self.depth):
+            # An operator, its arguments and the end.
+            most = 2 + self.most_arguments * most
+        if most < self.shortest:
             raise ConfigError(f"listops: no list of depth {self.depth} has {self.shortest} tokens; lower shortest")
 
     def make(self, source: str = "") -> Rows:
-        """Draw both splits, with no row in common: `text` (tokens separated by spaces) and `label` (0 to 9)."""
-        chance, drawn = random.Random(self.seed), dict[str, int]()
+        """Draw both splits, with no row in common: `text` (tokens separated by spaces) and `label` (0 to 9).
+
+        Raises:
+            DataError: if there are too few different lists of these lengths.
+        """
+        chance, drawn, failed = random.Random(self.seed), dict[str, int](), 0
         while len(drawn) < self.train + self.validation:
             tokens: list[str] = []
-            try:
+            before = len(drawn)
+            with contextlib.suppress(TooLongError):
                 value = draw(chance, self, tokens, 1)
-            except TooLongError:
-                continue
-            if len(tokens) >= self.shortest:
-                drawn.setdefault(" ".join(tokens), value)
+                if len(tokens) >= self.shortest:
+                    drawn.setdefault(" ".join(tokens), value)
+            failed = 0 if len(drawn) > before else failed + 1
+            if failed == MOST_DRAWS:
+                raise DataError(
+                    f"listops: got {before} different lists of {self.shortest} to {self.longest} tokens, then "
+                    f"{MOST_DRAWS:,} draws without another, expected {self.train + self.validation:,}; ask for fewer "
+                    "rows, or for more lengths"
+                )
         rows = [{"text": text, "label": label} for text, label in drawn.items()]
         return {"train": rows[self.validation :], "validation": rows[: self.validation]}
 
@@ -123,8 +140,8 @@ class AssociativeRecall(MadeSet):
     called = "associative-recall"
     framed = False
 
-    train: int = option(20_000, "training rows")
-    validation: int = option(500, "validation rows")
+    train: int = option(20_000, "training rows", low=1)
+    validation: int = option(500, "validation rows", low=1)
     vocabulary_size: int = option(40, "size of the vocabulary: half keys, half values", low=4, name="vocabulary")
     length: int = option(128, "tokens per row, including the answer", low=4)
     seed: int = option(0, "seed of all rows")

@@ -264,7 +264,10 @@ class Documents(MadeSet):
         rows = {}
         for split, count, seed in (("train", self.train, self.seed), ("validation", self.validation, self.seed + 1)):
             table, others = getattr(splits, split), getattr(filler, split)[self.filler_column]
-            rows[split] = documents(self, table[self.text_column], table[self.label_column], others, count, seed)
+            pairs = zip(table[self.text_column], table[self.label_column], strict=True)
+            known = [(text, label) for text, label in pairs if text and label is not None]
+            texts, labels = [text for text, _ in known], [label for _, label in known]
+            rows[split] = documents(self, texts, labels, [text for text in others if text], count, seed)
         return rows
 
 
