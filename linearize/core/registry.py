@@ -165,7 +165,7 @@ class Hybrid:
         values = {name: value for name, value in arguments.items() if name in HYBRID}
         for name, value in values.items():
             if name == "softmax_heads":
-                values[name] = tuple(value if not isinstance(value, str) else map(_number, value.split("+")))
+                values[name] = tuple(value if isinstance(value, list | tuple) else map(_number, str(value).split("+")))
             elif name != "scale":
                 values[name] = _number(value)
         return cls(**values)
