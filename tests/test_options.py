@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from linearize.core.errors import ConfigError, UnknownNameError
-from linearize.core.options import build, check, effective, name_of, option, options_of, recorded
+from linearize.core.options import build, check, effective, make, name_of, option, options_of, recorded
 from linearize.core.parsing import parse_yaml
-from linearize.core.registry import kernel_info, make_config
+from linearize.core.registry import Hybrid, kernel_info, make_config
 from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, InitJob
 from linearize.jobs.task_config import EvaluateJob, TuneJob
@@ -145,3 +145,15 @@ def test_the_current_folder_is_recorded_by_its_name(tmp_path, monkeypatch):
         *("inner", "bert", "bert", "org/bert")
     ]
     assert recorded(ReportOptions("."))["checkpoint"] == "inner"
+
+
+def test_files_of_one_name_in_several_folders_are_all_recorded(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.txt").write_text("x")
+    data = f"{tmp_path}/a/rows.txt=1,{tmp_path}/b/rows.txt=2"
+    assert recorded(make(DistillJob, {"model": "m", "dataset": data}))["dataset"] == [("rows.txt", 1), ("rows.txt", 2)]
+
+
+def test_a_single_softmax_head_may_be_a_number():
+    assert Hybrid.of({"softmax_heads": 0}) == Hybrid.of({"softmax_heads": "0"}) == Hybrid(softmax_heads=(0,))

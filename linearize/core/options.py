@@ -192,8 +192,10 @@ def recorded(job: object) -> dict[str, Any]:
     record = {}
     for name, value in effective(job).items():
         if name not in OF_THE_PLACE and value not in (None, [], {}):
-            pairs = isinstance(value, list) and all(isinstance(part, tuple) for part in value)
-            record[name] = dict(without_folder(value)) if pairs else without_folder(value)
+            plain = without_folder(value)
+            pairs = isinstance(plain, list) and all(isinstance(part, tuple) for part in plain)
+            # Files of the same name in different folders stay pairs.
+            record[name] = dict(plain) if pairs and len(dict(plain)) == len(plain) else plain
     return record
 
 
