@@ -207,8 +207,9 @@ def merit_of(rows: Tensor) -> KernelMerit:
     error, window_only, difference = map(float, _errors(rows[None].sum(dim=1)))
     if len(rows) == 1:
         return KernelMerit(error, window_only, difference, None)
-    drawn = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=torch.Generator().manual_seed(0))
-    ends = _errors(rows[drawn].sum(dim=1))[2].quantile(torch.tensor([0.025, 0.975], dtype=rows.dtype))
+    generator, part = torch.Generator().manual_seed(0), (RESAMPLES // 100, len(rows))
+    drawn = torch.cat([rows[torch.randint(len(rows), part, generator=generator)].sum(dim=1) for _ in range(100)])
+    ends = _errors(drawn)[2].quantile(torch.tensor([0.025, 0.975], dtype=rows.dtype))
     return KernelMerit(error, window_only, difference, (float(ends[0]), float(ends[1])))
 
 

@@ -132,7 +132,8 @@ def head_shares(
 
                 with observed(model, mix):
                     error = (_states(model, batch) - wanted).square().sum()
-                    grads = torch.autograd.grad(error, list(gates.values()))
+                    # Texts leave the layers of a model's other part, which reads images, without a gradient.
+                    grads = torch.autograd.grad(error, list(gates.values()), materialize_grads=True)
                 for share, grad in zip(shares.values(), grads, strict=True):
                     share += grad.cpu().double() / points
                 on_event(Advanced(number * points + point + 1, len(batches) * points))

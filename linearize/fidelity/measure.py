@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
+from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError
 from linearize.fidelity import teacher
 from linearize.fidelity.ablate import merit_of, undone, without_kernel
@@ -127,6 +128,7 @@ def measure(original: PreTrainedModel | None, converted: PreTrainedModel, batche
     if not linear_attentions(converted):
         raise ConfigError(f"got {type(converted).__name__}, expected a converted model; call linearize.convert first")
     if original is not None:
+        original = wrap(original) if is_timm(original) else original
         check_original(original, converted)
     batches = list(batches)
     fidelity = measure_layers(converted, batches)

@@ -9,7 +9,8 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.provenance import Provenance
 from linearize.checkpoint.save import _fidelity, limits
 from linearize.core.errors import ConfigError
-from linearize.fidelity.ablate import PARTS, KernelMerit, ablated, kernel_merit
+from linearize.fidelity import ablate
+from linearize.fidelity.ablate import PARTS, KernelMerit, ablated, kernel_merit, merit_of
 from linearize.fidelity.measure import measure_layers
 from linearize.modeling.plan import Plan
 
@@ -127,6 +128,16 @@ def test_merit_is_the_difference_of_two_errors():
     )
     assert kernel_merit(converted("llama", CAUSAL, "hedgehog"), batches) is None
     assert kernel_merit(converted("llama", CAUSAL, "none", window=3), batches) is None
+
+
+def test_the_interval_of_many_rows_needs_little_memory(monkeypatch):
+    """4,000 rows took 1.2 GiB: all resamples were drawn at once."""
+    rows, drawn, real = torch.rand(50, 3, dtype=torch.float64), [], torch.randint
+    at_once = rows[real(50, (10_000, 50), generator=torch.Generator().manual_seed(0))].sum(dim=1)
+    monkeypatch.setattr(torch, "randint", lambda *args, **more: drawn.append(real(*args, **more)) or drawn[-1])
+    ends = ablate._errors(at_once)[2].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+    assert merit_of(rows).interval == tuple(ends.tolist())
+    assert {tuple(x.shape) for x in drawn} == {(100, 50)} and len(drawn) == 100
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

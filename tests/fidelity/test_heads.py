@@ -3,7 +3,9 @@
 import pytest
 import torch
 from support.tiny import converted, inputs_of, outputs
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
+import linearize
 from linearize.attention.interface import linear_attentions, observed
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Started
@@ -51,6 +53,19 @@ def test_the_heads_that_matter_are_kept():
     assert [layer.hybrid.softmax_heads for layer in after.converted] == [(1,), (2,)]
     assert Plan.from_dict(model.config.linearize) == after
     assert [layer.hybrid.softmax_heads for layer in linear_attentions(model).values()] == [(1,), (2,)]
+
+
+def test_texts_leave_the_heads_of_the_part_for_images_alone():
+    """Its layers do not run on texts: a RuntimeError of PyTorch about an unused tensor."""
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text = {**vision, "vocab_size": 60, "num_key_value_heads": 1, "model_type": "llama"}
+    vision |= {"image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=59)).eval()
+    model = linearize.convert(model, window=4)
+    rows = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
+    after = keep_heads(model, Plan.from_dict(model.config.linearize), 1, [{"input_ids": rows}])
+    kept = {layer.module for layer in after.converted if layer.hybrid.softmax_heads}
+    assert len(after.converted) == 2 and kept == {"language_model.layers.0.self_attn"}
 
 
 def test_a_row_as_long_as_those_to_train_on_is_added(monkeypatch):

@@ -22,6 +22,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import load_model
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, UnsupportedModelError
+from linearize.fidelity import measure
 from linearize.fidelity.teacher import run_body
 from linearize.training.adapters import LoraConfig, adapter_files, add_lora
 from linearize.training.stage_two.load import load_for_task
@@ -180,6 +181,9 @@ def test_bare_model_is_wrapped_by_convert(tmp_path):
     converted = linearize.convert(model)
     assert type(converted).__name__ == "LinearizedTimmWrapperForImageClassification"
     assert converted.timm_model is model
+    # The original may be bare in `measure`, too.
+    again = timm.create_model("test_vit", pretrained=False, num_classes=4, img_size=64)
+    assert measure(again, converted, [{"pixel_values": torch.zeros(1, 3, 64, 64)}]).queries > 1
     linearize.save(converted, tmp_path / "out")
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert loaded.config.num_labels == 4
