@@ -278,9 +278,8 @@ def mask_function(
         if attention_mask is None or attention_mask.ndim != 2:
             return attention_mask
         # A mask may also cover tokens that are read later; without a cache, `kv_length` counts these too.
-        before = kwargs.get("q_offset")
-        known = causal and isinstance(before, int)
-        attention_mask = attention_mask[:, : before + q_length if known else kwargs.get("kv_offset", 0) + kv_length]
+        before, covered = kwargs.get("q_offset"), kwargs.get("kv_offset", 0) + kv_length
+        attention_mask = attention_mask[:, : before + q_length if causal and isinstance(before, int) else covered]
         hidden = is_tracing() or not bool(attention_mask.all())
         return attention_mask[:, None, None].bool() if hidden else None
     # The skips would return None, which here means "no padding", not "local".

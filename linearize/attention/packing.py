@@ -47,12 +47,12 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Te
         [B, T] document numbers from 1; None if no row is packed.
 
     Raises:
-        UnsupportedModelError: if the documents' lengths do not add up to the tokens.
+        UnsupportedModelError: if the documents do not add up to the tokens.
     """
     batch, count = tokens.shape[:2]
     lengths, index, positions = (kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids"))
     if lengths is not None:
-        if int(lengths[0]) or int(lengths[-1]) != batch * count or bool((lengths.diff() < 0).any()):
+        if not len(lengths) or int(lengths[0]) or int(lengths[-1]) != batch * count or bool((lengths.diff() < 0).any()):
             raise UnsupportedModelError(
                 f"cu_seq_lens_q: got {lengths.tolist()[:8]}, expected numbers that increase from 0 to {batch * count}, "
                 "the tokens of the batch"
@@ -61,6 +61,10 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Te
         begins[lengths.to(tokens.device).long()] = True
         begins = begins[:-1].view(batch, count)
     elif index is not None:
+        if index.ndim != 2 or index.shape[1] != count:
+            raise UnsupportedModelError(
+                f"seq_idx: got shape {list(index.shape)}, expected the document of each token, [batch, {count}]"
+            )
         index = index.to(tokens.device)
         begins = (index.diff(prepend=index[:, :1]) != 0).expand(batch, count)
     else:
@@ -250,5 +254,7 @@ def attend_apart(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segments: Tens
             for number, (row, start, length) in enumerate(documents):
                 part = slice(start, start + length)
                 weights[row, :, part, part] = seen[number, :, :length, :length]
-    assert out is not None
+    if out is None:
+        # Padding alone.
+        out = v.new_zeros(batch * count, heads, v.shape[3])
     return out.view(batch, count, *out.shape[1:]), weights

@@ -196,12 +196,29 @@ def test_a_row_of_one_document_is_left_alone():
         assert model(**row, position_ids=torch.arange(count)[None]).past_key_values.get_seq_length() == count
 
 
+def test_packed_rows_of_padding_alone():
+    model, rows = causal("llama", config=LONG), {key: x for key, x in lengths().items() if key != "position_ids"}
+    with torch.no_grad():
+        logits = model(**rows, attention_mask=torch.zeros_like(rows["input_ids"])).logits
+    assert torch.isfinite(logits).all()
+
+
 def test_what_cannot_be_honoured_is_refused():
     model = causal("llama", config=LONG)
     with pytest.raises(UnsupportedModelError, match=r"packed into one row .* with a generation cache"):
         model(**packed(), past_key_values=model.new_cache())
     with pytest.raises(UnsupportedModelError, match="expected numbers that increase from 0 to 91"):
         model(input_ids=packed()["input_ids"], cu_seq_lens_q=torch.tensor([0, 4, 8]))
+    for wrong, message in (
+        ({"cu_seq_lens_q": torch.tensor([], dtype=torch.int32)}, r"cu_seq_lens_q: got \[\], expected numbers"),
+        (
+            {"seq_idx": torch.zeros(91)},
+            r"seq_idx: got shape \[91\], expected the document of each token, \[batch, 91\]",
+        ),
+        ({"seq_idx": torch.zeros(1, 90)}, r"seq_idx: got shape \[1, 90\]"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            model(input_ids=packed()["input_ids"], **wrong)
     # The refusal left nothing behind.
     plain = {"input_ids": documents()[1]}
     assert model(**plain)[0].shape[1] == 13
