@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from support.tiny import TEXT, original
+from support.tiny import TEXT, converted, original
 from support.training import ALIGN as QUICK
 from support.training import Fixed, batches, loud
 from support.training import loud_converted as sharp
@@ -17,10 +17,11 @@ from linearize.attention.interface import observed
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.fidelity.teacher import frozen_output
-from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.loop import align
+from linearize.training.alignment.config import LARGEST, WEIGHTS, AlignConfig
+from linearize.training.alignment.loop import AlignTrainer, align, trained_parameters
 from linearize.training.alignment.objective import ATTENTION, Objective, measure, size_of, variance
 from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_teacher
+from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.states import StateFolder
 
 
@@ -205,6 +206,25 @@ def test_blocks_are_aligned_under_bf16(options):
         moved.append(torch.cat([(after[name] - before[name]).flatten() for name in before]))
     exact, rough = moved
     assert torch.nn.functional.cosine_similarity(exact, rough, dim=0) > 0.9
+
+
+@pytest.mark.parametrize(("phase", "weight"), [("blockwise", 1.0), ("end to end", 1.0), ("end to end", LARGEST)])
+def test_small_gradients_are_not_lost_in_fp16(phase, weight):
+    """Without a factor of the loss 98 % were 0, and the alignment trained hardly anything; the largest may overflow."""
+    found = []
+    for precision in ("no", "fp16"):
+        model = converted("bert")
+        whole = {name: value.repeat(64, 1) for name, value in batches(model, 1)[0].items()}
+        config = AlignConfig(precision=precision, **dict.fromkeys(WEIGHTS, weight), max_grad_norm=LARGEST)
+        objective = Objective(model, make_teacher(model, None, shared=False), config)
+        objective.measure_scales([whole])
+        trained = trained_parameters(model, objective.blocks, "blocks")
+        trainer = AlignTrainer(objective, trained, make_accelerator(model), phase, 2)
+        trainer.step(iter([whole]), 1)
+        found.append(torch.cat([parameter.grad.flatten() for parameter in trained.values()]))
+    exact, rough = found
+    assert torch.nn.functional.cosine_similarity(exact, rough, dim=0) > 0.99
+    assert rough.norm() / exact.norm() == pytest.approx(1, abs=0.01)
 
 
 def test_small_updates_of_half_precision_weights_add_up(tmp_path):

@@ -49,6 +49,7 @@ def is_kernel(name: str) -> bool:
 
 
 FULL = (torch.float32, torch.float64)
+SCALES = tuple(2.0**power for power in (16, 12, 8, 4, 0))
 LOSS = "loss"
 """The name of the loss among a step's terms."""
 
@@ -64,6 +65,7 @@ class AlignTrainer(Trainer):
         objective: the error that is minimised.
         parameters: the trained weights, by name.
         factor: factor of all rates; halved when the held-out loss rises.
+        scales: factors of the loss, tried in order until the gradient is finite; in fp16 its small values would be 0.
     """
 
     def __init__(
@@ -76,6 +78,9 @@ class AlignTrainer(Trainer):
     ) -> None:
         self.objective, self.parameters, self.config = objective, parameters, objective.config
         self.phase, self.steps, self.factor = phase, steps, 1.0
+        in_fp16 = "fp16" in (self.config.precision, accelerator.mixed_precision)
+        in_fp16 = in_fp16 or any(parameter.dtype == torch.float16 for parameter in parameters.values())
+        self.scales = SCALES if in_fp16 else SCALES[-1:]
         # Weights in half precision would lose small updates, so updates are added up in fp32 copies.
         self.masters = {
             name: p if p.dtype in FULL else nn.Parameter(p.detach().float()) for name, p in self.parameters.items()
@@ -96,11 +101,31 @@ class AlignTrainer(Trainer):
             Diverged: if a loss or gradient is not finite; then no weight has changed.
         """
         self.set_rates(step, self.steps, self.factor)
-        for parameter in (*self.parameters.values(), *self.masters.values()):
-            parameter.grad = None
         given = [next(batches) for _ in range(self.config.gradient_accumulation)]
         micro_batches = send_to_device(given, self.accelerator.device, non_blocking=True)
-        terms: dict[str, float] = summed(self._backward, micro_batches, self.reduce_numbers)
+        for scale in self.scales:
+            terms, norm = self._gradient(micro_batches, step, scale)
+            if math.isfinite(norm):
+                break
+        else:
+            raise Diverged(f"the gradient became {norm} at step {step}")
+        self.interrupts.hold()
+        self.optimizer.step()
+        self._write_back()
+        return terms, terms.pop(LOSS), float(self.optimizer.param_groups[0]["lr"])
+
+    def _gradient(self, batches: list[dict[str, Tensor]], step: int, scale: float) -> tuple[dict[str, float], float]:
+        """Compute the gradient of a step, of the loss times `scale`, undo that factor, and clip the gradient.
+
+        Returns:
+            The step's terms, and the norm of the gradient before it was clipped.
+
+        Raises:
+            Diverged: if a term is not finite.
+        """
+        for parameter in (*self.parameters.values(), *self.masters.values()):
+            parameter.grad = None
+        terms: dict[str, float] = summed(partial(self._backward, scale), batches, self.reduce_numbers)
         if self.accelerator.num_processes > 1:
             # The processes compute one step together.
             self.reduce_gradients(self.parameters.values())
@@ -112,24 +137,22 @@ class AlignTrainer(Trainer):
             parameter = self.parameters[name]
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float()
-        norm = nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm)
-        if not math.isfinite(float(norm)):
-            raise Diverged(f"the gradient became {float(norm)} at step {step}")
-        self.interrupts.hold()
-        self.optimizer.step()
-        self._write_back()
-        return terms, terms.pop(LOSS), float(self.optimizer.param_groups[0]["lr"])
+            if scale != 1 and master.grad is not None:
+                master.grad.div_(scale)
+        return terms, float(nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
 
-    def _backward(self, batch: Mapping[str, Tensor], share: Share) -> dict[str, float]:
-        """Compute the gradient of a batch; return its terms, and `LOSS` last."""
+    def _backward(self, scale: float, batch: Mapping[str, Tensor], share: Share) -> dict[str, float]:
+        """Compute the gradient of a batch, times `scale`; return its terms, and `LOSS` last."""
+        share = (scale * share[0], scale * share[1])
         with autocast(self.accelerator, self.config.precision):
             if self.phase == BLOCKWISE:
                 errors = self.objective.blockwise(batch, share, train=True)
-                return {**errors, LOSS: sum(errors.values()) / max(len(errors), 1)}
-            terms = self.objective.end_to_end(batch, share)
-            loss = self.objective.total(terms)
+                terms = {**errors, LOSS: sum(errors.values()) / max(len(errors), 1)}
+                return {name: value / scale for name, value in terms.items()}
+            found = self.objective.end_to_end(batch, share)
+            loss = self.objective.total(found)
         loss.backward()
-        return {name: float(value.detach()) for name, value in [*terms.items(), (LOSS, loss)]}
+        return {name: float(value.detach()) / scale for name, value in [*found.items(), (LOSS, loss)]}
 
     def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
         """Return the phase's loss on held-out batches."""
