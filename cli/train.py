@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
 from linearize.cli._output import Screen, print_json, show_findings, table
-from linearize.cli._progress import at_work
+from linearize.cli._progress import Work, at_work
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.core.events import Callback, Event, ignore
@@ -70,6 +70,7 @@ def _train(
     """Run a job and show its progress, or only check it (`--dry-run`); `also` gets each event after it was shown."""
     if args.dry_run:
         return show_bill(job, args, out, also)
+    work: Work
 
     def kept() -> str:
         return f"the result is in {job.target()}" if work.saved else kept_states(job.target())
