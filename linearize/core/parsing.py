@@ -212,6 +212,8 @@ def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: b
         beside = spare_name(file)
         beside.touch(exist_ok=False)
         beside.unlink()
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option}: cannot use {path[:80]!r} ({first_line(error)}); choose another file") from None
     if exists and not overwrite:

@@ -39,7 +39,8 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct.
     """
-    with claim(job.output, overwrite=job.overwrite, sources=[job.config if isinstance(job.config, str) else None]):
+    sources = [job.config if isinstance(job.config, str) else None, job.tokenizer]
+    with claim(job.output, overwrite=job.overwrite, sources=sources):
         chosen, source = task(job.task), job.tokenizer
         if job.num_labels is not None and not chosen.head.per_label:
             raise ConfigError(

@@ -52,6 +52,10 @@ def test_init(tmp_path, capsys):
     assert [layer["kernel"] for layer in json.loads(out)["plan"]["layers"]] == ["elu", "elu"]
     code, _, err = out_of(capsys, "init", tmp_path / "nowhere", "--output", tmp_path / "other")
     assert code == 2 and "expected a JSON or YAML file" in err
+    # It replaced the model whose tokenizer it had read.
+    again = ("init", tmp_path / "config.json", "--tokenizer", tmp_path / "new", "--output", tmp_path / "new")
+    code, _, err = out_of(capsys, *again, "--overwrite")
+    assert code == 2 and "which is read; choose another folder" in err
 
 
 def test_init_with_matching_keys(tmp_path, capsys):

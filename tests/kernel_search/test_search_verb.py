@@ -208,7 +208,10 @@ def test_a_resumed_search_may_write_its_plan_again(place, capsys, monkeypatch):
         ),
         ("search bert --budget price=1", "unknown budget 'price'"),
         ("search bert --plan-out plan.txt", "expected the name of a .yaml file"),
-        ("search bert --plan-out nowhere/plan.yaml", "make the folder first"),
+        (
+            "search bert --plan-out nowhere/plan.yaml",
+            "error: --plan-out: got 'nowhere/plan.yaml', expected a file in an ex",
+        ),
         ("search bert --plot points.svg", "expected the name of a .png file"),
         ("search bert --no-memory", "unknown option '--no-memory'"),
         ("search bert --remeasure", "unknown option '--remeasure'"),
