@@ -11,6 +11,7 @@ from linearize.checkpoint.loading import load_converted
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.conversion.positions import text_length
 from linearize.core.errors import UnsupportedModelError
+from linearize.core.options import name_of
 from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
@@ -89,7 +90,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
                     for name, x in graph.inputs.items()
                 }
                 described[f"{graph.name}.onnx"] = {"inputs": inputs, "outputs": list(graph.outputs)}
-            record = {"model": job.model, "weights": onnx.WEIGHTS, "graphs": described}
+            record = {"model": name_of(job.model), "weights": onnx.WEIGHTS, "graphs": described}
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             if loaded.processor is not None:
                 loaded.processor.save_pretrained(folder)
