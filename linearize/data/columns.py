@@ -55,7 +55,7 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
         raise DataError(f"{origin} is empty: got no rows, expected at least one; check the file or the split.")
     names = {"label": label}
     if modality == "text":
-        texts = {name: "text" if kind == "words" else kind for name, kind in kinds.items()}
+        texts = {name: "text" if kind == "words" else kind for name, kind in kinds.items() if name != label}
         pair = find_pair(kinds) if config.finds_pairs else None
         first, second = pair or (None, config.text_pair_column)
         names["text"] = first or find_column(texts, config.text_column, "text", origin)

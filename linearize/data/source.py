@@ -69,12 +69,13 @@ def split_off(
     """
     orders = [np.random.default_rng([seed, HOLDOUT, k]).permutation(len(p.sizes)) for k, p in enumerate(parts)]
     total = sum(len(order) for order in orders)
-    if total <= holdout:
+    if total < (least := holdout + len(orders)):
         raise DataError(
-            f"got {total} usable examples and a holdout of {holdout}, expected more examples than that; "
+            f"got {total} usable examples and a holdout of {holdout}, expected at least {least} examples; "
             "lower the holdout or pass more data."
         )
-    shares = apportion(holdout, weights, [len(order) for order in orders])
+    # Of a small part, an example is left to train on.
+    shares = apportion(holdout, weights, [len(order) - 1 for order in orders])
     held = [order[:share] for order, share in zip(orders, shares, strict=True)]
     rest = [order[share:] for order, share in zip(orders, shares, strict=True)]
     known = {key for part, rows in zip(parts, held, strict=True) for key in part.digests(rows.tolist())}
@@ -188,7 +189,7 @@ class Source:
         self.fallback, self.skipped, self.duplicates = fallback, skipped, duplicates
         self.num_train, self.num_holdout = sum(train.counts), sum(held.counts)
         kind = "images" if isinstance(encoder, ImageEncoder) else "texts"
-        unit = f"rows of {config.max_length} tokens" if config.packing else kind
+        unit = f"rows of {self.row_length} tokens" if config.packing else kind
         self.description = f"{origin}: {self.num_train:,} {unit} to train on, {self.num_holdout:,} held out"
         self.description += f", {skipped:,} blank or unlabelled left out" if skipped else ""
         self.description += f", {duplicates:,} equal to held-out ones left out" if duplicates else ""
@@ -230,12 +231,12 @@ class Source:
 
     @functools.cached_property
     def row_length(self) -> int:
-        """Tokens of the longest training row: of every row with packing, else of the longest texts; 0 for images."""
-        if self._config.packing:
-            return self._config.max_length
+        """Tokens of the longest training row, found among the longest texts; 0 for images."""
         sizes = np.concatenate(
             [part.sizes[rows] for part, rows in zip(self._train.parts, self._train.rows, strict=True)]
         )
+        if self._config.packing:
+            return int(sizes.max())
         batch = self._encoder(self._train.fetch(np.argsort(-sizes)[:LONGEST].tolist()), slice(None))
         return int(batch["attention_mask"].sum(dim=1).max()) if "attention_mask" in batch else 0
 

@@ -192,7 +192,10 @@ def test_packed_held_out_rows_keep_the_rest(rows: Rows, gpt_tokenizer: Any) -> N
     assert (source.num_holdout, source.num_train) == (2, 3)
     assert "3 rows of 8 tokens to train on, 2 held out" in source.description
     short = DataConfig(dataset=path, packing=True, max_length=64, holdout=5, batch_size=1)
-    assert next(load_source(short, gpt_tokenizer, "text").train_batches())["input_ids"].shape == (1, 30)
+    source = load_source(short, gpt_tokenizer, "text")
+    assert next(source.train_batches())["input_ids"].shape == (1, 30)
+    # It was recorded as the 64 tokens of a full row.
+    assert source.row_length == 30 and "1 rows of 30 tokens to train on" in source.description
 
 
 def test_a_mixture_keeps_its_weights_and_shares_the_holdout(rows: Rows, gpt_tokenizer: Any) -> None:
@@ -205,6 +208,24 @@ def test_a_mixture_keeps_its_weights_and_shares_the_holdout(rows: Rows, gpt_toke
     only_second = sum(token >= 45 for token in trained)
     assert 0.13 < only_second / 1000 < 0.2
     assert source.description.startswith("mixture of 80% file ")
+
+
+def test_a_small_part_of_a_mixture_is_not_all_held_out(rows: Rows, gpt_tokenizer: Any) -> None:
+    first, second = rows("a.jsonl", numbered(0, 50)), rows("b.jsonl", numbered(50, 53))
+    source = load_source(DataConfig(dataset=((first, 0.5), (second, 0.5))), gpt_tokenizer, "text")
+    held = words_of(source.holdout_batches(), 0)
+    assert (source.num_train, len(held), sum(token >= 55 for token in held)) == (40, 13, 2)
+    one = rows("c.jsonl", numbered(60, 61))
+    with pytest.raises(DataError, match="got 2 usable examples and a holdout of 1, expected at least 3 examples"):
+        load_source(DataConfig(dataset=((one, 1.0), (rows("d.jsonl", numbered(61, 62)), 1.0))), gpt_tokenizer, "text")
+
+
+def test_the_column_of_the_label_is_not_the_text(rows: Rows) -> None:
+    records, _ = open_records(rows("a.jsonl", [{"intent": "a", "odd": "w1"}]), DataConfig(), "text", label="intent")
+    assert records.fetch([0]) == [("w1", None, "a")]
+    path = rows("b.jsonl", [{"intent": "a", "n": 1}])
+    with pytest.raises(DataError, match="got 0 columns that may be the text"):
+        open_records(path, DataConfig(), "text", label="intent")
 
 
 def test_labels_go_along(rows: Rows) -> None:
