@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import linearize  # noqa: F401  (so that Auto classes load converted models)
 from linearize.attention.interface import observed
+from linearize.core.parsing import check_file
 from linearize.fidelity.teacher import exact_states
 
 
@@ -33,7 +34,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], help="in tokens")
     parser.add_argument("--rows", type=int, default=4, help="rows per length (%(default)s)")
     parser.add_argument("--output", required=True, help="JSON file")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if wrong := [entry for entry in args.converted if "=" not in entry]:
+        parser.error(f"converted: got {wrong[0]!r}, expected NAME=DIR")
+    check_file(args.output, "--output", (".json",), overwrite=True)
+    return args
 
 
 def reference(original: PreTrainedModel, folder: str) -> PreTrainedModel:

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linearize  # noqa: F401  (loads converted checkpoints)
 from linearize.attention.interface import linear_attentions
+from linearize.core.parsing import check_file
 from linearize.fidelity.ablate import ablated
 from linearize.training.stage_two.intervals import RESAMPLES, percentiles
 
@@ -374,11 +375,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cloze", type=int, default=300, help="maximum questions of each kind, in the long rows")
     parser.add_argument("--needles", type=int, nargs="*", default=[1024], help="lengths")
     parser.add_argument("--needle-rows", type=int, default=10)
-    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), help="columns to measure; by default all")
+    parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=list(COLUMNS), help="columns; by default all")
     parser.add_argument("--only", nargs="*", help="figures to measure; by default all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", required=True)
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    names = sorted({column.folder for column in COLUMNS.values() if column.folder})
+    if wrong := [pair for pair in args.converted if "=" not in pair or pair.split("=")[0] not in names]:
+        parser.error(f"converted: got {wrong[0]!r}, expected NAME=DIR with one of the names {', '.join(names)}")
+    check_file(args.output, "--output", (".json",), overwrite=True)
+    return args
 
 
 def main(words: list[str] | None = None) -> None:
@@ -411,13 +417,18 @@ def main(words: list[str] | None = None) -> None:
         "generations": lambda model: generations(model, tokenizer, starts),
         "answers": lambda model: answers(model, tokenizer, asked, table["softmax"].get("answers")),
     }
+    if unknown := sorted(set(args.only or ()) - set(measures)):
+        raise SystemExit(f"only: got {unknown[0]!r}, expected some of {', '.join(measures)}")
     output = Path(args.output)
     done: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {"columns": {}}
     done["settings"] = {name: getattr(args, name) for name in
                         ("offset", "rows", "length", "long_rows", "long_length", "cloze", "needle_rows")}  # fmt: skip
     table, open_folder, model = done["columns"], "", None
-    for name in args.columns:
-        column = COLUMNS[name]
+    answered = "softmax" in args.columns or "answers" in table.get("softmax", {})
+    if "answers" in (args.only or measures) and not answered:
+        raise SystemExit("columns: got no softmax, whose answers the others are compared with; add softmax")
+    # In this order softmax comes first.
+    for name, column in ((name, column) for name, column in COLUMNS.items() if name in args.columns):
         figures = table.get(name, {})
         missing = [what for what in measures if what not in figures and what in (args.only or measures)]
         if not missing or column.folder not in {None, *folders}:

@@ -25,9 +25,11 @@ from unittest import mock
 
 from scipy.stats import spearmanr
 
+from linearize.core.parsing import check_file
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.convert import ConvertResult, convert_checkpoint
 from linearize.jobs.search import search_checkpoint
+from linearize.kernel_search.config import CANDIDATES
 from linearize.kernel_search.result import SearchResult
 
 PARTS = ("time", "ranking")
@@ -153,6 +155,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.parts = args.parts.split(",")
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"parts: got {', '.join(sorted(unknown))}, expected some of {','.join(PARTS)}")
+    known = [name for name in CANDIDATES if ":" not in name]
+    if unknown := set(args.kernels.split(",")) - set(known):
+        parser.error(f"kernels: got {', '.join(sorted(unknown))}, expected some of {','.join(known)}")
+    check_file(args.output, "--output", (".json",), overwrite=True)
     return args
 
 

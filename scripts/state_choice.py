@@ -19,6 +19,7 @@ import torch
 from transformers import EvalPrediction
 
 from linearize.checkpoint.loading import load_processor
+from linearize.core.parsing import check_file
 from linearize.training.stage_two import tuner
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task
@@ -106,7 +107,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help=f"folder with the folders {', '.join(JOBS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    check_file(str(args.output), "--output", (".json",), overwrite=True)
+    return args
 
 
 def main(words: list[str] | None = None) -> None:

@@ -173,3 +173,28 @@ def test_all_of_it(tmp_path, monkeypatch):
     output.write_text(json.dumps(found))
     proof.main([*main, "--output", str(output)])
     assert json.loads(output.read_text())["columns"]["softmax"]["rows"]["perplexity"] == 1.0
+
+
+def test_wrong_options_are_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words.save_pretrained(tmp_path / "softmax")
+    (tmp_path / "text.txt").write_text(" ".join(WORDS * 40))
+    monkeypatch.setattr(proof, "PASSAGE", 6)
+    line = [str(tmp_path / "softmax"), "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "proof.json")]
+    line += ["--rows", "4", "--length", "48", "--long-rows", "2", "--long-length", "64"]
+    # Without the original's answers, a KeyError after hours, or answers that are compared with nothing.
+    with pytest.raises(SystemExit, match="got no softmax"):
+        proof.main([*line, "--converted", "window=here", "--columns", "kernel and window"])
+    with pytest.raises(SystemExit, match="only: got 'row', expected some of rows, copying, needle at 1024,"):
+        proof.main([*line, "--converted", "window=here", "--only", "row"])
+    for wrong in ("windw=here", "window"):
+        with pytest.raises(SystemExit):
+            proof.parse([*line, "--converted", wrong])
+        assert (
+            f"converted: got '{wrong}', expected NAME=DIR with one of the names exact, kernel,"
+            in capsys.readouterr().err
+        )
+    with pytest.raises(SystemExit):
+        proof.parse([*line, "--converted", "window=here", "--columns", "windw only"])
+    assert not (tmp_path / "proof.json").exists()

@@ -8,9 +8,10 @@ from support.tiny import converted, original
 from transformers import BertTokenizer
 
 import linearize
+from linearize.core.errors import ConfigError
 
 
-def test_a_conversion_is_compared_with_softmax_at_its_positions(tmp_path):
+def test_a_conversion_is_compared_with_softmax_at_its_positions(tmp_path, capsys):
     softmax = original("bert")
     letters = [f"w{number}" for number in range(90)]
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
@@ -29,5 +30,10 @@ def test_a_conversion_is_compared_with_softmax_at_its_positions(tmp_path):
         # A window that holds the row is softmax itself.
         assert whole["error"] < 1e-5 and whole["cosine"] == pytest.approx(1) == whole["pooled_cosine"]
         assert near["error"] > 1e-3 and near["cosine"] < 1
+    with pytest.raises(SystemExit):
+        script("closeness_by_length").parse([*line, "--converted", "near"])
+    assert "converted: got 'near', expected NAME=DIR" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="expected a file in an existing folder"):
+        script("closeness_by_length").parse([*line, "--output", str(tmp_path / "nowhere" / "out.json")])
     with pytest.raises(SystemExit, match="got 1 rows of 60 tokens, expected 2; add text"):
         script("closeness_by_length").main([*line, "--lengths", "60"])

@@ -8,6 +8,8 @@ import pytest
 from support.checkpoints import make_original, texts
 from support.scripts import script
 
+from linearize.core.errors import ConfigError
+
 check = script("search_check")
 
 
@@ -18,6 +20,22 @@ def test_the_ranking():
     # Means before: .15, .25, .2; after: .105, .16, .215.
     assert found["rank_correlation"] == pytest.approx(0.5)
     assert check.ranking({"a": [1.0], "b": [1.0]}, {"a": [1.0], "b": [2.0]})["rank_correlation"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kernels", "hedgehog,elu"], "kernels: got elu, expected some of hedgehog,flexformer_n,"),
+        (["--parts", "time,rank"], "parts: got rank, expected some of time,ranking"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_work(words, message, capsys):
+    """A kernel that the search does not try was a KeyError after hours."""
+    with pytest.raises(SystemExit):
+        check.parse(["bert", "--dataset", "texts.jsonl", *words])
+    assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"--output: got .* expected a file in an existing folder"):
+        check.parse(["bert", "--dataset", "texts.jsonl", "--output", "nowhere/out.json"])
 
 
 @pytest.mark.slow
