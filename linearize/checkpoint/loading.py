@@ -24,6 +24,7 @@ from linearize.core.errors import (
     LinearizeError,
     UnsupportedModelError,
     first_line,
+    some,
     unknown_name,
 )
 from linearize.core.heads import HEADS, Modality, Processor, head_of_class
@@ -300,19 +301,36 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+PROCESSORS = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+"""Files of which a folder with a tokenizer or an image processor has at least one."""
+
+
 def load_processor(name: str, modality: str, revision: str | None = None) -> Any:
     """Load the tokenizer or image processor of a checkpoint; "sound": its feature extractor; "all": several in one.
 
     Raises:
-        CheckpointError: if it has none.
+        CheckpointError: if it has none. From a folder without a tokenizer's files, transformers makes a tokenizer that
+            knows no words.
     """
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     autos: Any = {"text": AutoTokenizer, "image": AutoImageProcessor, "sound": AutoFeatureExtractor}
     kind = {"text": "tokenizer", "image": "image processor"}.get(modality, "processor")
-    with explained(name, f"its {kind}"):
-        place, where = located(name)
-        return autos.get(modality, AutoProcessor).from_pretrained(place, revision=revision, **where)
+    try:
+        with explained(name, f"its {kind}"):
+            place, where = located(name)
+            processor = autos.get(modality, AutoProcessor).from_pretrained(place, revision=revision, **where)
+            if modality == "text" and len(processor) - len(set(processor.all_special_ids)) < 2:
+                known = some(processor.all_special_tokens)
+                raise CheckpointError(f"{name!r}: its tokenizer knows only {known}; add its files, from the original")
+            return processor
+    except CheckpointError as error:
+        if not user_path(name).is_dir() or any((user_path(name) / file).is_file() for file in PROCESSORS):
+            raise
+        raise CheckpointError(
+            f"{name!r} has no {kind}; copy its files, such as {PROCESSORS[2 * (kind != 'tokenizer')]}, from the "
+            "original into this folder"
+        ) from error
 
 
 MODULES, TRANSFORMER = "modules.json", "sentence_bert_config.json"

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.loading import load_processor
+from linearize.checkpoint.loading import PROCESSORS, load_processor
 from linearize.checkpoint.output import claim
 from linearize.checkpoint.ownership import check_links
 from linearize.conversion.plan import convert
@@ -21,9 +21,6 @@ from linearize.modeling.plan import Plan
 from linearize.training.stage_two.load import label_options, ready
 from linearize.training.stage_two.save import save_model
 from linearize.training.stage_two.tasks import Task, task
-
-PROCESSORS = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
-"""Files of which a folder with a tokenizer or an image processor has at least one."""
 
 
 def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | None:

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.bad_values import VALUES
 from support.tiny import converted, original
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import linearize
-from linearize.checkpoint.loading import pooling, read_config, sentence_files, with_length
+from linearize.checkpoint.loading import load_processor, pooling, read_config, sentence_files, with_length
 from linearize.checkpoint.provenance import read_log
 from linearize.checkpoint.save import base_facts
 from linearize.cli.main import main
@@ -418,3 +418,20 @@ def test_every_side_file_that_is_broken_is_one_line(kind, tmp_path):
                 read(tmp_path)
         elif file != "log.jsonl":
             assert read(tmp_path, "cola") is None
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_tokenizer_without_words_is_refused(kind, tmp_path):
+    """From a config alone transformers makes a tokenizer of special tokens: all texts would be unknown, or empty."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no tokenizer; copy its files, such as tokenizer\.json, from"):
+        load_processor(str(tmp_path), "text")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r": its tokenizer knows only '.*; add its files, from the original"):
+        load_processor(str(tmp_path), "text")
+
+
+def test_a_folder_without_an_image_processor_is_told_its_file(tmp_path):
+    AutoConfig.for_model("vit").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no image processor; copy its files, such as preprocessor_config"):
+        load_processor(str(tmp_path), "image")
