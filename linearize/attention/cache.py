@@ -118,8 +118,9 @@ class LinearStateLayer(CacheLayerMixin):
         """
         if self._awaiting:
             raise LinearizeError(
-                "the generation cache was updated, but the attention never read it: this architecture passes its cache "
-                "in a way that is not supported; generate with use_cache=False"
+                "the generation cache was updated, but the attention never read it: the last forward failed (begin "
+                "again with a new cache), or this architecture passes its cache in a way that is not supported "
+                "(generate with use_cache=False)"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -17,7 +17,7 @@ import linearize
 from linearize.attention.cache import LinearizeCache, cache_argument, given_cache
 from linearize.attention.interface import observed
 from linearize.conversion.plan import set_trained_length
-from linearize.core.errors import ConfigError, LinearizeError
+from linearize.core.errors import ConfigError, LinearizeError, UnsupportedModelError
 
 CAUSAL = ["gpt2", "llama", "qwen2", "mistral", "gemma3"]
 KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
@@ -182,6 +182,15 @@ def test_a_static_cache_that_the_original_asked_for_is_left_out():
     with pytest.warns(UserWarning, match="generation_config.json has cache_implementation='static', which is ignored"):
         assert torch.equal(model.generate(**inputs, **GREEDY), expected)
     assert model.generation_config.cache_implementation == "static"
+
+
+def test_the_cache_of_a_forward_that_failed_is_not_used_again():
+    model, ids = causal("llama"), prompts(padded=False)["input_ids"]
+    cache = model.new_cache()
+    with pytest.raises(UnsupportedModelError, match="got an attention mask of shape"):
+        model(ids, past_key_values=cache, attention_mask=torch.rand(3, 1, 9, 9))
+    with pytest.raises(LinearizeError, match=r"the last forward failed \(begin again with a new cache\)"):
+        model(ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize("in_steps", [True, False])
