@@ -186,3 +186,34 @@ def test_recall_reads_the_columns_that_the_user_names(tokenizer):
     named = task("recall", columns=("row",), label="answers")
     data = prepare(named, tokenizer, data={"train": table, "validation": table})
     assert data.train[0]["labels"] == [-100, 6, -100, 6]
+
+
+def test_a_head_for_several_labels_learns_one_class_per_image(tmp_path):
+    """The loss of its config was kept, which takes other labels: a traceback at the first step."""
+    head = original("vit", "AutoModelForImageClassification", problem_type="multi_label_classification")
+    head.config.architectures = [type(head).__name__]
+    head.save_pretrained(tmp_path)
+    model = load_for_task(str(tmp_path), rows("image-classification", labels=("red", "blue")))
+    loss = model(pixel_values=torch.zeros(3, 3, 30, 30), labels=torch.tensor([0, 1, 1])).loss
+    assert model.config.problem_type == "single_label_classification" and loss.isfinite()
+
+
+def test_a_class_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="got the class 'yes' twice, expected different names"):
+        task("text-classification", labels=("yes", "no", "yes"))
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("causal-lm", {"text": "good film was"}),
+        ("token-classification", {"tokens": ["good"], "ner_tags": ["O"]}),
+        ("recall", {"text": "good bad", "positions": [1]}),
+    ],
+)
+def test_a_split_without_rows_is_refused(tokenizer, name, row):
+    """It was a traceback, or a task that is measured on nothing."""
+    table = Dataset.from_list([row] * 2)
+    tables = {"train": table, "validation": table.select([])}
+    with pytest.raises(DataError, match="tables: got a split without rows, expected at least one"):
+        prepare(task(name), tokenizer, DataOptions(max_length=4), data=tables)

@@ -179,7 +179,8 @@ def label_options(task: Task, count: int) -> dict[str, object]:
     numbers = {name: number for number, name in enumerate(names)}
     # timm's config takes the number from its file unless it is given.
     options: dict[str, object] = {"id2label": dict(enumerate(names)), "label2id": numbers, "num_labels": count}
-    if task.head.name == "text-classification":
+    if task.head.name in ("text-classification", "image-classification"):
+        # Without it, a head for several labels per row would keep its loss.
         options["problem_type"] = "regression" if task.type.numeric else "single_label_classification"
     return options
 

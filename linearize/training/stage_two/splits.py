@@ -143,6 +143,8 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
         validation = validation.select(_some(task, len(validation), most))
         where = f"{most:,} of {where}"
     train = validation if alone else train
+    if not len(train) or not len(validation):
+        raise DataError(f"{called}: got a split without rows, expected at least one; check the file or the split")
     if options.limit is not None and options.limit < len(train):
         train = train.select(_some(task, len(train), options.limit))
     skipped = sum({id(part.records): part.records.skipped for part in (train, validation) if not raw}.values())

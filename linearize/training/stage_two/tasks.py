@@ -275,7 +275,8 @@ def task(
 
     Raises:
         UnknownNameError: for an unknown task.
-        ConfigError: if there are more columns than the type of task reads, or a label column for rows without labels.
+        ConfigError: if there are more columns than the type of task reads, a label column for rows without labels, or a
+            class twice.
     """
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
@@ -284,6 +285,8 @@ def task(
         raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
     if label is not None and known.label is None:
         raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
+    if twice := next((one for place, one in enumerate(labels) if one in labels[:place]), None):
+        raise ConfigError(f"task {name}: got the class {twice!r} twice, expected different names; drop one")
     given: dict[str, object] = {"dataset": dataset, "label": label}
     given |= {"columns": tuple(columns), "labels": tuple(labels), "score": tuple(score)}
     changes = {name: value for name, value in given.items() if value not in (None, ())}
