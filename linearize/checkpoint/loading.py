@@ -319,12 +319,13 @@ def load_processor(name: str, modality: str, revision: str | None = None) -> Any
         place, where = located(name)
         processor = autos.get(modality, AutoProcessor).from_pretrained(place, revision=revision, **where)
         tokenizer: Any = getattr(processor, "tokenizer", processor)
-        special = {*getattr(tokenizer, "all_special_tokens", ()), *getattr(tokenizer, "get_added_vocab", dict)()}
-        # transformers makes a tokenizer of special tokens alone if the checkpoint has none.
-        if special and len(tokenizer) - len(special) < 2:
-            raise CheckpointError(
-                f"{name!r} has no tokenizer, or one without words; save the model's own there (save_pretrained)"
-            )
+        if hasattr(tokenizer, "get_vocab"):
+            special = {*tokenizer.all_special_tokens, *getattr(tokenizer, "get_added_vocab", dict)(), ".", "\u2581"}
+            # transformers makes a tokenizer of these alone if the checkpoint has none.
+            if special.issuperset(tokenizer.get_vocab()):
+                raise CheckpointError(
+                    f"{name!r} has no tokenizer, or one without words; save the model's own there (save_pretrained)"
+                )
         return processor
 
 

@@ -111,7 +111,8 @@ def test_a_head_that_cannot_be_told_is_refused(tmp_path, monkeypatch):
     save(tmp_path, ["acceptable", "unacceptable"])
     made = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     made.classifier = torch.nn.Identity()
-    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_pretrained", lambda *_, **__: made)
+    loaded = (made, {"missing_keys": set(), "mismatched_keys": set()})
+    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_pretrained", lambda *_, **__: loaded)
     with pytest.raises(ConfigError, match="labels in another order than the task, and 0 layers"):
         load_for_task(str(tmp_path), rows("cola"))
 
