@@ -94,7 +94,7 @@ def last_states(model: PreTrainedModel, batch: Batch) -> Tensor | None:
 def mask_of(batch: Batch, states: Tensor) -> Tensor | None:
     """Return the padding mask [B, T] of the last hidden states [B, T, D]: the decoder's, if the batch has its tokens.
 
-    None if there is none, or if the tokens of the states are others (a sound's mask has samples, its states frames).
+    None without a mask, or if the states have other tokens (a sound's mask has samples, its states frames).
     """
     mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
     return mask if mask is not None and mask.shape == states.shape[:2] else None

@@ -37,3 +37,8 @@ def test_a_conversion_is_compared_with_softmax_at_its_positions(tmp_path, capsys
         script("closeness_by_length").parse([*line, "--output", str(tmp_path / "nowhere" / "out.json")])
     with pytest.raises(SystemExit, match="got 1 rows of 60 tokens, expected 2; add text"):
         script("closeness_by_length").main([*line, "--lengths", "60"])
+
+
+def test_state_choice_refuses_an_output_without_a_folder_before_the_first_run(tmp_path):
+    with pytest.raises(ConfigError, match="expected a file in an existing folder"):
+        script("state_choice").parse(["bert", "--data", "glue", "--output", str(tmp_path / "nowhere" / "out.json")])
