@@ -134,7 +134,7 @@ def load(tiny, write, **changes):
         ({"tasks": {"cola": {"rows": {"max_lenght": 3}}}}, r"tasks.cola.rows: unknown key 'max_lenght'"),
         ({"flow": "finetune"}, r"flow: unknown flow 'finetune'. Did you mean 'finetuned'"),
         ({"sources": ["mrpc"]}, r"sources: expected tasks to distil on for flow transfer"),
-        ({"model": {"name": "a", "package": "b"}}, r"model: got both a name and a package"),
+        ({"model": {"name": "a", "package": "b"}}, r"model: got name 'a' and package 'b', expected a name or"),
         ({"model": {"pretrained": False}}, r"model: got pretrained false without config.model_type"),
         ({"model": {"pretrained": "no", "name": "a"}}, r"model.pretrained: got 'no', expected true or false"),
         ({"figures": {"elu": {"rte": 1}}}, r"figures.elu: unknown task 'rte'"),

@@ -170,7 +170,8 @@ class Model:
         if self.pretrained and self.matching_keys:
             raise ConfigError("matching_keys: only for a model trained from scratch (pretrained: false); leave it out")
         if self.pretrained and (self.name is None) == (self.package is None):
-            raise ConfigError("got both a name and a package, or neither; expected exactly one for a pretrained model")
+            got = "neither" if self.name is None else f"name {self.name!r} and package {self.package!r}"
+            raise ConfigError(f"got {got}, expected a name or a package; model.package=null removes a recipe's package")
         if not self.pretrained and not isinstance(self.config.get("model_type"), str):
             raise ConfigError("got pretrained false without config.model_type, expected a type such as bert or gpt2")
 
