@@ -37,7 +37,7 @@ from linearize.jobs.init import init_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora, parse_lora, target_modules
 from linearize.training.stage_two.config import DataOptions, TuneConfig
-from linearize.training.stage_two.load import load_for_task, usual_length
+from linearize.training.stage_two.load import check_trained, load_for_task, usual_length
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.save import last_checkpoint
 from linearize.training.stage_two.task_types.language import strided
@@ -770,6 +770,9 @@ def test_a_head_with_other_labels_is_refused(bert, glue, tmp_path):
     assert load_for_task(str(target), data_for("stsb", bert, glue), new_head=True).config.num_labels == 1
     with pytest.raises(ConfigError, match="no trained head for task cola"):
         evaluate_checkpoint(EvaluateJob(bert, task("cola"), str(glue), data=SHORT))
+    with pytest.raises(ConfigError, match="ForSequenceClassification, which has no trained head for task causal-lm"):
+        # Its language head was drawn at random, and `evaluate` printed a perplexity of it.
+        check_trained(str(target), task("causal-lm"))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
-from linearize.core.heads import Processor
+from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import user_path
 from linearize.data.encode import copy_tokenizer
 from linearize.fidelity.teacher import run_module
@@ -211,7 +211,10 @@ def check_trained(name: str, task: Task) -> None:
         saved = (read_config_values(name).get("architectures") or [""])[0]
     except OSError:
         return
-    if task.head.own_weights and saved and not task.head.is_of(saved):
+    other = head_of_class(saved)
+    # A bare body may share its embedding with a causal head; the body of another head was trained for something else.
+    needed = task.head.own_weights or (task.head.name == "text-generation" and other is not None and other.own_weights)
+    if needed and saved and not task.head.is_of(saved):
         raise ConfigError(
             f"{Path(name).name!r} is a {saved}, which has no trained head for task {task.name}; tune it first: "
             f"linearize finetune {name} --task {task.name}"
