@@ -337,7 +337,15 @@ def quick(words):
     return OF_MODEL if "--image-size" in words else f"{OF_MODEL} --lengths 16,32"
 
 
-PARSED = ("closeness_by_length", "proof_smollm2", "search_check", "silence_kernel", "state_choice", "tune_triton")
+PARSED = (
+    "closeness_by_length",
+    "proof_smollm2",
+    "search_check",
+    "silence_kernel",
+    "state_choice",
+    "train_needles",
+    "tune_triton",
+)
 """Scripts that take minutes, a real model or a GPU: only their lines are checked."""
 
 
