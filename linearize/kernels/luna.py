@@ -59,7 +59,7 @@ Segments = tuple[Tensor, Tensor, Tensor]
 
 
 SHARPEST = 4.0
-"""The largest of the initial rates a_l. Rows of W start as short, so that AdamW's steps turn them quickly."""
+"""The largest of the initial rates a_l; the rows of W start short in proportion, so that AdamW turns them quickly."""
 
 REACH = 2.0
 """The initial functions follow the exponential for |u| up to this, and are straight lines beyond it."""

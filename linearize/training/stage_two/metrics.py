@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 DEPTHS = (1, 10)
-"""Ranks up to which `retrieval` counts a hit."""
+"""The k of every recall at k that `retrieval` returns."""
 BLOCK = 1_024
 """Queries that are compared with all texts at a time."""
 EDGES = (1, *(64 * 2**power for power in range(15)))
