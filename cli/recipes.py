@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, out: Screen) -> object:
     name = Path(args.recipe).stem
     if args.dry_run:
         check_data(recipe)
-        planned = chosen_cells(recipe, args.only)
+        planned = chosen_cells(cells(recipe), args.only)
         if not args.json:
             print(yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110), end="")
             out.print(f"\n{name}: {len(planned)} cells, flow {recipe.flow}. {recipe.needs}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
 
 _HIDDEN = (
     # Control characters can change a terminal's colours, cursor, title and earlier output.
@@ -38,6 +40,15 @@ def first_line(error: BaseException) -> str:
     A line that ends with a colon is joined with the next.
     """
     return re.sub(r":\s*\n\s*", ": ", str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+Name = TypeVar("Name")
+
+
+def repeated(names: Iterable[Name]) -> Name | None:
+    """Return the first name that occurs more than once; None if all differ."""
+    counts = Counter(names)
+    return next((name for name, count in counts.items() if count > 1), None)
 
 
 def some(names: Sequence[str]) -> str:

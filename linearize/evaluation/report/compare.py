@@ -14,7 +14,7 @@ from linearize.checkpoint.loading import Loaded, check_converted, check_device, 
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
-from linearize.core.errors import ConfigError
+from linearize.core.errors import ConfigError, repeated
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import name_of
 from linearize.core.parsing import finite, user_path
@@ -165,8 +165,7 @@ def _names(options: CompareOptions) -> Sequence[str]:
     given = options.checkpoints
     if len(given) < 2:
         raise ConfigError(f"compare: got {len(given)} checkpoint, expected two or more; name another one")
-    twice = next((path for path, count in Counter(map(user_path, given)).items() if count > 1), None)
-    if twice is not None:
+    if (twice := repeated(map(user_path, given))) is not None:
         raise ConfigError(f"compare: got {str(twice)!r} twice, expected different checkpoints; leave one of them out")
     folders = [Path(name_of(checkpoint)).name for checkpoint in given]
     return folders if len(set(folders)) == len(folders) else given

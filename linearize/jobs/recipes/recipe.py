@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from linearize.core.errors import ConfigError, LinearizeError, unknown_name
+from linearize.core.errors import ConfigError, LinearizeError, repeated, unknown_name
 from linearize.core.options import build, kind_of, read_values
 from linearize.core.parsing import parse_yaml, user_path
 from linearize.core.registry import field_types
@@ -168,9 +168,7 @@ def check(values: Mapping[str, object], where: str) -> Recipe:
             check_extra_pairs(job.task, job.rows)
         except ConfigError as error:
             raise ConfigError(f"{here}.rows: {error}") from error
-    keys = [cell.key for cell in cells(recipe)]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
+    if (twice := repeated(cell.key for cell in cells(recipe))) is not None:
         raise ConfigError(f"{where}: two cells are called {twice!r}; give a row or a task another name")
     for row_name, figures in recipe.figures.items():
         for name in figures:

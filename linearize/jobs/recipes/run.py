@@ -79,7 +79,8 @@ def run_recipe(
     folder = Path(output)
     check_data(recipe)
     device = check_device(recipe.device)
-    table, chosen = cells(recipe), chosen_cells(recipe, only)
+    table = cells(recipe)
+    chosen = chosen_cells(table, only)
     _open_folder(recipe, folder, resume)
     rows = {row["cell"]: row for row in repair(folder)}
     runner = Runner(recipe, folder, device, on_event)
@@ -106,13 +107,12 @@ def run_recipe(
     return [rows[cell.key] for cell in table if cell.key in rows]
 
 
-def chosen_cells(recipe: Recipe, only: Sequence[str]) -> list[Cell]:
-    """Return the cells whose names match one of the patterns; all cells without patterns.
+def chosen_cells(table: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """Return the cells of a recipe whose names match one of the patterns; all cells without patterns.
 
     Raises:
         ConfigError: for a pattern that matches no cell.
     """
-    table = cells(recipe)
     for pattern in only:
         if not any(fnmatch.fnmatchcase(cell.key, pattern) for cell in table):
             raise ConfigError(

@@ -8,7 +8,7 @@ from linearize.attention.factory import check_exact_keys, check_hybrid
 from linearize.attention.shape import HeadShape
 from linearize.conversion.layers import kept_layers, parse_heads
 from linearize.conversion.positions import METHODS
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError, repeated, unknown_name
 from linearize.core.kernel_options import Additions
 from linearize.core.options import MOST_SEED, option
 from linearize.core.registry import SCALES, Hybrid, kernel_info, make_config
@@ -332,9 +332,7 @@ class Recipe:
         if len(set(self.seeds)) < len(self.seeds) or not all(0 <= seed <= MOST_SEED for seed in self.seeds):
             limit = f"{MOST_SEED + 1:,}"
             raise ConfigError(f"seeds: got {list(self.seeds)}, expected different whole numbers from 0 below {limit}")
-        labels = [row.called for row in self.kernels]
-        twice = next((label for label in labels if labels.count(label) > 1), None)
-        if twice is not None:
+        if (twice := repeated(row.called for row in self.kernels)) is not None:
             raise ConfigError(f"kernels: two rows are called {twice!r}; give one of them another label")
 
     @property

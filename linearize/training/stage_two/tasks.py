@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from linearize.core.errors import ConfigError, unknown_name
+from linearize.core.errors import ConfigError, repeated, unknown_name
 
 if TYPE_CHECKING:
     from linearize.core.heads import Head, Modality
@@ -285,7 +285,7 @@ def task(
         raise ConfigError(f"task {name}: got the columns {', '.join(columns)}, expected fewer; name those to read")
     if label is not None and known.label is None:
         raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
-    if twice := next((one for place, one in enumerate(labels) if one in labels[:place]), None):
+    if (twice := repeated(labels)) is not None:
         raise ConfigError(f"task {name}: got the class {twice!r} twice, expected different names; drop one")
     given: dict[str, object] = {"dataset": dataset, "label": label}
     given |= {"columns": tuple(columns), "labels": tuple(labels), "score": tuple(score)}
