@@ -3,6 +3,9 @@
 import gc
 import os
 
+from support import arithmetic
+
+os.environ.update(arithmetic.unset())
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As the command line sets them; they are read when `datasets` is imported.

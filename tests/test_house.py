@@ -201,6 +201,17 @@ def test_importing_is_quick_and_loads_nothing():
     assert heavy == [] and modules < 60
 
 
+def test_interpreters_are_started_without_the_current_folder():
+    """Without -P, `python -c` would import a downloaded folder's yaml.py in place of the library."""
+    started = [
+        (path.name, node.lineno, [getattr(x, "value", None) for x in node.elts[1:2]])
+        for path, _ in sources()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.List | ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "sys.executable"
+    ]
+    assert started and [start for start in started if start[2] != ["-P"]] == []
+
+
 def test_every_module_says_what_it_is():
     missing = [p.name for p, _ in sources() if ast.get_docstring(parsed(p)) is None]
     assert missing == []

@@ -1,7 +1,7 @@
-"""What computes, tested under the instruction sets and threads of other processors: `make test-isa`.
+"""The numerical tests, training included, under the instruction sets and threads of other processors: `make test-isa`.
 
-What cannot be had here, such as the way of MKL on AMD's processors, is why results of unlike shapes are never held
-against each other to the bit, but within what rounding allows: see `support.rounding`.
+What cannot be had here, such as the path that MKL takes on AMD's processors, is why results of unlike shapes are never
+compared to the bit, but within what rounding allows: see `support.rounding`.
 """
 
 import os
@@ -11,47 +11,35 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.arithmetic import SETTINGS
 
 from linearize.attention.native.locate import processor
 
 TESTS = Path(__file__).parent
-AREAS = ("ops", "kernels", "attention", "native", "numerics", "fidelity")
+THREADED = ("ops", "kernels", "attention", "native", "numerics", "fidelity")
+"""Tests whose arithmetic depends on the number of threads."""
+AREAS = (
+    *THREADED,
+    *("alignment", "distillation", "export", "finetune", "generation", "kernel_search", "modeling", "surgery"),
+)
 SHORT = (
     *("ops", "attention/test_masks.py", "fidelity/test_measure.py"),
+    *("alignment/test_align.py", "distillation/test_losses.py"),
     "native/test_attention.py::test_padding_does_not_change_real_tokens",
     "native/test_windows.py::test_padding_does_not_change_real_tokens",
 )
-SETTINGS = {
-    "sse": {
-        "ATEN_CPU_CAPABILITY": "default",
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "LINEARIZE_TEST_FLAGS": "-msse2",
-    },
-    "avx2": {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "LINEARIZE_TEST_FLAGS": "-mavx2 -mfma",
-    },
-    "avx512f": {
-        "ATEN_CPU_CAPABILITY": "avx512",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
-        "LINEARIZE_TEST_FLAGS": "-march=native",
-    },
-    "compatible": {"MKL_CBWR": "COMPATIBLE"},
-}
-"""By what a processor has to be able to do, in the words of /proc/cpuinfo; sse and MKL's path for all run anywhere."""
+NEEDS = {"avx2": "avx2", "avx512": "avx512f"}
+"""What a setting needs, as /proc/cpuinfo names it."""
 
 
 def passes(setting, threads, tests, *flags):
     if platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("the settings are those of x86")
-    if setting.startswith("avx") and setting not in processor().split():
+    if setting in NEEDS and NEEDS[setting] not in processor().split():
         pytest.skip(f"this processor has no {setting}")
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    own |= SETTINGS[setting]
+    pinned = {name for values in SETTINGS.values() for name in values}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_") and name not in pinned}
+    own |= SETTINGS[setting] | {"LINEARIZE_TEST_ISA": setting}
     own["LINEARIZE_TEST_FLAGS"] = " ".join([own.get("LINEARIZE_TEST_FLAGS", ""), *flags]).strip()
     own |= {"LINEARIZE_TEST_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
     # Threads that wait without sleeping take the time of those that work where other tests run too.
@@ -76,7 +64,13 @@ def test_some():
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_all(setting, threads):
-    passes(setting, threads, AREAS)
+def test_all(setting):
+    passes(setting, 1, AREAS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_threads(setting):
+    passes(setting, 2, THREADED)

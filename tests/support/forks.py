@@ -128,8 +128,8 @@ def together(
 def in_place_of_interpreter(
     command: Sequence[str], *, input: bytes, env: Mapping[str, str], **_: Any
 ) -> subprocess.CompletedProcess[bytes]:
-    """Replace `subprocess.run` of `python -c CODE` with bytes for its stdin: the same code, in a fork."""
-    code = "import io, sys; sys.stdin = io.TextIOWrapper(io.BytesIO(bytes.fromhex(sys.argv.pop())))\n" + command[2]
+    """Replace `subprocess.run` of `python -P -c CODE` with bytes for its stdin: the same code, in a fork."""
+    code = "import io, sys; sys.stdin = io.TextIOWrapper(io.BytesIO(bytes.fromhex(sys.argv.pop())))\n" + command[-1]
     done = python(code, input.hex(), environment=env)
     return subprocess.CompletedProcess(command, done.returncode, done.stdout.encode(), done.stderr.encode())
 

@@ -171,7 +171,8 @@ def in_fresh_process(suite: Suite | Reading, variant: str, tokens: int) -> int:
     """
     environment = os.environ | MALLOC | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
-        [sys.executable, "-c", "from linearize.evaluation.bench.memory import serve; serve()"],
+        # -P: without it, a module in the current folder, such as a checkpoint's, would be imported.
+        [sys.executable, "-P", "-c", "from linearize.evaluation.bench.memory import serve; serve()"],
         input=pickle.dumps((suite, variant, tokens, torch.get_num_threads())),
         capture_output=True,
         env=environment,
