@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.tasks import WORDS, word_tokenizer, write
 from support.tiny import SMALLER, original
+from support.training import loud
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,15 @@ def bert(tmp_path_factory, tokenizer) -> str:
     """Folder of a tiny untrained BERT without a head."""
     folder = tmp_path_factory.mktemp("bert")
     original("bert", vocab_size=len(tokenizer), max_position_embeddings=32, **SMALLER).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def loud_bert(tmp_path_factory, tokenizer) -> str:
+    """Folder of such a BERT whose texts have embeddings far apart: rounding changes no rank."""
+    folder = tmp_path_factory.mktemp("loud-bert")
+    loud("bert", vocab_size=len(tokenizer), max_position_embeddings=32, **SMALLER).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -100,6 +100,9 @@ def tokens_of_a_head(length):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the default backend needs a C++ compiler")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="without vectors PyTorch's own code does not compile"
+)
 def test_the_default_backend_compiles_sinks():
     """A length that does not fill whole blocks: the sinks' visibility is padded."""
     given = tokens_of_a_head(40)
