@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall
@@ -93,22 +94,26 @@ class FeatureMapMixer(Mixer):
             shared = tensor.shape == of_keys[name].shape
             tensor.copy_(of_keys[name] if shared else of_keys[name].repeat_interleave(groups, dim=0))
 
-    def features(self, call: AttentionCall, learned: Scales = (None, None)) -> tuple[Features, Features]:
-        """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, S, F].
+    def features(
+        self, call: AttentionCall, learned: Scales = (None, None), rows: Tensor | None = None
+    ) -> tuple[Features, Features]:
+        """Map queries and keys -> the features of both, [B, H, T, F] and [B, K, T, F].
 
-        Padding is mapped like zeros. If there are fewer queries than keys, the queries are the last tokens.
+        Padding is mapped like zeros.
 
         Args:
             call: the queries and keys.
             learned: the result of `log_scales` for them, if already computed.
+            rows: tokens [R] whose queries are wanted, [B, H, R, F]; None for all.
         """
         q, k = call.without_padding()
-        positions = call.positions
         if self.inputs is not None:
             q, k = self.inputs(q.float(), k.float(), call.key_padding_mask)
-        query_positions = None if positions is None else positions[:, -q.shape[2] :]
-        queries = self.map_tokens(q, call.scaling, query_positions, learned[0], queries=True)
-        return queries, self.map_tokens(k, call.scaling, positions, learned[1])
+        places = of_queries = call.places if self.counts else None
+        if rows is not None:
+            q, of_queries = q[:, :, rows], None if places is None else places[:, rows]
+        queries = self.map_tokens(q, call.scaling, of_queries, learned[0], queries=True)
+        return queries, self.map_tokens(k, call.scaling, places, learned[1])
 
     def options(self, call: AttentionCall, log_scale: Tensor | None) -> LinearOptions:
         """Return the options of an op that computes the call, given the log-scales [B, K, T] of the keys' features."""
@@ -117,21 +122,23 @@ class FeatureMapMixer(Mixer):
         return {**given, "normalize": self.keys.normalize, "eps": self.eps}
 
     def log_scales(self, call: AttentionCall) -> Scales:
-        """Return the learned log-scales of queries [B, H, T] and keys [B, K, S], for a kernel without `inputs`."""
+        """Return the learned log-scales of queries [B, H, T] and keys [B, K, T], for a kernel without `inputs`."""
         if self.key_scale is None:
             return None, None
         q, k = call.without_padding()
-        return self._learned(q, call.positions, queries=True), self._learned(k, call.positions, queries=False)
+        places = call.places if self.counts else None
+        return self._learned(q, places, queries=True), self._learned(k, places, queries=False)
 
     def _learned(self, x: Tensor, positions: Tensor | None, *, queries: bool) -> Tensor | None:
-        """Return the learned log-scales; those of queries (the last tokens) fade beyond the trained length."""
+        """Return the learned log-scales; those of queries fade beyond the trained length."""
         log_scale, length = self.query_scale if queries else self.key_scale, self.hybrid.trained_length
         if log_scale is None:
             return None
         learned: Tensor = log_scale(x)
-        if length is None or positions is None or not queries:
+        if length is None or not queries:
             return learned
-        return learned + fade(positions[:, None, -x.shape[2] :], length)
+        assert positions is not None, "a linear part that fades needs the places of the queries"
+        return learned + fade(positions[:, None], length)
 
     def map_tokens(
         self,
@@ -147,7 +154,7 @@ class FeatureMapMixer(Mixer):
         Args:
             x: the tokens, after the kernel's `inputs` module; padding is zero.
             scaling: the host's scaling factor of the scores.
-            positions: [B, T], if tokens are counted.
+            positions: their places [B, T], if tokens are counted.
             learned: their learned log-scales, if already computed.
             queries: whether they are queries.
         """
@@ -190,14 +197,19 @@ class FeatureMapMixer(Mixer):
         return scaling**0.5 if self.keys.scale_inputs else 1.0
 
     def mapped(
-        self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scaling: float,
+        key_padding_mask: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Features, Features]:
-        """Map a whole sequence -> the features of the queries [B, H, T, F] and of the keys [B, K, S, F].
+        """Map a whole sequence -> the features of the queries [B, H, T, F] and of the keys [B, K, T, F].
 
-        If there are fewer queries than keys, the queries are the last tokens. Used by stage one and the reports.
+        With `rows` [R], the features of the queries of these tokens only. Used by stage one and the reports.
         """
-        positions = (running_count(k, key_padding_mask, None) - 1).clamp(min=0) if self.counts else None
-        return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, positions))
+        return self.features(AttentionCall(q, k, k, scaling, key_padding_mask), rows=rows)
 
     def form(self, scaling: float) -> Window | None:
         """Return the window in the form that the ops expect; None without a window."""
@@ -216,7 +228,11 @@ class FeatureMapMixer(Mixer):
 
     def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the weights [B, H, T, S] as `Mixer.weights` does; the queries are the last T of the S tokens."""
-        queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
+        missing, rows = k.shape[2] - q.shape[2], None
+        whole = q
+        if missing:
+            whole, rows = F.pad(q, (0, 0, missing, 0)), torch.arange(missing, k.shape[2], device=q.device)
+        queries, keys = self.mapped(whole, k, scaling=scaling, key_padding_mask=key_padding_mask, rows=rows)
         window = self.form(scaling)
         if window is not None:
             weights = window_weights(Mapped(q, *queries), Mapped(k, *keys), window, key_padding_mask=key_padding_mask)
@@ -227,10 +243,3 @@ class FeatureMapMixer(Mixer):
             return weights
         index = torch.tensor(self.softmax_heads.heads, device=weights.device)
         return weights.index_copy(1, index, self.softmax_heads.weights(q, k, scaling, key_padding_mask))
-
-
-def running_count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Return the running count [B, T] of tokens without padding, starting after `seen` [B] earlier tokens."""
-    real = torch.ones(k.shape[0], k.shape[2], device=k.device) if mask is None else mask.float()
-    counted = real if k.shape[2] == 1 else real.cumsum(dim=-1)
-    return counted if seen is None else seen[:, None] + counted

@@ -56,9 +56,14 @@ class Mixer(nn.Module, abc.ABC):
         super().__setstate__(state | {"info": kernel_info(state["info"])})
 
     @property
+    def heads(self) -> list[int]:
+        """The query heads that the kernel computes; all others keep softmax."""
+        return [head for head in range(self.shape.heads) if head not in self.hybrid.softmax_heads]
+
+    @property
     def learnable(self) -> bool:
         """Whether stage one has parameters to train."""
-        return next(self.parameters(), None) is not None
+        return bool(self.heads) and next(self.parameters(), None) is not None
 
     @abc.abstractmethod
     def reset_parameters(self, generator: torch.Generator) -> None:

@@ -113,6 +113,27 @@ def test_a_fit_brings_the_loss_down(hybrid):
     assert value() < before - 0.05
 
 
+@pytest.mark.parametrize("heads", [(1,), (2, 3), (0, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("loss", ["weights", "output"])
+def test_the_queries_of_a_head_that_keeps_softmax_reach_nothing(heads, loss):
+    """They counted in the loss and in the fit, and pulled the map that their group shares."""
+    found = []
+    for seed in (0, 1):
+        layer, targets = layer_and_targets(causal=True, padded=True, softmax_heads=heads)
+        draw = torch.Generator().manual_seed(seed)
+        targets.q[:, list(heads)] = torch.randn(3, len(heads), 40, 6, generator=draw)
+        fit_scales(layer, targets)
+        fitted = [tensor.detach().clone() for tensor in scales(layer)]
+        one = layer_loss("a", layer.train(), DistillConfig(loss=loss))
+        one.add(targets, targets.k, train=True, sample=torch.arange(3, 30))
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
+        assert one.count == (4 - len(heads)) * int(targets.key_padding_mask[:, 3:30].sum())
+        found.append([torch.tensor(one.total), *fitted, *gradients])
+        assert not any(tensor[list(heads)].any() for tensor in fitted[:2])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert layer.mixer.learnable == (len(heads) < 4)
+
+
 def test_rows_without_far_keys_leave_zero():
     layer, targets = layer_and_targets(causal=True, tokens=5)
     fit_scales(layer, targets)

@@ -18,8 +18,8 @@ from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.backends.fused_window import FusedWindow
 from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
-from linearize.attention.call import AttentionCall, MixerState
-from linearize.attention.feature_map import FeatureMapMixer, running_count
+from linearize.attention.call import AttentionCall, MixerState, running_count
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import CACHED
 from linearize.kernels.base import FeatureMap
 

@@ -59,7 +59,7 @@ class FusedStep:
         maps = maps_of(mixer)
         weights = [weights_of(map, q.device) for map in (maps[-1], maps[0])]
         scales = [(None,) * 5 if x is None else x.tensors for x in (mixer.query_scale, mixer.key_scale)]
-        mask, positions, length = call.key_padding_mask, call.positions, mixer.hybrid.trained_length
+        mask, length = call.key_padding_mask, mixer.hybrid.trained_length
         mask = None if mask is None else mask.contiguous()
         batch, heads, _, size = q.shape
         key_heads, groups = k.shape[1], heads // k.shape[1]
@@ -69,7 +69,7 @@ class FusedStep:
         ring, sinks, slots = (0 if state.get(name) is None else state[name].shape[axis] for name, axis in COUNTED)
         places = {"SLOTS_": padded(slots)}
         arguments = (
-            *(q, k, v, mask, None if length is None else positions, out, *weights[0], *weights[1]),
+            *(q, k, v, mask, None if length is None else call.places, out, *weights[0], *weights[1]),
             *(*scales[0], scales[1][0], *scales[1][2:], state["kv"], state["log_scale"], *held),
             *(x.stride(axis) for x in (q, k, v) for axis in (0, 1)),
             *(call.scaling, mixer.input_scale(call.scaling), mixer.eps, float(length or 1), FADING),

@@ -43,17 +43,17 @@ class Native:
             writable = loaded().supports_step(*inputs, state["kv"], state["log_scale"])
         if not writable:
             return "it cannot write into this state"
-        length, positions = mixer.hybrid.trained_length, call.positions
-        if length is None or positions is None or positions.shape[0] == 1:
+        length = mixer.hybrid.trained_length
+        if length is None or call.q.shape[0] == 1:
             return ""
-        least, most = positions.aminmax()
+        least, most = call.places.aminmax()
         return "rows of different lengths fade differently" if float(most) >= length and bool(least != most) else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the op in C."""
         native, mask, inputs = loaded(), call.key_padding_mask, (call.q, call.k, call.v)
         if call.one_step and call.state is not None:
-            state, maps = call.state, _packed_maps(mixer, call.scaling, call.positions)
+            state, maps = call.state, _packed_maps(mixer, call)
             if mixer.window is not None:
                 return native.window_step(maps, *inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
             return native.step(maps, *inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
@@ -137,7 +137,7 @@ def maps_of(mixer: FeatureMapMixer) -> list[MapSpec]:
     return [spec for map in _feature_maps(mixer) if (spec := map.map_spec()) is not None]
 
 
-def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | None = None) -> Any:
+def _packed_maps(mixer: FeatureMapMixer, call: AttentionCall) -> Any:
     """Return the maps as the op reads them in a step, faded for the common position of the rows if they fade.
 
     Packing them takes as long as a decoding step. So the result is reused while the weights stay at the same addresses,
@@ -146,13 +146,13 @@ def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | Non
     """
     learned = [scale for scale in (mixer.key_scale, mixer.query_scale) if scale is not None]
     weights = [w for part in (*_feature_maps(mixer), *learned) for w in part._parameters.values()]
-    key = [scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
+    key = [call.scaling, *[(w.data_ptr(), w.dtype, w.is_contiguous()) for w in weights if w is not None]]
     length, name, faded = mixer.hybrid.trained_length, "native.packed", None
     # Up to the trained length nothing fades, and all steps share one packed result without a buffer.
-    if length is not None and positions is not None and float(positions.max()) >= length:
+    if length is not None and float(call.places.max()) >= length:
         assert mixer.query_scale is not None and mixer.query_scale.bias is not None
         name = f"{name}.{threading.get_ident()}"
-        faded = mixer.query_scale.bias.float() + fade(positions[0], length)
+        faded = mixer.query_scale.bias.float() + fade(call.places[0], length)
     made_from, packed, bias = mixer.memory.get(name, (None, None, None))
     if made_from == key:
         if faded is not None:
@@ -161,7 +161,7 @@ def _packed_maps(mixer: FeatureMapMixer, scaling: float, positions: Tensor | Non
     tensors = [scale.tensors for scale in learned]
     if faded is not None:
         tensors[-1] = (tensors[-1][0], faded, *tensors[-1][2:])
-    packed = loaded().pack(maps_of(mixer), mixer.input_scale(scaling), tensors)
+    packed = loaded().pack(maps_of(mixer), mixer.input_scale(call.scaling), tensors)
     if {id(w) for w in packed.held} <= {id(w) for w in (*weights, faded)}:
         mixer.memory[name] = key, packed._replace(held=()), faded
     return packed

@@ -7,6 +7,7 @@ once. The backward pass recomputes them, part by part, from q, k and v and the s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,9 @@ class Streamed:
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, computed part by part."""
+        if mixer.counts:
+            # The parts of a row do not start at its first place.
+            call = replace(call, positions=call.places)
         state, outputs, cut = call.linear_state, [], parts(call, mixer.feature_dim)
         op = causal_op(call.k, normalize=mixer.divides)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from linearize.fidelity.teacher import Rows, pieces, put, row_blocks, take
 from linearize.kernels.base import Features
 from linearize.ops import Window
-from linearize.ops.state import FLOOR
+from linearize.ops.state import FLOOR, without_padding
 from linearize.ops.window import NearKeys
 
 CPU_NUMBERS = 1 << 18
@@ -61,6 +61,7 @@ class Targets(NamedTuple):
         causal: whether the attention is causal.
         key_padding_mask: [B, T], true at tokens, or None.
         positions: [R] ascending positions of sampled queries, or None.
+        heads: [H] bool, true at the heads that count; None for all.
     """
 
     q: Tensor
@@ -69,10 +70,19 @@ class Targets(NamedTuple):
     causal: bool
     key_padding_mask: Tensor | None = None
     positions: Tensor | None = None
+    heads: Tensor | None = None
 
     def sampled(self, positions: Tensor | None) -> Targets:
         """Keep only the queries at some positions [R]; None keeps all."""
         return self if positions is None else self._replace(q=self.q[:, :, positions], positions=positions)
+
+    def counting(self, heads: list[int]) -> Targets:
+        """Count only some heads."""
+        if len(heads) == self.q.shape[1]:
+            return self
+        counts = torch.zeros(self.q.shape[1], dtype=torch.bool, device=self.q.device)
+        counts[heads] = True
+        return self._replace(heads=counts)
 
     def valid_queries(self) -> Tensor | None:
         """Return a mask [B, R] of the queries that are tokens; None if all are."""
@@ -82,9 +92,9 @@ class Targets(NamedTuple):
         return mask if self.positions is None else mask[:, self.positions]
 
     def size(self) -> float:
-        """Return the number of valid queries times heads, the divisor of the sums."""
+        """Return the number of valid queries times heads that count, the divisor of the sums."""
         batch, heads, queries, _ = self.q.shape
-        valid = self.valid_queries()
+        heads, valid = heads if self.heads is None else int(self.heads.sum()), self.valid_queries()
         return float(batch * heads * queries) if valid is None else float(valid.sum()) * heads
 
 
@@ -146,6 +156,7 @@ class _Unit:
     query_scale: Tensor | None  # [n, G, R]
     log_scale: Tensor | None  # [n, S]
     near: NearKeys | None
+    left_out: Tensor | None  # [n, G, 1, 1] bool, true at heads that do not count
     grad_q: Tensor
     grad_k: Tensor
 
@@ -158,7 +169,7 @@ class _Walk:
     ) -> None:
         self.causal, self.scaling = targets.causal, targets.scaling
         self.penalty, self.window, self.gradient = penalty, window, gradient
-        self.total = like.new_zeros(())
+        self.total, self.heads = like.new_zeros(()), targets.heads
         self.limit = CPU_NUMBERS if like.device.type == "cpu" else GPU_NUMBERS
 
     def piece(self, q: Tensor, k: Tensor, features: list[Tensor | None], places: Tensor) -> list[Tensor | None]:
@@ -167,6 +178,9 @@ class _Walk:
         phi_q, query_scale = (None if x is None else _grouped(x, groups) for x in features[:2])
         phi_k, log_scale = (None if x is None else x.flatten(0, 1) for x in features[2:])
         assert phi_q is not None and phi_k is not None
+        left_out = None
+        if self.heads is not None:
+            left_out = ~self.heads.view(1, -1, groups).expand(len(k), -1, -1).flatten(0, 1)[..., None, None]
         q, k, priority = _grouped(q, groups), k.flatten(0, 1), log_scale
         if priority is None:
             priority = phi_k.new_zeros(phi_k.shape[:2])
@@ -186,6 +200,7 @@ class _Walk:
                 None if query_scale is None else query_scale[part],
                 None if log_scale is None else log_scale[part],
                 None if self.window is None else NearKeys(self.window, priority[None, part]),
+                None if left_out is None else left_out[part],
                 grad_q[part],
                 grad_k[part],
             )
@@ -216,17 +231,21 @@ class _Walk:
         if near is not None:
             products.masked_fill_(near, 1.0)
         _hide(products, edge, 0.0)
+        if unit.left_out is not None:
+            target.masked_fill_(unit.left_out, 0.0)
         if self.penalty is None:
-            loss, grad = positive_rows(products, target, exponents, gradient=self.gradient)
+            own, cross, grad = positive_rows(products, target, exponents, gradient=self.gradient)
         else:
             counts = rows.places[:, None] + 1 if self.causal else seen
-            loss, grad = signed_rows(
+            own, cross, grad = signed_rows(
                 products, target, exponents, seen=counts, penalty=self.penalty, gradient=self.gradient
             )
-        self.total += loss
+        self.total += (own if unit.left_out is None else own.masked_fill(unit.left_out, 0.0)).sum() - cross
         if grad is None:
             return
         _hide(grad, edge, 0.0)
+        if unit.left_out is not None:
+            grad.masked_fill_(unit.left_out, 0.0)
         if near is not None:
             grad.masked_fill_(near, 0.0)
         flat = grad.flatten(1, 2)
@@ -273,8 +292,10 @@ def _hide(block: Tensor, edge: Tensor | None, value: float) -> None:
 
 def positive_rows(
     products: Tensor, target: Tensor, exponents: Tensor | None, *, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the loss summed over rows, and its gradient with respect to `products`.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the two terms of the loss: log z per row [n, G, C, 1], and what is subtracted, summed over rows.
+
+    The third result is the loss's gradient with respect to `products`, or None.
 
     Args:
         products: [n, G, C, S] phi(q_i) . phi(k_j), 0 where hidden; overwritten.
@@ -287,12 +308,12 @@ def positive_rows(
     logs = products.clamp(min=TINY).log_()
     if exponents is not None:
         logs.add_(exponents)
-    loss = z.log().sum() - torch.dot(target.view(-1), logs.view(-1))
+    terms = z.log(), torch.dot(target.view(-1), logs.view(-1))
     if not gradient:
-        return loss, None
+        return *terms, None
     # The logarithm of a product that is almost zero is cut off and has no slope.
     target.div_(nnf.threshold(products, TINY, math.inf, inplace=True))
-    return loss, target.neg_().add_(z.reciprocal() if factors is None else factors / z)
+    return *terms, target.neg_().add_(z.reciprocal() if factors is None else factors / z)
 
 
 def signed_rows(
@@ -303,7 +324,7 @@ def signed_rows(
     seen: Tensor | int,
     penalty: float,
     gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Do the same as `positive_rows` for maps whose products can be negative.
 
     Further arguments:
@@ -320,28 +341,31 @@ def signed_rows(
     share = penalty * negative / z
     safe = torch.maximum(scores, knee)
     logs = safe.log() + (scores - safe) / knee
-    loss = z.log().sum() + share.sum() - torch.dot(target.view(-1), logs.view(-1))
+    terms = z.log() + share, torch.dot(target.view(-1), logs.view(-1))
     if not gradient:
-        return loss, None
+        return *terms, None
     above, below = torch.where(mass > least, (1.0 - share) / z, 0.0), -penalty / z
     # `above` where a score is positive, `below` where it is negative.
     grad = scores.sign().mul_((above - below) / 2).add_((above + below) / 2).addcdiv_(target, safe, value=-1.0)
-    return loss, grad if factors is None else grad.mul_(factors)
+    return *terms, grad if factors is None else grad.mul_(factors)
 
 
 def output_loss(out: Tensor, target: Tensor, targets: Targets) -> Tensor:
-    """Sum the squared error of the head outputs over valid queries, relative to the target's mean square.
+    """Sum the squared error of the head outputs over the valid queries and heads that count.
 
-    The sum is divided by the target's size per head, so that one learning rate fits every layer and model.
+    In each row of the batch, a head's error is divided by the mean square of the head's target over all tokens. So one
+    learning rate fits every layer and model, and a row's loss depends on no other row of its batch.
 
     Args:
-        out: [B, H, T, V] of the kernel.
+        out: [B, H, T, V] of the kernel, for all tokens.
         target: [B, H, T, V] of softmax.
-        targets: the frozen layer, for its padding.
+        targets: the frozen layer, for its padding, sampled queries and heads.
     """
-    valid = targets.valid_queries()
-    keep = torch.ones_like(target[:, 0, :, 0]) if valid is None else valid
-    keep = keep[:, None, :, None]
-    error = ((out.float() - target.float()).square() * keep).sum(dim=(0, 2, 3))
-    power = (target.float().square() * keep).sum(dim=(0, 2, 3)).clamp(min=TINY)
-    return (error / power).mean() * keep.sum() * target.shape[1]
+    mask = targets.key_padding_mask
+    difference, target = (without_padding(x, mask) for x in (out.float() - target.float(), target.float()))
+    tokens = out.shape[2] if mask is None else mask.float().sum(dim=1).clamp(min=1.0)[:, None]
+    power = (target.square().sum(dim=(2, 3)) / tokens).clamp(min=TINY)
+    if targets.positions is not None:
+        difference = difference[:, :, targets.positions]
+    errors = difference.square().sum(dim=(2, 3)) / power
+    return (errors if targets.heads is None else errors[:, targets.heads]).sum()

@@ -67,36 +67,45 @@ class LayerLoss:
         return self.total / self.count if self.count else float("nan")
 
     def add(self, targets: Targets, v: Tensor, *, train: bool, sample: Tensor | None) -> None:
-        """Add a batch's loss; with `train`, also add the gradient of the sum to the kernel's parameters."""
-        q, k, scaling, _, mask, _ = targets
-        chosen = targets.sampled(sample)
+        """Add a batch's loss; with `train`, also add the gradient of the sum to the kernel's parameters.
+
+        Heads that keep softmax do not count.
+
+        Args:
+            targets: the frozen layer, with the queries of all tokens.
+            v: its values [B, K, T, V].
+            train: whether to compute the gradient.
+            sample: tokens [R] whose queries count; None for all.
+        """
+        chosen = targets.counting(self.layer.mixer.heads).sampled(sample)
         with torch.autocast(device_type=v.device.type, enabled=False):
             if self.weights:
-                self.total += float(self._weights(targets, chosen, train, sample))
+                self.total += float(self._weights(targets, chosen, train))
             if self.output:
+                q, k, v, mask, scaling = targets.q, targets.k, v.float(), targets.key_padding_mask, targets.scaling
                 with torch.set_grad_enabled(train):
+                    # Values in fp32 give an output in fp32: half precision would round small errors away.
                     out = self.layer(q, k, v, mask, scaling)
-                    target = softmax_output(self.layer, q.float(), k.float(), v.float(), mask, scaling)
-                    if sample is not None:
-                        out, target = out[:, :, sample], target[:, :, sample]
+                    target = softmax_output(self.layer, q.float(), k.float(), v, mask, scaling)
                     loss = output_loss(out, target, chosen)
                     if train and loss.requires_grad:
                         (self.output * loss).backward()
                 self.total += self.output * float(loss.detach())
         self.count += chosen.size()
 
-    def _weights(self, targets: Targets, chosen: Targets, train: bool, sample: Tensor | None) -> Tensor:
+    def _weights(self, targets: Targets, chosen: Targets, train: bool) -> Tensor:
         """Return the cross-entropy of the chosen queries' weights; only features exist for all tokens at once."""
         mixer: Any = self.layer.mixer
-        q, k, scaling, _, mask, _ = targets
-        # A map that depends on positions or on other tokens needs the whole sequence.
-        whole = mixer.info.positional or mixer.inputs is not None
         with torch.set_grad_enabled(train):
-            queries, keys = mixer.mapped(q if whole else chosen.q, k, scaling=scaling, key_padding_mask=mask)
-            if whole and sample is not None:
-                queries = queries._make(None if x is None else x[:, :, sample] for x in queries)
+            queries, keys = mixer.mapped(
+                targets.q,
+                targets.k,
+                scaling=targets.scaling,
+                key_padding_mask=targets.key_padding_mask,
+                rows=chosen.positions,
+            )
         with torch.no_grad():
-            window = mixer.form(scaling)
+            window = mixer.form(targets.scaling)
             loss, gradients = cross_entropy(queries, keys, chosen, self.penalty, window, gradient=train)
         pairs = zip((*queries, *keys), gradients, strict=True)
         reached = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
@@ -192,7 +201,8 @@ class KernelTrainer(Trainer):
         check_finite(loss.total, "loss", loss.name, step)
         parameters = list(loss.layer.parameters())
         for gradient in (p.grad for p in parameters if p.grad is not None):
-            gradient.div_(loss.count)
+            # Without any valid query, the gradient is zero.
+            gradient.div_(max(loss.count, 1.0))
         norm = nn.utils.clip_grad_norm_(parameters, loss.training.max_grad_norm)
         check_finite(float(norm), "gradient", loss.name, step)
 

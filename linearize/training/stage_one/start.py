@@ -142,11 +142,13 @@ def _blocks(
 
     Yields:
         The queries [b, K, G, C, D + 1], each with a 1 appended; the keys [b, K, S, D]; the scores s_ij of far keys and
-        the kernel's log-weights of them, [b, K, G, C, S], -inf elsewhere; and the logsumexp of s_ij over all keys that
-        a query sees [b, K, G, C, 1].
+        the kernel's log-weights of them, [b, K, G, C, S], -inf elsewhere and in heads that keep softmax; and the
+        logsumexp of s_ij over all keys that a query sees [b, K, G, C, 1].
     """
     mixer: Any = layer.mixer
     count = layer.shape.key_heads
+    counts = targets.counting(mixer.heads).heads
+    left_out = None if counts is None else ~counts.view(count, -1, 1, 1)
     for batch, tokens in pieces(targets.key_padding_mask):
         q, k = (take(x, batch, tokens) for x in (targets.q, targets.k))
         queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
@@ -163,6 +165,8 @@ def _blocks(
             scores = score_rows(some, k, rows, targets.scaling)
             if rows.visible is not None:
                 hidden = hidden | ~rows.visible
+            if left_out is not None:
+                hidden = hidden | left_out
             total = scores.logsumexp(dim=-1, keepdim=True)
             products = (phi @ phi_k[:, :, None].transpose(-1, -2)).masked_fill_(hidden, 0.0)
             mean = products.sum(dim=-1, keepdim=True) / (~hidden).sum(dim=-1, keepdim=True).clamp(min=1)

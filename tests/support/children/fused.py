@@ -20,8 +20,7 @@ import torch
 from linearize.attention.backends import fused, fused_window, triton_calls
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused_step import FusedStep
-from linearize.attention.call import AttentionCall
-from linearize.attention.feature_map import running_count
+from linearize.attention.call import AttentionCall, running_count
 from linearize.core.registry import kernel_info
 from support.kernel_cases import make_mixer
 
