@@ -77,13 +77,15 @@ class Standardise(Inputs):
         queries = self._normal(q, self.query_mean, self.query_variance)
         keys = self._normal(k, self.key_mean, self.key_variance)
         if self.training and torch.is_grad_enabled():
-            batch = [*_statistics(q.detach(), key_padding_mask), *_statistics(k.detach(), key_padding_mask)]
+            real = torch.ones_like(q[:, :1, :, :1]) if key_padding_mask is None else key_padding_mask[:, None, :, None]
+            real = real.float()
+            batch = [*_statistics(q.detach(), real), *_statistics(k.detach(), real)]
             passed = queries if queries.requires_grad else keys
             if passed.requires_grad and not is_tracing():
                 # Only in the backward pass, so that gradient checkpointing computes the same numbers again, and once.
-                passed.register_hook(lambda gradient: self._learn(batch))
+                passed.register_hook(lambda gradient: self._learn(batch, real.sum()))
             else:
-                self._learn(batch)
+                self._learn(batch, real.sum())
         return queries, keys
 
     @staticmethod
@@ -94,18 +96,36 @@ class Standardise(Inputs):
         return y / y.norm(dim=-1, keepdim=True).clamp(min=EPS)
 
     @torch.no_grad()
-    def _learn(self, batch: list[Tensor]) -> None:
-        """Move the statistics towards those of a batch."""
+    def learn(self, sums: Tensor) -> None:
+        """Move the statistics towards those of all batches of a step."""
+        if sums[0] > 0:
+            sizes = [x.numel() for x in self._statistics()]
+            query_mean, query_square, key_mean, key_square = (sums[1:] / sums[0]).split(sizes)
+            variances = query_square - query_mean.square(), key_square - key_mean.square()
+            self._move([query_mean, variances[0], key_mean, variances[1]])
+
+    @torch.no_grad()
+    def _learn(self, batch: list[Tensor], tokens: Tensor) -> None:
+        """Move the statistics towards those of a batch, or note its sums."""
+        if self.noted is None:
+            self._move(batch)
+            return
+        query_mean, query_variance, key_mean, key_variance = (x.cpu().double().flatten() for x in batch)
+        squares = query_variance + query_mean.square(), key_variance + key_mean.square()
+        self.noted.append(tokens.cpu() * torch.cat([torch.ones(1), query_mean, squares[0], key_mean, squares[1]]))
+
+    def _statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.query_mean, self.query_variance, self.key_mean, self.key_variance
+
+    def _move(self, batch: list[Tensor]) -> None:
         share = torch.clamp_min(1.0 / (self.batches + 1.0), MOMENTUM)
-        statistics = self.query_mean, self.query_variance, self.key_mean, self.key_variance
-        for statistic, new in zip(statistics, batch, strict=True):
-            statistic.lerp_(new.to(statistic.dtype), share.to(statistic.dtype))
+        for statistic, new in zip(self._statistics(), batch, strict=True):
+            statistic.lerp_(new.view_as(statistic).to(statistic), share.to(statistic.dtype))
         self.batches.add_(1.0)
 
 
-def _statistics(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return mean and variance [H, D] of the real tokens of x [B, H, T, D]."""
-    real = torch.ones_like(x[:, :1, :, :1]) if mask is None else mask[:, None, -x.shape[2] :, None].float()
+def _statistics(x: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance [H, D] of the tokens of x [B, H, T, D] where `real` [B, 1, T, 1] is 1."""
     count = real.sum().clamp(min=1.0)
     mean = (x * real).sum(dim=(0, 2)) / count
     return mean, ((x - mean[:, None]).square() * real).sum(dim=(0, 2)) / count

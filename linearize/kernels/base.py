@@ -73,7 +73,17 @@ class Output(nn.Module, abc.ABC):
 
 
 class Inputs(nn.Module, abc.ABC):
-    """A module before the map that treats queries and keys differently."""
+    """A module before the map that treats queries and keys differently.
+
+    Attributes:
+        noted: where a module with running statistics puts the sums of a training batch, in fp64 on the CPU, while a
+            trainer computes one step from several batches. If None, it learns from each batch at once.
+    """
+
+    noted: list[Tensor] | None = None
+
+    def learn(self, sums: Tensor) -> None:
+        """Learn from the sums of all batches of a step; a module without running statistics has none."""
 
     @abc.abstractmethod
     def reset_parameters(self) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from support.kernel_cases import KERNELS
 from support.tiny import BART, IMAGE, converted, inputs_of, original
 from support.training import ALIGN, Fixed, batches, sharp
 
@@ -133,16 +134,33 @@ def test_the_same_seed_gives_the_same_kernels():
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 
-def test_accumulated_batches_equal_one_big_batch():
+@pytest.mark.parametrize("kernel", [info.name for info in KERNELS if info.learnable])
+@pytest.mark.parametrize("loss", ["auto", "output"])
+@pytest.mark.sampled("values")
+def test_accumulated_batches_equal_one_big_batch(kernel, loss):
     """The loss is a mean over valid queries, so that a batch may be cut anywhere, padding and all."""
-    model = sharp("bert")
-    rows = batches(model, 2)
+    rows = batches(original("bert"), 2)
     big = {k: torch.cat([b[k] for b in rows]) for k in rows[0]}
-    whole, parts = sharp("bert"), sharp("bert")
-    distill(whole, Fixed([big]), DistillConfig(steps=3))
-    distill(parts, Fixed(rows, [big]), DistillConfig(steps=3, gradient_accumulation=2))
-    for one, two in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=2e-6)
+    states, losses = [], []
+    for data, count in ((Fixed([big]), 1), (Fixed(rows, rows), 2)):
+        model = sharp("bert", kernel=kernel)
+        result = distill(model, data, DistillConfig(steps=3, eval_every=1, loss=loss, gradient_accumulation=count))
+        states.append(linearize_state(model))
+        losses.append([report.held_out for report in result.history])
+    torch.testing.assert_close(*states, rtol=0, atol=2e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def linearize_state(model):
+    """Return the parameters and buffers of all kernels."""
+    return {name: tensor for name, tensor in model.state_dict().items() if ".linear_attention." in name}
+
+
+def test_a_layer_of_softmax_heads_alone_does_not_count():
+    """Its loss was a mean over nothing."""
+    model = sharp("llama", window=4, softmax_heads={0: [0, 1, 2, 3], 1: [1]})
+    result = distill(model, Fixed(batches(model)), DistillConfig(steps=2, eval_every=1))
+    assert [len(report.losses) for report in result.history] == [1, 1] and math.isfinite(result.held_out)
 
 
 def test_the_loss_does_not_depend_on_padding():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.registry import SCALES, StageOne
 from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
+from linearize.kernels.base import Inputs
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, cross_entropy, output_loss
 from linearize.training.stage_one.processes import autocast
@@ -177,8 +179,9 @@ class KernelTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
         for loss in self.layers:
             loss.reset()
-        for _ in range(self.config.gradient_accumulation):
-            self._pass(next(batches), train=True)
+        with self.one_batch() as learned:
+            for _ in range(self.config.gradient_accumulation):
+                self._pass(next(batches), train=True)
         if self.accelerator.num_processes > 1:
             # The batches of all processes form one batch.
             sums = self.reduce_numbers([[loss.total, loss.count] for loss in self.layers])
@@ -189,8 +192,30 @@ class KernelTrainer(Trainer):
             self.finish_gradient(loss, step)
         self.interrupts.hold()
         self.optimizer.step()
+        for module, noted in learned.items():
+            module.learn(noted)
         self.drawn = self.sampler.get_state()
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @contextmanager
+    def one_batch(self) -> Iterator[dict[Inputs, Tensor]]:
+        """Let running statistics learn from all batches of a step as from one; yield their sums, filled in at the end.
+
+        Otherwise each batch would change them for the next, and each process would have its own.
+        """
+        sums: dict[Inputs, Tensor] = {}
+        modules = [module for loss in self.layers for module in loss.layer.modules() if isinstance(module, Inputs)]
+        for module in modules:
+            module.noted = []
+        try:
+            yield sums
+            for module in modules:
+                if module.noted:
+                    numbers = self.reduce_numbers(torch.stack(module.noted).sum(dim=0).tolist())
+                    sums[module] = torch.tensor(numbers, dtype=torch.float64)
+        finally:
+            for module in modules:
+                module.noted = None
 
     def finish_gradient(self, loss: LayerLoss, step: int) -> None:
         """Turn a layer's gradient of the sum into that of the mean, and clip it.
