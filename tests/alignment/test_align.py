@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import transformers
-from support.tiny import TEXT, converted, original
+from support.tiny import TEXT, converted, inputs_of, original
 from support.training import ALIGN as QUICK
 from support.training import Fixed, batches, loud
 from support.training import loud_converted as sharp
@@ -19,7 +20,7 @@ from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.fidelity.teacher import frozen_output
 from linearize.training.alignment.config import LARGEST, WEIGHTS, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, align, trained_parameters
-from linearize.training.alignment.objective import ATTENTION, Objective, measure, size_of, variance
+from linearize.training.alignment.objective import ATTENTION, Objective, measure, size_of, summed, variance
 from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_teacher
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.states import StateFolder
@@ -300,6 +301,20 @@ def test_a_batch_split_over_steps_of_accumulation_gives_the_same_gradient():
     one, two = gradient([whole]), gradient(parts)
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "clip", "bart"])
+def test_the_terms_of_parts_add_up_to_those_of_the_whole_batch(name):
+    """The states of images were weighted by the texts' tokens."""
+    model = sharp(name)
+    whole = inputs_of(model, batch=4, tokens=12)
+    whole["attention_mask"] = (torch.arange(12) < torch.tensor([[12], [5], [3], [9]])).long()
+    parts = [{key: value[rows] for key, value in whole.items()} for rows in (slice(0, 1), slice(1, 4))]
+    objective = Objective(model, make_teacher(model, None, shared=True), AlignConfig(pooled_weight=0))
+    objective.measure_scales([whole])
+    for terms_of in (objective.end_to_end, functools.partial(objective.blockwise, train=False)):
+        one, two = (summed(terms_of, given) for given in ([whole], parts))
+        assert len(one) > 1 and all(float(two[key]) == pytest.approx(float(one[key]), rel=1e-4) for key in one)
 
 
 @pytest.mark.parametrize("name, labels", [("llama", None), ("bert", 1)])

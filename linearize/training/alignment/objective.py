@@ -239,10 +239,7 @@ class Objective:
     def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
         """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
         (share_of_tokens, share_of_rows), masks = share, taught.masks
-        terms = {
-            name: share_of_tokens * relative_error(learned.states[name], x, masks.get(x.shape[1]), self.scales[name])
-            for name, x in taught.states.items()
-        }
+        terms = {name: self._error(learned.states[name], x, masks, name, share) for name, x in taught.states.items()}
         mask = masks.get(taught.last.shape[1])
         mine, target = (pooled(side.last, mask, self.config.pooling) for side in (learned, taught))
         terms[POOLED] = share_of_rows * pooled_loss(mine, target) / len(mine)
@@ -259,6 +256,15 @@ class Objective:
             mean = logits_loss(mine, target, temperature=self.config.temperature, mask=mask)
             terms[term] = (share_of_tokens if per_token else share_of_rows) * mean
         return terms
+
+    def _error(self, student: Tensor, teacher: Tensor, masks: Mapping[int, Tensor], scale: str, share: Share) -> Tensor:
+        """Return the relative error of a state [B, T, C], times the batch's share of its tokens.
+
+        A state without padding, such as that of an image, has as many tokens in every row.
+        """
+        mask = masks.get(teacher.shape[1])
+        own = share[1] if mask is None else share[0]
+        return own * relative_error(student, teacher, mask, self.scales[scale])
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of `end_to_end`'s terms, a scalar; of the hidden states' terms their mean counts."""
@@ -304,14 +310,13 @@ class Objective:
                     return
                 inside.add(name)
                 target, attended = first_tensor(output).detach(), kept[name]
-                mask = (noted | masks_of(batch)).get(target.shape[1])
+                masks = noted | masks_of(batch)
                 attentions = self._attentions(student, own)
                 with unrecorded(), torch.set_grad_enabled(train), observed(module, None), attentions as mine:
                     state = first_tensor(module(*args, **kwargs))
-                    error = relative_error(state, target, mask, self.scales[name])
+                    error = self._error(state, target, masks, name, share)
                     if attention != name:
-                        error = error + relative_error(mine[name], attended, mask, self.scales[ATTENTION + name])
-                    error = share[0] * error
+                        error = error + self._error(mine[name], attended, masks, ATTENTION + name, share)
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
