@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.attention.call import AttentionCall
@@ -226,20 +225,28 @@ class FeatureMapMixer(Mixer):
             out = out.clamp(-limit, limit)
         return out.to(dtype)
 
-    def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the weights [B, H, T, S] as `Mixer.weights` does; the queries are the last T of the S tokens."""
-        missing, rows = k.shape[2] - q.shape[2], None
-        whole = q
-        if missing:
-            whole, rows = F.pad(q, (0, 0, missing, 0)), torch.arange(missing, k.shape[2], device=q.device)
-        queries, keys = self.mapped(whole, k, scaling=scaling, key_padding_mask=key_padding_mask, rows=rows)
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scaling: float,
+        key_padding_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weights as `Mixer.weights` does."""
+        queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask, rows=rows)
         window = self.form(scaling)
         if window is not None:
-            weights = window_weights(Mapped(q, *queries), Mapped(k, *keys), window, key_padding_mask=key_padding_mask)
+            sides = Mapped(q if rows is None else q[:, :, rows], *queries), Mapped(k, *keys)
+            weights = window_weights(*sides, window, key_padding_mask=key_padding_mask, rows=rows)
         else:
             options = self.options(AttentionCall(q, k, k, scaling, key_padding_mask), keys.log_scale)
-            weights = kernel_weights(queries.phi, keys.phi, causal=self.shape.causal, floor=self.floor, **options)
+            weights = kernel_weights(
+                queries.phi, keys.phi, causal=self.shape.causal, floor=self.floor, rows=rows, **options
+            )
         if self.softmax_heads is None:
             return weights
         index = torch.tensor(self.softmax_heads.heads, device=weights.device)
-        return weights.index_copy(1, index, self.softmax_heads.weights(q, k, scaling, key_padding_mask))
+        softmax = self.softmax_heads.weights(q, k, scaling, key_padding_mask)
+        return weights.index_copy(1, index, softmax if rows is None else softmax[:, :, rows])

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
@@ -91,7 +92,12 @@ def attention_forward(
                 "past_key_values=DynamicCache(config=model.config), as generate(output_attentions=True) does, "
                 "or use_cache=False"
             )
-        weights = layer.mixer.weights(query, key, scaling=scaling, key_padding_mask=mask).to(query.dtype)
+        before, whole, more = key.shape[2] - query.shape[2], query, {}
+        if before:
+            # A host with a cache of plain keys passes the queries of its last tokens only.
+            whole = F.pad(query, (0, 0, before, 0))
+            more["rows"] = torch.arange(before, key.shape[2], device=query.device)
+        weights = layer.mixer.weights(whole, key, scaling=scaling, key_padding_mask=mask, **more).to(query.dtype)
     out = layer(query, key, value, mask, scaling)
     return out.transpose(1, 2).contiguous(), weights
 

@@ -77,9 +77,18 @@ class Mixer(nn.Module, abc.ABC):
         """
 
     @abc.abstractmethod
-    def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scaling: float,
+        key_padding_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Return the full weights [B, H, T, T] in fp32; quadratic, for reports and `output_attentions`.
 
+        With `rows` [R], only those of the queries of these tokens, [B, H, R, T]; q [B, H, T, D] still has all queries.
         The rows of a `normalized` kernel sum to one; other weights are signed and scaled as they multiply the values
         before `apply_output`.
         """
@@ -114,6 +123,14 @@ class BlockMixer(Mixer):
         )
         return self.apply_output(mixed).to(call.v.dtype), after._asdict() if call.needs_state else None
 
-    def weights(self, q: Tensor, k: Tensor, *, scaling: float, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the weights [B, H, T, S] as `Mixer.weights` does."""
-        return block_weights(q, k, self.blocks, scaling=scaling, key_padding_mask=key_padding_mask)
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scaling: float,
+        key_padding_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weights as `Mixer.weights` does."""
+        return block_weights(q, k, self.blocks, scaling=scaling, key_padding_mask=key_padding_mask, rows=rows)

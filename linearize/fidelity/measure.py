@@ -303,10 +303,10 @@ def _weight_rows(
         return _hybrid_rows(Mapped(q, *queries), Mapped(k, *keys), window)
 
     def rows_of(rows: teacher.Rows, scores: Tensor) -> Tensor:
-        # The queries of a causal block are the last tokens that it sees.
         phi_q, phi_k = queries.phi[:, :, rows.part], keys.phi[:, :, : rows.seen]
         scale = None if keys.log_scale is None else keys.log_scale[:, :, : rows.seen]
-        weights = kernel_weights(phi_q, phi_k, log_scale=scale, causal=rows.causal, eps=mixer.eps, floor=mixer.floor)
+        options = {"causal": rows.causal, "rows": rows.places, "eps": mixer.eps, "floor": mixer.floor}
+        weights = kernel_weights(phi_q, phi_k, log_scale=scale, **options)
         return group_queries(weights, k.shape[1])
 
     return rows_of

@@ -91,7 +91,7 @@ class Inputs(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Transform q [B, H, T, D] and k [B, K, S, D] in fp32, token by token; mask [B, S]."""
+        """Transform q [B, H, T, D] and k [B, K, T, D] of the same tokens in fp32, token by token; mask [B, T]."""
 
 
 class Kernel:

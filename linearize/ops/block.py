@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, put_back, real_first, real_tokens, take, without_padding
+from linearize.ops.state import FLOOR, keys_up_to, put_back, real_first, real_tokens, take, without_padding
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,26 @@ def _activate(scores: Tensor, visible: Tensor, softmax: bool) -> Tensor:
 
 
 def block_weights(
-    q: Tensor, k: Tensor, blocks: Blocks, *, scaling: float, key_padding_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    blocks: Blocks,
+    *,
+    scaling: float,
+    key_padding_mask: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Return the weights [B, H, T, S] of `block_attention` in fp32, for the same arguments: the quadratic reference.
+    """Return the weights [B, H, T, T] of `block_attention` in fp32, for the same arguments: the quadratic reference.
 
-    The queries are the last T of the S tokens.
+    With `rows` [R], only those of the queries of these tokens: [B, H, R, T].
     """
-    queries, keys = q.shape[2], k.shape[2]
     real = real_tokens(k, key_padding_mask)
+    q, k = without_padding(q, key_padding_mask), without_padding(k, key_padding_mask)
     number = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // blocks.size
-    visible = (number[:, -queries:, None] == number[:, None, :]) & real[:, None]
+    of_queries = number
+    if rows is not None:
+        q, of_queries = q[:, :, rows], number[:, rows]
+    visible = (of_queries[:, :, None] == number[:, None, :]) & real[:, None]
     if blocks.causal:
-        visible = visible & torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    k = without_padding(k, key_padding_mask)
-    q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -queries:])
+        visible = visible & keys_up_to(k, rows)
     scores = (q.float() * scaling) @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     return _activate(scores, visible[:, None], blocks.softmax)

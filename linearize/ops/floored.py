@@ -16,7 +16,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, LinearOp, LinearOptions, Options, State, divide, held, with_ones
+from linearize.ops.state import EPS, FLOOR, LinearOp, LinearOptions, Options, State, divide, held, keys_up_to, with_ones
 
 
 def floored_attention(
@@ -48,26 +48,31 @@ def floored_attention(
 
 
 def kernel_weights(
-    phi_q: Tensor, phi_k: Tensor, *, causal: bool = False, floor: float = 0.0, **options: Unpack[LinearOptions]
+    phi_q: Tensor,
+    phi_k: Tensor,
+    *,
+    causal: bool = False,
+    floor: float = 0.0,
+    rows: Tensor | None = None,
+    **options: Unpack[LinearOptions],
 ) -> Tensor:
     """Return the attention weights of a feature map; quadratic in T, as a reference and for reports.
 
     Args:
-        phi_q: query features [B, H, T, F].
-        phi_k: key features [B, K, S, F]; with `causal`, S >= T and the queries are the last T tokens.
+        phi_q: query features [B, H, R, F].
+        phi_k: key features [B, K, S, F].
         causal: whether query i sees only keys up to its own position.
         floor: c; 0 for no floor.
+        rows: the places [R] of the queries among the keys; None if they are all S tokens in order.
         **options: the fields of `linearize.ops.state.Options`, except an initial state, which has no weights.
 
     Returns:
-        Weights [B, H, T, S] in fp32, zero at padded and later keys.
+        Weights [B, H, R, S] in fp32, zero at padded and later keys.
     """
     groups, given = phi_q.shape[1] // phi_k.shape[1], Options(**options)
     keys = given.keys(phi_k).repeat_interleave(groups, dim=1)
     scores = phi_q.float() @ keys.transpose(-1, -2)
-    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    if causal:
-        visible = visible.tril(scores.shape[-1] - scores.shape[-2])
+    visible = keys_up_to(phi_k, rows) if causal else scores.new_ones(scores.shape[-2:], dtype=torch.bool)
     if given.key_padding_mask is not None:
         visible = visible & given.key_padding_mask[:, None, None, :].bool()
     scale = given.scale(phi_k)
@@ -82,7 +87,7 @@ def kernel_weights(
     if floor:
         signless: LinearOptions = {**options, "normalize": False}
         with torch.no_grad():
-            sizes = kernel_weights(phi_q.abs(), phi_k.abs(), causal=causal, **signless)
+            sizes = kernel_weights(phi_q.abs(), phi_k.abs(), causal=causal, rows=rows, **signless)
         least = (floor * sizes.sum(dim=-1, keepdim=True)).clamp(min=given.eps)
         return scores / held(scores.sum(dim=-1, keepdim=True), least)
     return divide(torch.cat([scores, scores.sum(dim=-1, keepdim=True)], dim=-1), given.eps)

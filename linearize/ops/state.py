@@ -130,6 +130,15 @@ def real_tokens(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return torch.ones(x.shape[0], x.shape[2], dtype=torch.bool, device=x.device)
 
 
+def keys_up_to(k: Tensor, rows: Tensor | None) -> Tensor:
+    """Return which of the keys k [B, K, S, D] are not after a query, [R, S] bool.
+
+    The queries are at the places `rows` [R], or at all S places in order if it is None.
+    """
+    places = torch.arange(k.shape[2], device=k.device)
+    return places <= (places if rows is None else rows)[:, None]
+
+
 def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None) -> Tensor:
     """Return `v` in fp32 with a column of ones appended, which sums up the denominator: [B, K, T, V (+ 1)].
 

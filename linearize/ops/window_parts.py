@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, divide, inverse, real_first, real_tokens, take, without_padding
+from linearize.ops.state import EPS, FLOOR, divide, inverse, keys_up_to, real_first, real_tokens, take, without_padding
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
@@ -214,29 +214,46 @@ def ranks(priority: Tensor) -> Tensor:
     return priority.detach().float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def window_weights(queries: Mapped, keys: Mapped, window: Window, *, key_padding_mask: Tensor | None = None) -> Tensor:
+def window_weights(
+    queries: Mapped,
+    keys: Mapped,
+    window: Window,
+    *,
+    key_padding_mask: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
     """Return the T x T weights of `linearize.ops.window.window_attention`, for the same arguments: the reference.
 
+    Args:
+        queries: as there, or those of the tokens `rows` only.
+        keys: as there.
+        window: as there.
+        key_padding_mask: as there.
+        rows: the places [R] of the queries among the tokens; None for all.
+
     Returns:
-        Weights [B, H, T, S] in fp32, rows summing to one; the queries are the last T of the S tokens.
+        Weights [B, H, R, T] in fp32, rows summing to one.
     """
     q, phi_q, k, phi_k = queries.x, queries.phi, keys.x, keys.phi
     groups = q.shape[1] // k.shape[1]
-    rows, columns = q.shape[2], k.shape[2]
     real = real_tokens(k, key_padding_mask)
     k, phi_k = (without_padding(x, key_padding_mask) for x in (k, phi_k))
-    q = without_padding(q, None if key_padding_mask is None else key_padding_mask[:, -rows:])
     scale = keys.scale().masked_fill(~real[:, None], 0.0)
     place = real.long().cumsum(dim=-1)
-    distance = place[:, -rows:, None] - place[:, None, :]
+    of_queries, mask = place, key_padding_mask
+    if rows is not None:
+        of_queries, mask = place[:, rows], None if mask is None else mask[:, rows]
+    q = without_padding(q, mask)
+    distance = of_queries[:, :, None] - place[:, None, :]
     near = window.holds(distance)
     sinks = (place <= window.sinks)[:, None]
-    visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
-    visible = (visible.tril(columns - rows) if window.causal else visible) & real[:, None]
+    visible = real[:, None].expand_as(near)
+    if window.causal:
+        visible = visible & keys_up_to(k, rows)
     candidates = (visible & ~sinks & (~near if window.causal else torch.ones_like(near)))[:, None]
     near, visible = (near | sinks)[:, None], visible[:, None]
     if window.exact_keys:
-        form = (-1, k.shape[1], rows, -1)
+        form = (-1, k.shape[1], q.shape[2], -1)
         kept = strongest(scale[:, :, None].expand(form), candidates.expand(form), window.exact_keys)
         near = near | kept.repeat_interleave(groups, dim=1)
     products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)

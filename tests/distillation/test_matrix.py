@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from support.kernel_cases import KERNELS, needed
+from support.kernel_cases import KERNELS, make_inputs, make_mixer, needed
 from support.plain_loss import plain_loss
 from support.tiny import stir
 from support.training import sharp
@@ -70,6 +70,24 @@ CASES = [
 def test_every_addition_is_in_the_matrix():
     assert set(ADDITIONS) == set(HYBRID), "give the new addition values here, and its formula in support.plain_loss"
     assert all(name in values for name, several in ADDITIONS.items() for values in several)
+
+
+@pytest.mark.parametrize("layout", ["none", "left", "right"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_weights_of_some_queries_are_rows_of_all(kind, causal, layout):
+    """Fewer queries than keys were taken for the last ones of their row."""
+    info, values = KINDS[kind]
+    values = {key: value for key, value in values.items() if causal or key != "trained_length"}
+    mixer = make_mixer(info, causal=causal, **values)
+    q, k, _ = make_inputs(TOKENS)
+    mask = torch.ones(len(q), TOKENS, dtype=torch.bool)
+    mask[0, {"none": [], "left": range(5), "right": range(11, 16)}[layout]] = False
+    options = {"scaling": 0.3, "key_padding_mask": None if layout == "none" else mask}
+    rows = torch.tensor([12, 1, 7, 8, 15, 3])
+    whole, some = mixer.weights(q, k, **options), mixer.weights(q, k, rows=rows, **options)
+    torch.testing.assert_close(some, whole[:, :, rows], rtol=1e-5, atol=1e-6)
 
 
 def batches_of(layout, accumulation):
