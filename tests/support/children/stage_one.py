@@ -19,8 +19,9 @@ HEADS = {"gpt2": "AutoModelForCausalLM"}
 
 
 def run(name: str, kind: str) -> dict[str, torch.Tensor]:
-    """Distil one model, and return its weights, losses and last figure."""
-    model = sharp(name, HEADS.get(name, "AutoModel"))
+    """Distil one model, given as `host` or `host/kernel`, and return its weights, losses and last figure."""
+    name, _, kernel = name.partition("/")
+    model = sharp(name, HEADS.get(name, "AutoModel"), kernel=kernel or "hedgehog")
     accelerator, spread, make = loop.make_accelerator(model), [], loop.frozen_model
     plain = accelerator.state.distributed_type
     if kind == "fsdp":
@@ -46,9 +47,9 @@ def run(name: str, kind: str) -> dict[str, torch.Tensor]:
 
 
 def main(folder: str, jobs: Sequence[str]) -> None:
-    """Run the jobs one after the other; each is `model:kind`, and goes to FOLDER/<job>.safetensors."""
+    """Run the jobs one after the other; each is `model:kind`, and goes to FOLDER/<job>.safetensors, without slashes."""
     torch.set_num_threads(1)
     for job in jobs:
         found = run(*job.split(":"))
         if int(os.environ.get("RANK", "0")) == 0:
-            save_file(found, Path(folder) / f"{job}.safetensors")
+            save_file(found, Path(folder) / f"{job.replace('/', ' ')}.safetensors")
