@@ -1,8 +1,10 @@
-"""Make transformers' Auto classes and pipelines know converted models."""
+"""Make transformers' Auto classes, and peft, know converted models."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,6 +12,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 from linearize.core.errors import CheckpointError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_class
+from linearize.modeling.late import when_imported
 
 
 def register() -> None:
@@ -31,7 +34,9 @@ def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwarg
     Raises:
         CheckpointError: if a transformers class reads the config of a converted checkpoint.
     """
-    if config_dict.get("model_type") == MODEL_TYPE != cls.model_type:
+    written = config_dict.get("model_type") == MODEL_TYPE or isinstance(config_dict.get(MODEL_TYPE), dict)
+    # Ask for the field, because the code saved with a checkpoint has another LinearizeConfig.
+    if written and not hasattr(cls, MODEL_TYPE):
         raise CheckpointError(
             f"{cls.__name__}: got the config of a checkpoint with linear attention, which this class would run as "
             "softmax; load it with an Auto class, such as AutoModel or AutoModelForMaskedLM"
@@ -40,27 +45,38 @@ def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwarg
 
 
 def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
-    """Register `config`, the config class of converted models of `base`, with every Auto class that knows `base`."""
-    from transformers.models.auto import modeling_auto
+    """Register `config`, the config class of converted models of `base`, in every table that knows `base`."""
+    from transformers import PreTrainedModel
+    from transformers.models.auto.auto_factory import _LazyAutoMapping
 
     from linearize.modeling.model import model_class
 
-    for auto in vars(modeling_auto).values():
-        mapping = getattr(auto, "_model_mapping", None)
-        if isinstance(auto, type) and mapping is not None and base in mapping:
-            originals = mapping[base]
-            if isinstance(originals, (tuple, list)):
-                mapping.register(config, tuple(model_class(cls, config) for cls in originals), exist_ok=True)
-            else:
-                mapping.register(config, model_class(originals, config), exist_ok=True)
-    # Auto classes find the original's tokenizers and processors by the converted config.
-    processors = {
-        "tokenization_auto": "TOKENIZER_MAPPING",
-        "feature_extraction_auto": "FEATURE_EXTRACTOR_MAPPING",
-        "image_processing_auto": "IMAGE_PROCESSOR_MAPPING",
-        "processing_auto": "PROCESSOR_MAPPING",
-    }
-    for module, name in processors.items():
-        table: Any = getattr(importlib.import_module(f"transformers.models.auto.{module}"), name, None)
-        if table is not None and base in table:
-            table.register(config, table[base], exist_ok=True)
+    def converted(original: Any) -> Any:
+        if isinstance(original, (tuple, list)):
+            return tuple(map(converted, original))
+        is_model = isinstance(original, type) and issubclass(original, PreTrainedModel)
+        return model_class(original, config) if is_model else original
+
+    # The other tables find processors. A table without an entry would find that of `base`, which has the same name.
+    names = ("modeling", "tokenization", "feature_extraction", "image_processing", "video_processing", "processing")
+    for name in names:
+        for table in vars(importlib.import_module(f"transformers.models.auto.{name}_auto")).values():
+            if isinstance(table, _LazyAutoMapping) and base in table:
+                table.register(config, converted(table[base]), exist_ok=True)
+    when_imported(_PEFT, _tell_peft)
+
+
+_PEFT = "peft.tuners.tuners_utils"
+
+
+@functools.cache
+def _tell_peft() -> None:
+    """Let peft find its default modules by the original's `model_type`: it reads `to_dict`, which may be written."""
+    tuner: Any = vars(sys.modules[_PEFT])["BaseTuner"]
+    read = tuner.get_model_config
+
+    def get_model_config(model: Any) -> Any:
+        values, found = read(model), getattr(model, "config", None)
+        return {**values, "model_type": found.model_type} if isinstance(found, LinearizeConfig) else values
+
+    tuner.get_model_config = staticmethod(get_model_config)

@@ -115,28 +115,11 @@ def refusal(name: object) -> str:
     )
 
 
-def share_tables(name: str, base: type[PreTrainedModel], inner: bool = False) -> None:
-    """Enter a converted class in the tables that transformers reads by class.
+def share_tables(base: type[PreTrainedModel]) -> None:
+    """Enter our attention in the tables of some modeling files (SAM): attention classes by the implementation's name.
 
-    One table says which weights are renamed, by class or `model_type`. Some modeling files (SAM) have another, of
-    attention classes by the implementation's name; there ours get those of SDPA.
-
-    Args:
-        name: name of the converted class.
-        base: class of the original.
-        inner: whether it is the class of a body inside its model. The model then provides the entries by `model_type`:
-            if registered for both, they would be applied twice.
+    Ours get the classes of SDPA.
     """
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        register_checkpoint_conversion_mapping,
-    )
-
-    mapping = get_checkpoint_conversion_mapping(base.__name__)
-    if mapping is None and base.config_class is not None and not inner:
-        mapping = get_checkpoint_conversion_mapping(base.config_class.model_type)
-    if mapping is not None:
-        register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
     modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
     for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
         if "eager" in table and all(isinstance(x, type) for x in table.values()):

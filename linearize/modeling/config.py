@@ -1,7 +1,9 @@
-"""Config of a converted model: the original's config, the section `linearize`, and its own `model_type`.
+"""Config of a converted model: the original's config and the section `linearize`.
 
-The `model_type` prevents transformers' Auto classes from loading the checkpoint as a softmax model. A concrete class
-(`BertForMaskedLM.from_pretrained`) only warns about a different model type, so `GUARD` makes its config fail.
+In memory it has the original's names: class name, `model_type`, `architectures`. Pipelines, peft and the Trainer choose
+by them. Written (`to_dict`, config.json), it has names of its own. Its `model_type` prevents transformers' Auto classes
+from loading the checkpoint as a softmax model, its `architectures` do so for engines that choose by them. A concrete
+class (`BertForMaskedLM.from_pretrained`) only warns about a different model type, so `GUARD` makes its config fail.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from linearize.modeling.portable import ENTRY, code_files, outside_packages, why
 _INSTALLED = __name__.startswith("linearize.")
 """Whether this is the installed package; otherwise it is the code saved with a checkpoint."""
 MODEL_TYPE = "linearize"
+PREFIX = "Linearized"
+"""Written before the original's class names, in `architectures` and wherever a class is looked up by name (pickle)."""
 FORMAT_VERSION = 1
 GUARD = "; linear attention: load it with an Auto class of transformers, after `import linearize` or with code trusted"
 """Text after a number in config.json: a class that does not support linear attention fails on the value's type."""
@@ -51,6 +55,12 @@ class LinearizeConfig(PreTrainedConfig):
             cls = config_class(base_config_class(section["base_model_type"]))
         config: LinearizeConfig = super().__new__(cls)
         return config
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the values of a config.json as transformers does, with the original's `model_type`."""
+        values, rest = super().get_config_dict(*args, **kwargs)
+        return {**values, "model_type": cls.model_type} if values.get("model_type") == MODEL_TYPE else values, rest
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -82,8 +92,10 @@ class LinearizeConfig(PreTrainedConfig):
             raise damaged(f"it describes no model, or an argument that overrides a value is wrong ({why})") from error
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain data with the section and the checksum of its plan."""
-        values = super().to_dict()
+        """Return plain data as it may be written: the names of a converted model, the section and its checksum."""
+        values = super().to_dict() | {"model_type": MODEL_TYPE}
+        if self.architectures:
+            values["architectures"] = [f"{PREFIX}{name.removeprefix(PREFIX)}" for name in self.architectures]
         if self.linearize:
             values["linearize"] = _with_checksum(self.linearize)
         return values
@@ -287,9 +299,10 @@ else:
 class _Mixin(_Original):
     """The additions of a converted model's config to the original's."""
 
-    model_type = MODEL_TYPE
-
     def __post_init__(self, **kwargs: object) -> None:
+        kwargs.pop("model_type", None)
+        if isinstance(self.architectures, list):
+            self.architectures = [str(name).removeprefix(PREFIX) for name in self.architectures]
         requested = kwargs.pop("attn_implementation", None)
         if requested not in (None, *IMPLEMENTATIONS):
             raise ConfigError(refusal(requested))
@@ -336,7 +349,7 @@ def __getattr__(name: str) -> type[LinearizeConfig]:
     """Create the config class of converted models on demand, because pickle looks it up by name."""
     import transformers
 
-    base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
+    base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if not isinstance(base, type) or not issubclass(base, PreTrainedConfig):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return config_class(base)
@@ -362,9 +375,10 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
     # With an `_auto_class`, transformers would copy only this file and name this class in auto_map; `save_pretrained`
     # and `to_diff_dict` copy all files and name the class in the module `ENTRY`.
     members: dict[str, Any] = {"__module__": __name__, "__annotations__": {}, "_auto_class": None}
+    members |= {"model_type": base.model_type, "__qualname__": f"{PREFIX}{base.__name__}"}
     members["__doc__"] = f"Config of a converted model; see `{base.__name__}`."
     # The order of the bases matters: our from_dict and to_diff_dict override those of a composite's config.
-    converted: Any = type(f"Linearized{base.__name__}", (_Mixin, LinearizeConfig, base), members)
+    converted: Any = type(base.__name__, (_Mixin, LinearizeConfig, base), members)
     _CLASSES[base] = converted
     for callback in _CALLBACKS:
         callback(converted, base)

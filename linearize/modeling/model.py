@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
-from linearize.core.errors import ConfigError
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.caches import (
     add_default_caches,
     check_generation,
@@ -37,7 +36,7 @@ from linearize.modeling.compat import (
     share_tables,
     use_implementations,
 )
-from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, check_checksum, config_class
+from linearize.modeling.config import MODEL_TYPE, PREFIX, LinearizeConfig, check_checksum, config_class
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, OWN, UNKNOWN, LayerPlan, Plan, contradiction, damaged
 from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_loaded, check_weights, take_stored_names
 
@@ -129,14 +128,6 @@ class LinearizedModel(_Original):
         """
         return make_cache(self, crop)
 
-    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        # By its model type, transformers puts no start token before a prompt of Whisper or Donut.
-        asked: Any = copy.copy(self)
-        asked.config = copy.copy(self.config)
-        vars(asked.config)["model_type"] = self.config.linearize["base_model_type"]
-        prepare: Any = super(LinearizedModel, asked)._prepare_decoder_input_ids_for_generation  # type: ignore[misc]
-        return prepare(*args, **kwargs)
-
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -184,10 +175,35 @@ def saved_class(config: Any) -> type[PreTrainedModel] | None:
     """
     names = config.architectures
     saved = names[0] if isinstance(names, list) and names else config.linearize["base_architecture"]
-    base = getattr(transformers, str(saved).removeprefix("Linearized"), None)
+    base = getattr(transformers, str(saved).removeprefix(PREFIX), None)
     known = isinstance(base, type) and issubclass(base, PreTrainedModel)
     return model_class(base, type(config)) if known else None  # type: ignore[arg-type]
 
+
+_LOAD: Any = vars(PreTrainedModel)["from_pretrained"].__func__
+
+
+@functools.wraps(_LOAD)
+def _load(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    """Load as transformers does; with the config of a converted model, a class of transformers loads its counterpart.
+
+    sentence-transformers looks the class up in `config.architectures`, and would run the checkpoint as softmax.
+
+    Raises:
+        CheckpointError: if the config belongs to another class.
+    """
+    config: Any = kwargs.get("config")
+    if not isinstance(config, LinearizeConfig) or issubclass(cls, LinearizedModel):
+        return _LOAD(cls, *args, **kwargs)
+    if cls.config_class is None or not isinstance(config, cls.config_class):
+        raise CheckpointError(
+            f"{cls.__name__}: got the config of a converted {config.linearize['base_architecture']}, expected one of "
+            "this class; load it with an Auto class, such as AutoModel"
+        )
+    return model_class(cls, type(config)).from_pretrained(*args, **kwargs)
+
+
+PreTrainedModel.from_pretrained = classmethod(_load)  # type: ignore[assignment, method-assign]
 
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 _INNER = "Inner"
@@ -196,30 +212,32 @@ _INNER = "Inner"
 def _inner_class(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of a converted body inside a model with a head, creating it once."""
     if whole not in _CLASSES:
-        name, base = f"{whole.__name__}{_INNER}", whole.__mro__[2]
-        share_tables(name, base, inner=True)
-        _CLASSES[whole] = type(name, (whole,), {"__module__": __name__, "__doc__": whole.__doc__, "whole": whole})
+        values = {"__module__": __name__, "__qualname__": f"{whole.__qualname__}{_INNER}", "__doc__": whole.__doc__}
+        _CLASSES[whole] = type(whole.__name__, (whole,), values | {"whole": whole})
     return _CLASSES[whole]
 
 
 def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedModel]:
-    """Return the class of converted models of `base`, creating it once."""
+    """Return the class of converted models of `base`, creating it once; it has the same name, by which many ask."""
     if base in _CLASSES:
         return _CLASSES[base]
-    name = f"Linearized{base.__name__}"
-    share_tables(name, base)
+    share_tables(base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
-    values = {"__module__": __name__, "__doc__": f"`{base.__name__}` with linear attention."}
+    values = {"__module__": __name__, "__qualname__": f"{PREFIX}{base.__name__}"}
+    values["__doc__"] = f"`{base.__name__}` with linear attention."
     own = {"config_class": config, "_keep_in_fp32_modules_strict": kept}
-    _CLASSES[base] = type(name, (LinearizedModel, base), values | own)
+    _CLASSES[base] = type(base.__name__, (LinearizedModel, base), values | own)
     return _CLASSES[base]
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:
-    """Create the converted counterpart of a transformers class on demand, because pickle looks it up by name."""
-    if name.endswith(_INNER) and not hasattr(transformers, name.removeprefix("Linearized")):
+    """Create the converted counterpart of a transformers class on demand.
+
+    pickle looks it up by its qualified name, and an adapter of peft by its name.
+    """
+    if name.endswith(_INNER) and not hasattr(transformers, name.removeprefix(PREFIX)):
         return _inner_class(__getattr__(name.removesuffix(_INNER)))
-    base = getattr(transformers, name.removeprefix("Linearized"), None) if name.startswith("Linearized") else None
+    base = getattr(transformers, name.removeprefix(PREFIX), None)
     if not isinstance(base, type) or not issubclass(base, PreTrainedModel) or base.config_class is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register_interface()

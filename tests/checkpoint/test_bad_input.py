@@ -66,7 +66,7 @@ def load(folder):
 
 
 def test_the_folder_itself_is_fine(folder):
-    assert type(load(folder)).__name__ == "LinearizedBertForMaskedLM"
+    assert type(load(folder)).__qualname__ == "LinearizedBertForMaskedLM"
 
 
 CONFIG_DAMAGE = {

@@ -82,7 +82,7 @@ def test_the_loading_lines_run(place, card, monkeypatch):
     block = re.search(r"## Load\n\n```python\n(.*?)```", card, re.DOTALL)[1]
     names = {}
     exec(block, names)
-    assert type(names["model"]).__name__ == "LinearizedBertForSequenceClassification"
+    assert type(names["model"]).__qualname__ == "LinearizedBertForSequenceClassification"
     assert 'from_pretrained("done")' in block
 
 
@@ -195,7 +195,7 @@ def test_a_kernel_from_outside_names_its_package(tmp_path, monkeypatch, capsys):
     assert "trust_remote_code" not in text and f"Loading it needs more code: {cure}" in text
     assert "import linearize\nimport mykern\nmodel =" in text and "]()" not in text and ". ours\n" in text
     assert "trust_remote_code=True" in model_card(converted("bert", "AutoModel"))
-    assert type(AutoModel.from_pretrained(tmp_path / "out")).__name__ == "LinearizedBertModel"
+    assert type(AutoModel.from_pretrained(tmp_path / "out")).__qualname__ == "LinearizedBertModel"
     assert main(["inspect", str(tmp_path / "out")]) == 0
     assert "needs package       mykern (kernel mine)" in capsys.readouterr().out
     with pytest.warns(UserWarning, match=cure.removesuffix(".")) as warned:

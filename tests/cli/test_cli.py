@@ -16,6 +16,7 @@ from transformers import pipeline
 import linearize
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
+from linearize.modeling.model import is_linearized
 from linearize.training.stage_one import observer
 
 
@@ -60,7 +61,7 @@ def test_convert_saves_what_stock_transformers_loads(name, folders, tmp_path, ca
         *(("distillation", step) for step in (1, 2, 3)),
         ("alignment", 1),
     ]
-    assert pipeline(task, str(out), device="cpu").model.config.model_type == "linearize"
+    assert is_linearized(pipeline(task, str(out), device="cpu").model)
 
 
 def test_longer_inputs_and_json(folders, tmp_path, capsys):

@@ -299,7 +299,7 @@ def test_from_scratch_on_made_data(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "cells" / "exp_2-recall-s0")
-    assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+    assert type(model).__qualname__ == "LinearizedLlamaForCausalLM"
 
 
 @pytest.mark.parametrize("flow", ["finetuned", "untuned"])

@@ -350,10 +350,9 @@ def test_rotary_models_are_tuned_beyond_their_length_and_take_it_then(tmp_path, 
     line = f"finetune {folder} --task causal-lm --dataset {tmp_path / 'set'} --max-length 24 --device cpu --dry-run"
     code, out, _ = run(capsys, *line.split(), "--steps", "2", "--batch-size", "1")
     target, _ = tuned(folder, 24)
-    name = "LlamaForCausalLM" if kernel is None else "LinearizedLlamaForCausalLM"
     assert notes == [
-        f"Rows have up to 24 tokens, {name} was made for 16: no table; config.max_position_embeddings raised, rotary "
-        "frequencies unchanged (no rope scaling)."
+        "Rows have up to 24 tokens, LlamaForCausalLM was made for 16: no table; config.max_position_embeddings raised, "
+        "rotary frequencies unchanged (no rope scaling)."
     ]
     assert code == 0 and notes[0] in " ".join(out.split())
     assert json.loads((target / "config.json").read_text())["max_position_embeddings"] == 24

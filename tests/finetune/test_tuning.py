@@ -733,7 +733,7 @@ def test_init_makes_a_linear_model(model_type, tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     auto = AutoModelForMaskedLM if model_type == "bert" else AutoModelForCausalLM
-    assert type(auto.from_pretrained(tmp_path / "new")).__name__.startswith("Linearized")
+    assert type(auto.from_pretrained(tmp_path / "new")).__qualname__.startswith("Linearized")
 
 
 def test_init_takes_the_tokenizer_of_the_configs_folder(bert, tmp_path):

@@ -321,7 +321,7 @@ def whisper(kind="WhisperForConditionalGeneration"):
 
 
 def test_a_prompt_of_whisper_begins_as_it_is_given():
-    """Its model type tells transformers to put no start token before it, and a converted model has another type."""
+    """Its model type tells transformers to put no start token before it."""
     model, sound = whisper(), torch.randn(2, 8, 60)
     # With softmax in place of the kernels it is the original, which has no state.
     options = {"decoder_input_ids": torch.tensor([[7, 8], [7, 9]]), "max_new_tokens": 6, "use_cache": False}

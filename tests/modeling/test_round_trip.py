@@ -276,7 +276,7 @@ def test_config_and_tokenizer_and_processor_from_the_folder(tmp_path):
     tokenizer = BertTokenizer(vocab={word: index for index, word in enumerate(words)})
     linearize.save(converted("bert"), tmp_path / "text", processor=tokenizer)
     config = AutoConfig.from_pretrained(tmp_path / "text")
-    assert config.model_type == "linearize"
+    assert config.model_type == "bert"
     assert isinstance(config, transformers.BertConfig)
     assert AutoTokenizer.from_pretrained(tmp_path / "text")("a cat").input_ids == [2, 5, 6, 3]
     linearize.save(converted("vit"), tmp_path / "image", processor=ViTImageProcessor(size={"height": 30, "width": 30}))
@@ -345,7 +345,7 @@ def test_a_fresh_process_loads_with_the_import_and_never_softmax_without_it(tmp_
         "    else:\n"
         "        sys.exit('loaded')\n"
         "import linearize\n"
-        f"print(type(transformers.AutoModel.from_pretrained({str(tmp_path / 'out')!r})).__name__)\n"
+        f"print(type(transformers.AutoModel.from_pretrained({str(tmp_path / 'out')!r})).__qualname__)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.split()[-1] == "LinearizedBertModel", done.stderr

@@ -179,7 +179,7 @@ def test_observer_sees_queries_after_norm_and_rotation():
 def test_bare_model_is_wrapped_by_convert(tmp_path):
     model = timm.create_model("test_vit", pretrained=False, num_classes=4, img_size=64)
     converted = linearize.convert(model)
-    assert type(converted).__name__ == "LinearizedTimmWrapperForImageClassification"
+    assert type(converted).__qualname__ == "LinearizedTimmWrapperForImageClassification"
     assert converted.timm_model is model
     # The original may be bare in `measure`, too.
     again = timm.create_model("test_vit", pretrained=False, num_classes=4, img_size=64)
