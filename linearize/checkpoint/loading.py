@@ -149,7 +149,7 @@ def auto_class(model: PreTrainedModel) -> str:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    name = type(model).__name__.removeprefix("Linearized")
+    name = type(model).__name__
     kind = (getattr(model.config, "linearize", None) or {}).get("base_model_type", model.config.model_type)
     head = head_of_class(name)
     autos = ((key, auto) for key, auto in vars(modeling_auto).items() if isinstance(auto, type))

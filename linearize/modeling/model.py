@@ -197,8 +197,8 @@ def _load(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         return _LOAD(cls, *args, **kwargs)
     if cls.config_class is None or not isinstance(config, cls.config_class):
         raise CheckpointError(
-            f"{cls.__name__}: got the config of a converted {config.linearize['base_architecture']}, expected one of "
-            "this class; load it with an Auto class, such as AutoModel"
+            f"{cls.__name__}: got the {type(config).__name__} of a converted model, expected a config of this class; "
+            "load it with an Auto class, such as AutoModel"
         )
     return model_class(cls, type(config)).from_pretrained(*args, **kwargs)
 

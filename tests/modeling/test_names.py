@@ -141,7 +141,7 @@ def test_the_class_that_architectures_names_loads_ours_with_our_config(tmp_path)
     assert type(loaded) is type(model)
     assert torch.equal(outputs(loaded, inputs_of(model))[0], outputs(model, inputs_of(model))[0])
     for other in (transformers.GPT2Model, transformers.CLIPTextModel):
-        with pytest.raises(CheckpointError, match=f"{other.__name__}: got the config of a converted BertForMaskedLM"):
+        with pytest.raises(CheckpointError, match=f"{other.__name__}: got the BertConfig of a converted model"):
             other.from_pretrained(tmp_path, config=config)
 
 

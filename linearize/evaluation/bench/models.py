@@ -232,7 +232,7 @@ def softmax_model(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: if transformers has no class for it.
     """
-    name = type(model).__name__.removeprefix("Linearized")
+    name = type(model).__name__
     base: type[PreTrainedModel] | None = getattr(transformers, name, None)
     if base is None:
         raise UnsupportedModelError(f"bench: transformers has no class {name}; measure the original instead")

@@ -201,7 +201,7 @@ def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
             )
     if body_of(student) is student:
         return
-    kind, other = (type(model).__name__.removeprefix("Linearized") for model in (student, teacher))
+    kind, other = (type(model).__name__ for model in (student, teacher))
     if kind != other:
         raise ConfigError(
             f"teacher: got a {other}, but the student is a {kind} and needs its logits; give a teacher with that head"

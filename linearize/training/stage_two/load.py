@@ -188,7 +188,7 @@ def label_options(task: Task, count: int) -> dict[str, object]:
 def ready(model: PreTrainedModel) -> PreTrainedModel:
     """Record the class of a converted model, which may have a new head, in its config, and return the model."""
     if is_linearized(model):
-        name = type(model).__name__.removeprefix("Linearized")
+        name = type(model).__name__
         model.config.linearize = {**model.config.linearize, "base_architecture": name}
     return model
 
