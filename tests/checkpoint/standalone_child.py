@@ -37,8 +37,18 @@ def check(folder, head, task, rounds):
     if "generated" in stored:
         made = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=8)
         assert torch.equal(made, stored["generated"])
+    # In memory it has the original's names.
+    values = json.loads((folder / "config.json").read_text())
+    saved, kind = values["architectures"][0], values["linearize"]["base_model_type"]
+    assert values["model_type"] == model.config.to_dict()["model_type"] == "linearize"
+    assert model.config.model_type == kind and type(model.config) is not transformers.CONFIG_MAPPING[kind]
+    assert model.config.architectures == [type(model).__name__] == [saved.removeprefix("Linearized")]
+    if "generated" in stored:
+        import peft
+
+        tuned = peft.get_peft_model(auto.from_pretrained(folder, trust_remote_code=True), peft.LoraConfig())
+        assert tuned.targeted_module_names
     # A class of transformers named outright does not run it as softmax.
-    saved = json.loads((folder / "config.json").read_text())["architectures"][0]
     try:
         getattr(transformers, saved.removeprefix("Linearized")).from_pretrained(folder)
     except Exception as error:
