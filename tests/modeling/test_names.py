@@ -11,10 +11,12 @@ import json
 import pickle
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from support.scripts import script
 from support.tiny import CONFIGS, converted, inputs_of, original, outputs
 from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _LazyAutoMapping
@@ -237,3 +239,13 @@ def test_a_composite_keeps_the_names_of_its_parts(tmp_path):
     assert values["encoder"]["architectures"] == ["LinearizedBertModel"]
     loaded = transformers.EncoderDecoderModel.from_pretrained(tmp_path / "both")
     assert isinstance(loaded.encoder, LinearizedModel) and loaded.config.encoder.model_type == "bert"
+
+
+def test_the_script_lists_who_asks():
+    listing = script("name_consumers")
+    root = Path(transformers.__file__).parent
+    found = {kind for kind, _, _ in listing.consumers(root / "pipelines" / "automatic_speech_recognition.py")}
+    assert found == {"class name", "model_type", "table of names"}
+    assert "architectures" in {kind for kind, _, _ in listing.consumers(root / "pipelines" / "base.py")}
+    # A message only prints a name.
+    assert not any("raise" in line for _, _, line in listing.consumers(root / "trainer.py"))
