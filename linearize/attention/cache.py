@@ -129,7 +129,16 @@ class LinearStateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def store(self, state: dict[str, Tensor] | None) -> None:
-        """Keep the state after the tokens of the last `update`."""
+        """Keep the state after the tokens of the last `update`.
+
+        Raises:
+            LinearizeError: if there was no `update`: the attention read the keys of another layer.
+        """
+        if not self._awaiting:
+            raise LinearizeError(
+                "an attention read a generation cache that its layer did not update, so its keys come from elsewhere; "
+                "this architecture passes its cache in a way that is not supported (generate with use_cache=False)"
+            )
         self.state, self._awaiting = state, False
 
     @property
@@ -317,7 +326,9 @@ def state_layer(cache: Cache | None, index: int | None) -> LinearStateLayer | No
                 "got a generation cache without any keys, which was rebuilt from a cache of linear attention and lost "
                 "its state; generation cannot be resumed from it: pass all tokens again, without past_key_values"
             )
-        bad = layers[index] if layers[index].is_compileable or layers[index].is_sliding else None
+        # While it is empty, as if the host made it for this call, a sliding layer returns all keys.
+        slid = layers[index].is_sliding and layers[index].get_seq_length() > 0
+        bad = layers[index] if layers[index].is_compileable or slid else None
     if bad is not None:
         raise ConfigError(
             f"got a generation cache with a {type(bad).__name__}, but linear attention needs a state or all keys; "

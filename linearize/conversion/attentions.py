@@ -20,6 +20,7 @@ from transformers.masking_utils import (
     AttentionMaskInterface,
     bidirectional_mask_function,
     causal_mask_function,
+    or_masks,
     sdpa_mask,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -39,6 +40,7 @@ from linearize.modeling.plan import CALLED, LOCAL, MASKED, OWN, SOFTMAX, UNKNOWN
 CROSS = "cross-attention"
 LOCAL_KEPT = "local attention (sliding window or chunks), already linear"
 _NAME = "linearize_probe"
+_UNION = or_masks().__code__
 
 
 Run = tuple[PreTrainedModel, Inputs]
@@ -123,8 +125,10 @@ class _Recorder:
             for always in (True, False):
                 self.always = always
                 self.calls: list[Call] = []
-                # Kind, mask and window of the masks, by the mask's identity.
-                self.masks: dict[int, tuple[str, Tensor, int | None]] = {}
+                # Kind, window and mask of the masks that transformers made.
+                self.masks: list[tuple[str, int | None, Tensor]] = []
+                # Kept, so that no later ones lie in the same place.
+                self.keys: list[Tensor] = []
                 try:
                     part(**inputs)
                     break
@@ -135,14 +139,20 @@ class _Recorder:
 
     def mask_function(self, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
         """Build SDPA's mask, and remember its kind."""
-        kinds = {causal_mask_function: "causal", bidirectional_mask_function: "bidirectional"}
-        window = kwargs.get("local_size")
-        kind = kinds.get(kwargs.get("mask_function", causal_mask_function), "own" if window is None else "local")
+        function, window = kwargs.get("mask_function", causal_mask_function), kwargs.get("local_size")
         if self.always:
             kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = sdpa_mask(batch_size, q_length, kv_length, **kwargs)
-        if mask is not None:
-            self.masks[id(mask)] = (kind, mask, window)
+        if mask is None:
+            return None
+        kind = {causal_mask_function: "causal", bidirectional_mask_function: "bidirectional"}.get(function)
+        if kind is None and (window is not None or _sees_far(function) is False):
+            kind = "local"
+            lengths = range(1, mask.shape[-1] + 1)
+            window = window or max(n for n in lengths if n == 1 or _kind_by_values(mask[..., :n, :n]))
+            # These inputs are shorter than most windows: hide more, so that the mask shows what it is, also as a copy.
+            mask = mask & ~torch.ones_like(mask).triu(2) & torch.ones_like(mask).triu(-1)
+        self.masks.append((kind or _kind_by_values(mask) or "own", window, mask))
         return mask
 
     def attention(
@@ -157,30 +167,60 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         """Record the call, and attend with softmax."""
         mask, kind, window = attention_mask, "none", None
-        if mask is not None and id(mask) in self.masks:
-            kind, _, window = self.masks[id(mask)]
-        elif mask is not None:
-            # The host made it itself.
-            kind = "bias"
-            if mask.ndim == 4 and (key_padding(mask, causal=False) is not None or blocks(mask) is not None):
-                kind = "bidirectional"
-            elif mask.ndim == 4 and key_padding(mask, causal=True) is not None:
-                kind = "causal"
+        if mask is not None:
+            known = next((one for one in self.masks if mask is one[2]), None)
+            known = known or next((one for one in self.masks if _same_mask(mask, one[2])), None)
+            # Otherwise the host made it itself.
+            kind, window, _ = known or (_kind_by_values(mask) or "bias", None, None)
         altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
         causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
         if mask is None and module in self.eager:
             causal = False
         if kind == "local" and mask is not None:
-            causal = not bool(mask.triu(1).any())
+            causal = not bool(_seen(mask).triu(1).any())
         q, k, v = (tuple(t.shape) for t in (query, key, value))
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
+        call.keys = key.data_ptr()
         self.calls.append(call)
+        self.keys.append(key)
         # Score modifications are left out: only shapes matter from here.
         kept = {name: value for name, value in kwargs.items() if name not in UNSUPPORTED_SCORE_MODS}
         if mask is not None and mask.shape[-1] != key.shape[2]:
             mask = None
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kept)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _same_mask(mask: Tensor, other: Tensor) -> bool:
+    """Tell whether a mask says what a known one does: hosts slice, copy or cast those of transformers."""
+    alike = mask.ndim == 4 and mask.shape[-2:] == other.shape[-2:] and not mask.is_meta
+    return alike and bool((_seen(mask) == other[:1]).all())
+
+
+def _kind_by_values(mask: Tensor) -> str | None:
+    """Return the kind of a mask by what it hides apart from padding; None if it is neither direction's."""
+    if mask.ndim != 4 or mask.is_meta:
+        return None
+    if key_padding(mask, causal=False) is not None or blocks(mask) is not None:
+        return "bidirectional"
+    return "causal" if key_padding(mask, causal=True) is not None else None
+
+
+def _sees_far(function: Any) -> bool | None:
+    """Tell whether a mask function lets a token see one far before it; None if that depends on the row's tokens."""
+    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions") if inspect.isfunction(function) else None
+    if parts is None:
+        zero, far = torch.zeros(1, dtype=torch.long), torch.tensor([1 << 40])
+        try:
+            return bool(function(zero, zero, far, far // 2))
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return None
+    known, deciding = {_sees_far(part) for part in parts}, function.__code__ is _UNION
+    return deciding if deciding in known else None if None in known else not deciding
 
 
 def find_attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bool) -> list[LayerPlan]:
@@ -200,7 +240,10 @@ def find_attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bo
         if call.module in names:
             first.setdefault(call.module, call)
     times = Counter(call.module for call in calls)
-    reasons = {module: _why_kept(call, names[module], local_as_full) for module, call in first.items()}
+    sharing = _sharing(calls)
+    reasons = {
+        module: _why_kept(call, names[module], local_as_full, module in sharing) for module, call in first.items()
+    }
     # A cache keeps the keys of layers that stay softmax, and BLT numbers its global layers like its local ones.
     kept = {
         getattr(module, "layer_idx", None)
@@ -211,7 +254,7 @@ def find_attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bo
     for module, call in first.items():
         cache_index = getattr(module, "layer_idx", None)
         # One running state serves one call per token: if an attention runs more often, its keys are kept.
-        if cache_index in kept or times[module] > 1 or _shares_keys(module) or (cache_index or 0) < 0:
+        if cache_index in kept or times[module] > 1 or module in sharing or (cache_index or 0) < 0:
             cache_index = None
         causal = call.mask != "bidirectional" and (call.mask == "causal" or call.is_causal)
         shape = HeadShape(call.query[1], call.key[1], call.query[3], call.value[3], causal)
@@ -224,9 +267,13 @@ def find_attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bo
     return layers
 
 
-def _shares_keys(module: nn.Module) -> bool:
-    """Tell whether an attention reads the keys of an earlier layer (Gemma 4), or later ones read its keys."""
-    return any(getattr(module, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
+def _sharing(calls: list[Call]) -> set[nn.Module]:
+    """Return the attentions that read the keys of another one, and those whose keys others read (Gemma 4)."""
+    owners = {call.keys: call.module for call in reversed(calls) if call.keys}
+    readers = {call.module for call in calls if owners.get(call.keys, call.module) is not call.module}
+    read = {owners[call.keys] for call in calls if call.module in readers}
+    stated = ("is_kv_shared_layer", "store_full_length_kv")
+    return readers | read | {call.module for call in calls if any(getattr(call.module, x, False) for x in stated)}
 
 
 def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
@@ -257,7 +304,7 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
     return layers
 
 
-def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
+def _why_kept(call: Call, name: str, local_as_full: bool, shares_keys: bool) -> str:
     """Return why an attention cannot be converted; empty if it can."""
     if call.refused:
         return call.refused
@@ -271,8 +318,10 @@ def _why_kept(call: Call, name: str, local_as_full: bool) -> str:
         return CROSS
     if call.query[2] != call.key[2]:
         return "cross-attention, or queries or keys that are pooled or chosen (their numbers differ)"
-    if call.mask == "local" and (not local_as_full or _shares_keys(call.module)):
+    if call.mask == "local" and shares_keys:
         # A cache keeps no keys beyond the window for the layers that share them.
+        return f"{LOCAL_KEPT}, with keys that several layers share"
+    if call.mask == "local" and not local_as_full:
         return LOCAL_KEPT
     if hasattr(call.module, "indexer"):
         return "an indexer chooses the keys of every query, which a kernel cannot honour"

@@ -50,6 +50,7 @@ class Call:
         declared: the direction that the call states; None if it states no direction.
         window: largest length at which a local mask hides no more than a full one; None without a local mask.
         refused: why this attention cannot be converted, if the trial run shows that; empty if no reason is known.
+        keys: where its keys lie in memory, so that layers that share keys are known; 0 if unknown.
     """
 
     module: nn.Module
@@ -62,6 +63,7 @@ class Call:
     declared: bool | None = None
     window: int | None = None
     refused: str = ""
+    keys: int = 0
 
 
 def candidates(model: PreTrainedModel) -> Iterator[Inputs]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, _active_collector
 
@@ -120,9 +123,25 @@ def share_tables(base: type[PreTrainedModel]) -> None:
 
     Ours get the classes of SDPA.
     """
-    modules = [sys.modules[one.__module__] for one in base.__mro__ if one.__module__ in sys.modules]
-    for table in (x for module in modules for x in vars(module).values() if isinstance(x, dict)):
-        if "eager" in table and all(isinstance(x, type) for x in table.values()):
+    for one in base.__mro__:
+        if one.__module__ in sys.modules:
+            _enter_implementations(sys.modules[one.__module__])
+
+
+def enter_parts(config: PreTrainedConfig) -> None:
+    """Enter our implementations in the tables of attention classes of the files that build a config's parts."""
+    for key in getattr(config, "sub_configs", None) or {}:
+        part = getattr(config, key, None)
+        if isinstance(part, PreTrainedConfig):
+            file = type(part).__module__.replace("configuration_", "modeling_")
+            with contextlib.suppress(ImportError):
+                _enter_implementations(importlib.import_module(file))
+            enter_parts(part)
+
+
+def _enter_implementations(module: Any) -> None:
+    for table in vars(module).values():
+        if isinstance(table, dict) and "eager" in table and all(isinstance(x, type) for x in table.values()):
             for kind in IMPLEMENTATIONS:
                 table.setdefault(kind, table.get("sdpa", table["eager"]))
 
@@ -156,9 +175,11 @@ _SLICING = "_maybe_slice_kv_shared_inputs"
 def keep_tokens(model: nn.Module) -> None:
     """Stop Gemma 4 from dropping tokens before layers that share keys: the mask of linear attention has no rows."""
     for module in model.modules():
-        if hasattr(type(module), _SLICING):
-            setattr(module, _SLICING, _unsliced)
+        if (method := getattr(type(module), _SLICING, None)) is not None:
+            # It returns the arguments before this one, which are not the same for all forms.
+            count = [*inspect.signature(method).parameters].index("logits_to_keep") - 1
+            setattr(module, _SLICING, functools.partial(_first, count))
 
 
-def _unsliced(hidden: Tensor, per_layer: object, positions: object, masks: object, *args: Any, **kwargs: Any) -> Any:
-    return hidden, per_layer, positions, masks
+def _first(count: int, *args: Any, **kwargs: Any) -> Any:
+    return args[:count]
