@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator
+from contextvars import ContextVar
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
@@ -17,7 +21,7 @@ from linearize.attention.interface import linear_attentions, register_interface
 from linearize.attention.layer import LinearAttention
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
-from linearize.core.errors import CheckpointError, ConfigError
+from linearize.core.errors import CheckpointError, ConfigError, some
 from linearize.modeling.caches import (
     add_default_caches,
     check_generation,
@@ -28,6 +32,7 @@ from linearize.modeling.caches import (
 )
 from linearize.modeling.compat import (
     IMPLEMENTATIONS,
+    enter_parts,
     forget_renamings,
     implementation,
     keep_tokens,
@@ -46,6 +51,10 @@ else:
     _Original = object
 
 
+_BUILDING: ContextVar[object] = ContextVar("linearize_building", default=())
+"""The section of the converted model that is being built in this thread."""
+
+
 class LinearizedModel(_Original):
     """Mixin for the original's class, first in the method resolution order: the model stays an instance of it."""
 
@@ -56,8 +65,15 @@ class LinearizedModel(_Original):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         register_interface()
-        super().__init__(config, *args, **kwargs)
-        attach(self, Plan.from_dict(config.linearize))
+        enter_parts(config)
+        # A model may build its body, or all of itself, by an Auto class: the plan is then that of the model around.
+        around = _BUILDING.set(config.linearize)
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            _BUILDING.reset(around)
+        if _BUILDING.get() != config.linearize:
+            attach(self, Plan.from_dict(config.linearize))
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -247,22 +263,19 @@ def __getattr__(name: str) -> type[PreTrainedModel]:
 def attach(model: PreTrainedModel, plan: Plan) -> None:
     """Put a `LinearAttention` into every attention that the plan converts, unless it already has one.
 
+    A class other than the plan's may lack parts of it, such as the encoder or the text tower.
+
     Raises:
         CheckpointError: if the model has no module of a planned name.
     """
     register_interface()
     root: nn.Module = model.base_model
-    if root is not model and isinstance(root, PreTrainedModel) and not isinstance(root, LinearizedModel):
-        # So that the body can be saved separately, with a list of the weights that it was built without (a pooler).
-        change_class(root, type(model.config), inner=True)
+    plan = _plan_of_class(model, plan)
+    _name_parts(model)
     model.register_load_state_dict_pre_hook(take_stored_names)
     keep_tokens(root)
     for layer in plan.layers:
-        try:
-            host = root.get_submodule(layer.module)
-        except AttributeError:
-            name = type(model).__name__
-            raise damaged(f"the plan names attention {layer.module!r}, but {name} has no such module") from None
+        host = root.get_submodule(layer.module)
         if why := contradiction(host, layer):
             raise damaged(f"attention {layer.module!r} has a different size or direction: {why}")
         if layer.converted and not hasattr(host, "linear_attention"):
@@ -280,6 +293,43 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
         root.register_forward_pre_hook(mask_while_tracing, with_kwargs=True)
         if not model.config.is_encoder_decoder:
             add_default_caches(root)  # type: ignore[arg-type]
+
+
+def _name_parts(model: PreTrainedModel) -> None:
+    """Give converted parts inside a model their own classes, so that weights are renamed once, by the model's."""
+    root: nn.Module = model.base_model
+    if root is not model and isinstance(root, PreTrainedModel) and not isinstance(root, LinearizedModel):
+        # So that the body can be saved separately, with a list of the weights that it was built without (a pooler).
+        change_class(root, type(model.config), inner=True)
+    for part in model.modules():
+        if part is not model and isinstance(part, LinearizedModel) and part.whole is None:
+            part.__class__ = _inner_class(type(part))
+
+
+def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
+    """Return a plan without the parts that a class lacks in comparison with the plan's own.
+
+    Raises:
+        CheckpointError: if the plan's own class lacks one, or if another may have it under another name, where it would
+            stay softmax.
+    """
+    root: nn.Module = model.base_model
+    hosts, name = dict(root.named_modules()), type(model).__name__.removeprefix("Linearized")
+    absent = [layer.module for layer in plan.layers if layer.module not in hosts]
+    missing = (next(x for x in accumulate(one.split("."), "{}.{}".format) if x not in hosts) for one in absent)
+    # A part is lacking as a whole; one layer of a list was taken out.
+    if absent and (name == plan.architecture or any(one.rpartition(".")[2].isdigit() for one in missing)):
+        raise damaged(f"the plan names attention {absent[0]!r}, but {name} has no such module")
+    plan = dataclasses.replace(plan, layers=tuple(layer for layer in plan.layers if layer.module in hosts))
+    planned, ends = {hosts[layer.module] for layer in plan.layers}, {one.rpartition(".")[2] for one in absent}
+    moved = [key for key, one in model.named_modules() if key.rpartition(".")[2] in ends and one not in planned]
+    if moved or not plan.converted:
+        what = f"has attentions that the plan does not name ({some(moved)})" if moved else "has no converted attention"
+        raise CheckpointError(
+            f"{name} {what}, expected the parts of {plan.architecture}, from which this checkpoint was converted; load "
+            "it with the Auto class of that, or convert a checkpoint of this class"
+        )
+    return plan
 
 
 def change_class(model: PreTrainedModel, config: type[PreTrainedConfig], inner: bool = False) -> None:

@@ -48,8 +48,9 @@ def check_weights(
         **hub: those of `HUB_OPTIONS` that the caller gave to `from_pretrained`.
 
     Returns:
-        The names of the model's weights, empty if they are not in safetensors files with the usual names; and the
-        renamings that loading must apply again (checkpoints from before 2026-12 have some applied twice), or None.
+        The names of the saved weights in the model, empty if they are not in safetensors files with the usual names;
+        and the renamings that loading must apply again (checkpoints from before 2026-12 have some applied twice), or
+        None.
 
     Raises:
         CheckpointError: if a file is missing or truncated, or a tensor is missing, unexpected, or has the wrong size or
@@ -84,7 +85,9 @@ def check_weights(
     stored = {key: tensor for key, tensor in stored.items() if key not in absent}
     optional = _optional(empty, stored.keys(), named.keys(), renamed)
     _compare(stored, named, optional, str(getattr(config, "dtype", None)).removeprefix("torch."))
-    return set(state), again
+    # A class may leave out weights that it makes anew (sinusoids), which another class then misses.
+    anew = _ignored(empty, named.keys() - stored.keys())
+    return {key for key in state if renamed.get(key, key) not in anew}, again
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
@@ -113,12 +116,18 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
             kept = shared if problem == "missing_keys" else ()
             bad = [key for key in keys if ".linear_attention." in key or key.removeprefix(prefix) in kept]
         if bad:
-            raise CheckpointError(
-                f"weights that config.json asks for were not loaded ({problem}: {some(bad)}); the checkpoint is "
-                "incomplete, or the installed transformers reads their names differently: download it again or convert "
-                "the model again"
-            )
+            own, saved_as = (x.removeprefix("Linearized") for x in (type(model).__name__, _saved_as(model)))
+            why = "the checkpoint is incomplete, or the installed transformers reads their names differently: download "
+            why += "it again or convert the model again"
+            if saved and own != saved_as:
+                # The file was compared with the class that it was saved from, so it is complete.
+                why = f"{own} reads other names, so they would be random: load it as {saved_as}, as which it was saved"
+            raise CheckpointError(f"weights that config.json asks for were not loaded ({problem}: {some(bad)}); {why}")
     check_numbers(model)
+
+
+def _saved_as(model: PreTrainedModel) -> str:
+    return (model.config.architectures or [type(model).__name__])[0]
 
 
 def check_merged(model: torch.nn.Module) -> None:
@@ -183,10 +192,14 @@ def _optional(model: PreTrainedModel, stored: Set[str], expected: Set[str], rena
     for target, source in pairs.items():
         groups.setdefault(source, {source}).add(target)
     optional = {name for group in groups.values() if group & stored for name in group}
+    ignored = _ignored(model, stored | expected)
+    return optional | {name for name in ignored if not any(name in group for group in groups.values())}
+
+
+def _ignored(model: PreTrainedModel, names: Set[str]) -> set[str]:
     attributes = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save")
     patterns = [re.compile(pattern) for key in attributes for pattern in getattr(model, key, None) or ()]
-    ignored = {name for name in stored | expected if any(pattern.search(name) for pattern in patterns)}
-    return optional | {name for name in ignored if not any(name in group for group in groups.values())}
+    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
 
 
 def _compare(stored: Mapping[str, Stored], named: Mapping[str, Tensor], optional: set[str], dtype: str) -> None:

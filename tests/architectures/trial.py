@@ -15,15 +15,16 @@ from architectures.shrink import main_classes, tiny_config, tiny_model
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.conversion.attentions import trial_runs
-from linearize.conversion.check import record
+from linearize.conversion.attentions import LOCAL_KEPT, trial_runs
+from linearize.conversion.check import _difference, _outputs, check, record
 from linearize.conversion.inputs import candidates
 from linearize.conversion.layers import ConversionConfig
 from linearize.conversion.plan import convert_model
-from linearize.core.errors import LinearizeError, UnsupportedModelError
+from linearize.core.errors import CheckpointError, LinearizeError, UnsupportedModelError
 from linearize.modeling.plan import Plan
 
 WORKS, REFUSED, FAILED, UNTRIED = "works", "refused", "failed", "not tried"
@@ -125,7 +126,9 @@ def try_model(name: str, make: Callable[[], Any], inputs: dict[str, Tensor] | No
         trial.convert,
         trial.forward,
         trial.reload,
+        trial.auto_classes,
         trial.gradients,
+        trial.reference,
         trial.padding,
         trial.generation,
     ):
@@ -143,6 +146,27 @@ def try_model(name: str, make: Callable[[], Any], inputs: dict[str, Tensor] | No
             result.converted, result.kept = trial.counts
     result.status, result.step, result.message = WORKS, "", trial.note
     return result
+
+
+def _auto_classes(model: PreTrainedModel) -> list[Any]:
+    """List the Auto classes whose tables have a model's config."""
+    found = vars(modeling_auto).values()
+    autos = [one for one in found if isinstance(one, type) and getattr(one, "_model_mapping", None) is not None]
+    return [one for one in dict.fromkeys(autos) if type(model.config) in one._model_mapping]
+
+
+def _same_weight(name: str, other: str) -> bool:
+    """Tell whether two names are of one weight, in a model and in its body."""
+    return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")
+
+
+def _gap(old: Tensor, new: Tensor) -> float:
+    """Return the largest difference as a share of the largest; infinite if other numbers are finite."""
+    known = torch.isfinite(old)
+    if old.shape != new.shape or not torch.equal(known, torch.isfinite(new)):
+        return float("inf")
+    old, new = old[known].double(), new[known].double()
+    return float((old - new).abs().max() / old.abs().max().clamp_min(1e-6)) if old.numel() else 0.0
 
 
 def _called(model: PreTrainedModel, batch: dict[str, Any]) -> set[Any]:
@@ -243,25 +267,111 @@ class _Trial:
                 return False
         return True
 
+    def auto_classes(self) -> None:
+        """Load it with every Auto class that loads the original: with softmax in the kernels' place, it is that."""
+        kernels = {key: x for key, x in self.model.state_dict().items() if ".linear_attention." in f".{key}"}
+        with tempfile.TemporaryDirectory() as folder:
+            original = self.make()
+            try:
+                original.save_pretrained(f"{folder}/original")
+            except Exception:
+                return
+            linearize.save(self.model, f"{folder}/out")
+            for auto in _auto_classes(original):
+                try:
+                    before, told = auto.from_pretrained(f"{folder}/original", output_loading_info=True)
+                except Exception:
+                    continue
+                names = original.state_dict().keys()
+                lost = [key for key in told["missing_keys"] if any(_same_weight(key, name) for name in names)]
+                try:
+                    loaded, info = auto.from_pretrained(f"{folder}/out", output_loading_info=True)
+                except CheckpointError as error:
+                    told_so = "would be random" in str(error) or "the plan does not name" in str(error)
+                    # Of the original it makes noise: weights that are in the file.
+                    assert lost and told_so, f"{auto.__name__}: {_line(error)}"
+                    continue
+                assert isinstance(loaded, type(before)), f"{auto.__name__} gives a {type(loaded).__name__}"
+                own = linear_attentions(loaded)
+                assert own, f"{auto.__name__} gives a model without kernels"
+                missing = info["missing_keys"] ^ told["missing_keys"]
+                assert not missing, f"{auto.__name__}: other missing keys than the original's: {sorted(missing)[:3]}"
+                # What the file does not hold is drawn anew in both.
+                loaded.load_state_dict(before.state_dict(), strict=False)
+                for key, x in loaded.state_dict().items():
+                    if ".linear_attention." in f".{key}":
+                        saved = [y for name, y in kernels.items() if _same_weight(name, key)]
+                        assert any(torch.equal(x, y) for y in saved), f"{auto.__name__}: {key} is not what was saved"
+                try:
+                    expected = self.outputs(before.eval())
+                except Exception:
+                    # The batch is for a part of it, or its head takes more.
+                    continue
+                check(loaded, [(loaded, self.batch, expected)])
+
     def gradients(self) -> None:
-        """Send a gradient to every kernel."""
+        """Train it with default arguments: every kernel gets a gradient, and a cache of the host's own changes none."""
+        batch = {key: x for key, x in self.batch.items() if key != "use_cache"}
+        self.model.train()
+        try:
+            try:
+                original = self.make().train()
+                self.outputs(original.get_submodule(self._place()), batch, gradient=True)
+            except Exception:
+                # Training takes more than the trial makes up, such as several images for their statistics.
+                self.model.eval()
+                batch = self.batch
+            default = self._gradients(batch)
+            if "use_cache" in self.batch:
+                without = self._gradients(self.batch)
+                assert default.keys() == without.keys(), "a cache changes which weights have a gradient"
+                gap = max(_gap(without[key], default[key]) for key in default)
+                assert gap < 1e-4, f"a cache of the host's own changes gradients by {gap:.2g} of the largest"
+        finally:
+            self.model.eval()
+
+    def _place(self) -> str:
+        return next(name for name, one in self.model.named_modules() if one is self.module)
+
+    def _gradients(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Send a gradient to every kernel, and return all."""
         ran: set[Any] = set()
-        for layer in linear_attentions(self.model).values():
-            layer.register_forward_pre_hook(lambda layer, args: ran.add(layer))
+        layers = linear_attentions(self.model)
+        handles = [one.register_forward_pre_hook(lambda one, args: ran.add(one)) for one in layers.values()]
+        self.model.zero_grad()
         with torch.enable_grad():
             # By noise: the squares of what a normalisation gives have no gradient.
             draw = torch.Generator().manual_seed(0)
-            found = [x.float() for x in self.outputs(gradient=True) if x.requires_grad]
+            found = [x.float() for x in self.outputs(batch=batch, gradient=True) if x.requires_grad]
             loss = sum((x * torch.randn(x.shape, generator=draw)).nan_to_num(0, 0, 0).mean() for x in found)
             assert torch.is_tensor(loss) and loss.requires_grad, "outputs have no gradient"
             loss.backward()
-        layers = linear_attentions(self.model)
+        for handle in handles:
+            handle.remove()
         for name, layer in layers.items():
             grads = [x.grad for x in layer.parameters()]
             if layer not in ran:
                 continue
             assert all(x is not None and bool(torch.isfinite(x).all()) for x in grads), f"{name} has no gradient"
         assert any(float(x.grad.abs().max()) > 0 for one in ran for x in one.parameters()), "all are zero"
+        return {name: x.grad.clone() for name, x in self.model.named_parameters() if x.grad is not None}
+
+    def reference(self) -> None:
+        """Convert all that can be, windows too, to a window of softmax wider than the input: that is the original."""
+        original = self.make()
+        local = any(LOCAL_KEPT in layer.reason for layer in self.planned.layers)
+        options: dict[str, Any] = {"local_as_full": True} if local or "as-full" in self.note else {}
+        place = self._place()
+        expected = _outputs(original.get_submodule(place), self.batch)
+        try:
+            linearize.convert(original, "none", window=4096, example_inputs=self.inputs, **options)
+        except UnsupportedModelError:
+            # Closed: what was not advised may be refused.
+            assert local and "as-full" not in self.note
+            return
+        for old, new in zip(expected, _outputs(original.get_submodule(place), self.batch), strict=True):
+            gap = _difference(old, new, [x for key, x in self.batch.items() if key.endswith("attention_mask")])
+            assert gap < 1e-4, f"with {options} and a window of softmax, outputs differ by {gap:.2g} of the largest"
 
     def padding(self) -> None:
         """Leave padding out, and get the same at real tokens."""
