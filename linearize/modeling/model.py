@@ -303,7 +303,7 @@ def _name_parts(model: PreTrainedModel) -> None:
         change_class(root, type(model.config), inner=True)
     for part in model.modules():
         if part is not model and isinstance(part, LinearizedModel) and part.whole is None:
-            part.__class__ = _inner_class(type(part))
+            part.__class__ = _inner_class(type(part))  # type: ignore[assignment]
 
 
 def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:

@@ -85,9 +85,9 @@ def check_weights(
     stored = {key: tensor for key, tensor in stored.items() if key not in absent}
     optional = _optional(empty, stored.keys(), named.keys(), renamed)
     _compare(stored, named, optional, str(getattr(config, "dtype", None)).removeprefix("torch."))
-    # A class may leave out weights that it makes anew (sinusoids), which another class then misses.
-    anew = _ignored(empty, named.keys() - stored.keys())
-    return {key for key in state if renamed.get(key, key) not in anew}, again
+    # A class may not save weights that it computes (sinusoids); another class then misses them.
+    unsaved = _ignored(empty, named.keys() - stored.keys())
+    return {key for key in state if renamed.get(key, key) not in unsaved}, again
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
@@ -121,7 +121,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
             why += "it again or convert the model again"
             if saved and own != saved_as:
                 # The file was compared with the class that it was saved from, so it is complete.
-                why = f"{own} reads other names, so they would be random: load it as {saved_as}, as which it was saved"
+                why = f"{own} reads other names, so they would be random: load it as {saved_as}, which was saved"
             raise CheckpointError(f"weights that config.json asks for were not loaded ({problem}: {some(bad)}); {why}")
     check_numbers(model)
 

@@ -10,9 +10,10 @@ import transformers
 from architectures.shrink import tiny_config, tiny_model
 from architectures.sweep import apart, modeling_files, try_one
 from architectures.table import RESULTS, ROOT, by_name, page
-from architectures.trial import build
+from architectures.trial import build, try_model
 
 import linearize
+from linearize.core.errors import CheckpointError
 
 FOUND = json.loads(RESULTS.read_text(encoding="utf-8"))
 PARTS = 24
@@ -110,6 +111,31 @@ def test_a_host_with_a_generation_of_its_own():
 
 def test_the_sweep_tries_a_model():
     assert apart(lambda: try_one("bert.modeling_bert"), "bert", 60)["status"] == "works"
+
+
+WHOLE = ("mistral", "axk1", "deepseek_vl_hybrid", "clip", "whisper", "gemma4_unified", "instructblip", "shieldgemma2")
+"""Those with a window, a body that an Auto class builds, towers of other files, and classes that lack a part."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 2)) for i, x in enumerate(WHOLE)])
+def test_training_a_window_of_softmax_and_every_auto_class(name):
+    result = try_one(f"{name}.modeling_{name}")
+    assert result.status == "works", f"{result.step}: {result.message}"
+
+
+def test_weights_that_a_class_computes_are_not_missed_by_another():
+    config = tiny_config(transformers.MarianConfig)
+    result = try_model("marian", lambda: tiny_model(transformers.MarianMTModel, config))
+    assert result.status == "works", f"{result.step}: {result.message}"
+
+
+def test_a_class_without_the_converted_attentions_says_so(tmp_path):
+    linearize.save(linearize.convert(build("shieldgemma2.modeling_shieldgemma2")), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="attentions that the plan does not name"):
+        transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    linearize.save(linearize.convert(build("bart.modeling_bart")), tmp_path / "bart")
+    with pytest.raises(CheckpointError, match="BartForCausalLM reads other names, so they would be random"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bart")
 
 
 @pytest.mark.slow
