@@ -26,6 +26,7 @@ from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, measure, summed
 from linearize.training.alignment.pair import make_teacher
+from linearize.training.precision import HALF
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import autocast
 from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, frozen
@@ -48,7 +49,6 @@ def is_kernel(name: str) -> bool:
     return ".linear_attention." in f".{name}"
 
 
-FULL = (torch.float32, torch.float64)
 SCALES = tuple(2.0**power for power in (16, 12, 8, 4, 0))
 LOSS = "loss"
 """The name of the loss among a step's terms."""
@@ -83,7 +83,7 @@ class AlignTrainer(Trainer):
         self.scales = SCALES if in_fp16 else SCALES[-1:]
         # Weights in half precision would lose small updates, so updates are added up in fp32 copies.
         self.masters = {
-            name: p if p.dtype in FULL else nn.Parameter(p.detach().float()) for name, p in self.parameters.items()
+            name: nn.Parameter(p.detach().float()) if p.dtype in HALF else p for name, p in self.parameters.items()
         }
         kernels = [p for name, p in self.masters.items() if is_kernel(name)]
         rest = [p for name, p in self.masters.items() if not is_kernel(name)]

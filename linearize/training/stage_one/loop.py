@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -116,13 +117,17 @@ def distill(
 
 def make_accelerator(model: PreTrainedModel) -> Accelerator:
     """Make an Accelerate object for a model's device."""
+    device = next(model.parameters()).device.type
+    # Accelerate has one state per process, with the device and the precision of its first object. A later model may be
+    # on another device, and a tuning before it may have run in half precision.
+    if AcceleratorState._shared_state:
+        state, precision = AcceleratorState(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        moved = not several() and state.device.type != device
+        if moved or (state.mixed_precision in ("bf16", "fp16") and state.mixed_precision != precision):
+            AcceleratorState._reset_state(reset_partial_state=not several())
     # For several processes, accelerate's own configuration assigns the devices.
     if several():
         return Accelerator()
-    device = next(model.parameters()).device.type
-    # Accelerate has one state per process, with the device of its first object. A later model may be on another one.
-    if AcceleratorState._shared_state and AcceleratorState().device.type != device:
-        AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=device == "cpu" and not AcceleratorState._shared_state)
 
 

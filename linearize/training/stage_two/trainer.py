@@ -7,6 +7,7 @@ checkpointing).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import tempfile
 import time
@@ -25,6 +26,7 @@ from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.weights import check_merged
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.alignment.pair import check_teacher
+from linearize.training.precision import HALF, in_fp32, passes_of
 from linearize.training.stage_one.processes import under_fsdp
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.intervals import Measured, measured
@@ -87,28 +89,36 @@ def finetune(
     check_options(config, adapter_of)
     check_trainable(model, data, config)
     data = hold_out(data, config.selection_rows, seed=config.seed)
-    if teacher is not None:
-        check_teacher(model, teacher)
-        teacher = freeze(teacher, model)
-    started = describe(model, data, config, teacher)
-    last = resumed_from(Path(folder), started) if resume else None
-    # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
-    set_seed(config.seed)
-    set_trained(model, config)
-    trainer = Tuner(model, data, config, folder, teacher=teacher, on_log=on_log)
-    trackers = callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard")
-    for tracker in trackers:
-        trainer.add_callback(tracker)
-    _train(trainer, last, started, on_step)
-    kept = _kept(trainer)
-    # What is measured now are the kept weights, not those of the last step: trackers have their point already, and
-    # TensorBoard takes an earlier step for a restart.
-    for tracker in trackers:
-        trainer.remove_callback(tracker)
-    trainer.state.epoch *= kept["best_step"] / max(1, kept["steps"])
-    trainer.state.global_step = kept["best_step"]
-    found = measured(data, *trainer.measure())
-    adapter = end_training(model, config, adapter_of)
+    with unchanged(model, teacher):
+        if teacher is not None:
+            check_teacher(model, teacher)
+            teacher = freeze(teacher, model)
+        started = describe(model, data, config, teacher)
+        last = resumed_from(Path(folder), started) if resume else None
+        # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
+        set_seed(config.seed)
+        passes = passes_of(model) if config.precision == "no" else config.precision
+        half = any(parameter.dtype in HALF for parameter in model.parameters())
+        set_trained(model, config)
+        with in_fp32(model, whole=passes == "no"):
+            options = dataclasses.replace(config, precision=passes)
+            trainer = Tuner(model, data, options, folder, teacher=teacher, on_log=on_log)
+            trackers = callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard")
+            for tracker in trackers:
+                trainer.add_callback(tracker)
+            _train(trainer, last, started, on_step)
+        kept = _kept(trainer)
+        # What is measured now are the kept weights, not those of the last step: trackers have their point already, and
+        # TensorBoard takes an earlier step for a restart.
+        for tracker in trackers:
+            trainer.remove_callback(tracker)
+        trainer.state.epoch *= kept["best_step"] / max(1, kept["steps"])
+        trainer.state.global_step = kept["best_step"]
+        adapter = end_training(model, config, adapter_of)
+        if half:
+            # Measured as it is saved and used: rounded, and without autocast.
+            end_autocast(model)
+        found = measured(data, *trainer.measure())
     return TuneResult(**vars(found), **kept, adapter=adapter, seconds=time.perf_counter() - start)
 
 
@@ -200,7 +210,7 @@ def measure_with_interval(
         on_batch: called after every batch with the number of batches so far and in total.
     """
     config = TuneConfig(batch_size=batch_size, eval_batch_size=batch_size)
-    with tempfile.TemporaryDirectory() as folder:
+    with unchanged(model), tempfile.TemporaryDirectory() as folder:
         tuner = Tuner(data.type.wrap(model), data, config, folder)
         tuner.add_callback(Batches(on_batch))
         return measured(data, *tuner.measure())
@@ -251,6 +261,28 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
 
 
 @contextlib.contextmanager
+def unchanged(*models: nn.Module | None) -> Iterator[None]:
+    """Undo at the end what transformers' trainer changes in models: `use_cache` of the config, and `forward`."""
+    before = [(model, dict(vars(model.config))) for model in models if hasattr(model, "config")]
+    try:
+        yield
+    finally:
+        for model, values in before:
+            vars(model.config).clear()
+            vars(model.config).update(values)
+            end_autocast(model)
+
+
+def end_autocast(model: nn.Module) -> None:
+    """Remove the autocast that accelerate leaves around a model's `forward`."""
+    original = vars(model).pop("_original_forward", None)
+    if original is not None:
+        model.forward = original
+        if getattr(original, "__func__", None) is type(model).forward:
+            del model.forward
+
+
+@contextlib.contextmanager
 def checkpointing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
     """Temporarily recompute each layer's activations for its gradients (Chen et al. 2016), if wanted."""
     if not wanted:
@@ -297,6 +329,10 @@ def set_trained(model: PreTrainedModel, config: TuneConfig) -> None:
     """Set what is trained: low-rank updates with kernels and head, or everything; never frozen kernels."""
     if config.lora is not None:
         add_lora(model, config.lora)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                # In fp32 until they are merged, as in peft, so that they are rounded only once.
+                parameter.data = parameter.data.float()
     if config.freeze_kernels:
         for layer in linear_attentions(model).values():
             layer.requires_grad_(False)

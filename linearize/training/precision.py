@@ -1,0 +1,49 @@
+"""Train weights that a checkpoint stores in half precision, in fp32: half precision loses small updates.
+
+Passes run under autocast in the checkpoint's dtype, so they need the time and the activations of that dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The dtypes that lose small updates, and their names as precisions."""
+
+
+def passes_of(model: nn.Module) -> str:
+    """Return the precision of a model's passes while it is trained: "bf16" or "fp16" if it is stored so, else "no".
+
+    "no" also stands for half precision that the device does not train in: fp16 needs a scaled loss, which only CUDA
+    has.
+    """
+    stored = next((parameter for parameter in model.parameters() if parameter.dtype in HALF), None)
+    if stored is None:
+        return "no"
+    cuda, bf16 = stored.device.type == "cuda", stored.dtype == torch.bfloat16
+    trains = stored.device.type == "cpu" if bf16 and not cuda else cuda and (not bf16 or torch.cuda.is_bf16_supported())
+    return HALF[stored.dtype] if trains else "no"
+
+
+@contextlib.contextmanager
+def in_fp32(model: nn.Module, *, whole: bool) -> Iterator[None]:
+    """Temporarily hold a model's tensors in half precision in fp32; at the end they are rounded to their dtype.
+
+    Args:
+        model: the model; parameters keep their identity.
+        whole: whether weights that are not trained are held in fp32 too; passes without autocast need that.
+    """
+    weights = [parameter for parameter in model.parameters() if whole or parameter.requires_grad]
+    held: list[tuple[Tensor, torch.dtype]] = [(x, x.dtype) for x in (*weights, *model.buffers()) if x.dtype in HALF]
+    for tensor, _ in held:
+        tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, dtype in held:
+            tensor.grad = None
+            tensor.data = tensor.data.to(dtype)
