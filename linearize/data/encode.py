@@ -96,6 +96,15 @@ def coded(
             yield begin + owner, {name: fields[name][place] for name in names}
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer adds before and after a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    for place in range(len(whole) - len(bare) + 1):
+        if whole[place : place + len(bare)] == bare:
+            return list(whole[:place]), list(whole[place + len(bare) :])
+    return [], []
+
+
 class TextEncoder:
     """Tokenises texts or pairs of texts, or pads rows that are already packed.
 

@@ -35,8 +35,9 @@ def loud_bert(tmp_path_factory, tokenizer) -> str:
 
 
 @pytest.fixture(scope="session")
-def gpt2(tmp_path_factory, tokenizer) -> str:
+def gpt2(tmp_path_factory) -> str:
     """Folder of a tiny untrained GPT-2."""
+    tokenizer = word_tokenizer(ends=False)
     folder = tmp_path_factory.mktemp("gpt2")
     sizes = {"vocab_size": len(tokenizer), "n_embd": 16, "n_head": 2, "n_positions": 32}
     original("gpt2", "AutoModelForCausalLM", **sizes).save_pretrained(folder)

@@ -51,6 +51,7 @@ def test_a_model_that_copies_is_right():
     from linearize.training.stage_two.task_types.language import Copies
 
     copying = no_rows("copying").type
+    copying.front = []
     rows = Copies(np.random.default_rng(0).integers(0, 9, 40).astype(np.int32), 8)
     batch = copying.collate([rows[0], rows[3]])
     # What stands 7 places before is what comes next, in the second reading.

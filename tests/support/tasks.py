@@ -9,16 +9,18 @@ WORDS = ["good", "bad", "film", "play", "song", "the", "a", "was", "is", "very",
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def word_tokenizer():
+def word_tokenizer(*, ends: bool = True):
+    """A tokenizer of `WORDS`; with `ends` it adds special tokens around a text, as BERT's does and GPT's does not."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    if ends:
+        made.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="[PAD]",
@@ -35,7 +37,7 @@ def causal_folder(folder: Path, positions: int) -> Path:
 
     sizes = {"vocab_size": 17, "max_position_embeddings": positions, "bos_token_id": 2, "eos_token_id": 3}
     original("llama", "AutoModelForCausalLM", **sizes).save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
+    word_tokenizer(ends=False).save_pretrained(folder)
     return folder
 
 

@@ -1,11 +1,17 @@
 """Language models: next token with windows and a stated stride, masked tokens, and probes of what a model can look up.
 
-All texts of a split are joined unchanged, with a line break after each. A causal model's windows overlap by at least
-one token, so that every token but the very first is predicted once.
+All texts of a split to measure on are joined unchanged, with a line break after each. A causal model's windows overlap
+by at least one token, so that every token but the very first is predicted once. To train a causal model, texts are
+joined as in stage one's packing: each with its special tokens and an end token.
+
+Every row of a causal model begins with the start tokens that its tokenizer adds to a text, if it adds any. They are
+part of the row's length, and nobody predicts them. Models whose rows always began with one are far worse without it.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -17,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.columns import column_kinds, find_column
+from linearize.data.encode import special_tokens
 from linearize.training.stage_two.metrics import PositionLoss, losses_by_position, perplexity, range_sums
 from linearize.training.stage_two.rows import IGNORED, Logits, Predictions, Row, pad_with_labels, row_facts, stable_seed
 from linearize.training.stage_two.splits import Given, need_columns, open_splits
@@ -42,12 +49,19 @@ class Windows:
         cuts: the first token of each window, and the first that it predicts, as places in the whole row [W] each
             (`strided`); None for windows that do not overlap and predict all their tokens.
         fixed: whether masks are the same each time.
+        front: start tokens, put before each window that does not begin with them.
     """
 
     def __init__(
-        self, tokens: np.ndarray, length: int, cuts: tuple[np.ndarray, np.ndarray] | None = None, fixed: bool = False
+        self,
+        tokens: np.ndarray,
+        length: int,
+        cuts: tuple[np.ndarray, np.ndarray] | None = None,
+        *,
+        fixed: bool = False,
+        front: Sequence[int] = (),
     ) -> None:
-        self.tokens, self.length, self.fixed = tokens, length, fixed
+        self.tokens, self.length, self.fixed, self.front = tokens, length, fixed, list(front)
         # Without cuts: full windows, or a single short window if the row is too short.
         begins: np.ndarray = np.arange(0, max(1, len(tokens) - length + 1), length)
         self.starts, self.fresh = (begins, begins) if cuts is None else cuts
@@ -60,7 +74,15 @@ class Windows:
         ids = self.tokens[start : start + self.length].astype(np.int64)
         labels = ids.copy()
         labels[: int(self.fresh[place]) - start] = IGNORED
+        if ids[: len(self.front)].tolist() != self.front:
+            # The window's first token is in the middle of a text: the start tokens alone say nothing about it.
+            labels[0] = IGNORED
+            ids, labels = _after(self.front, ids), _after([IGNORED] * len(self.front), labels)
         return {"input_ids": ids, "labels": labels, "fixed": self.fixed}
+
+
+def _after(front: list[int], ids: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.array(front, dtype=np.int64), ids])
 
 
 class LanguageType(TaskType):
@@ -71,7 +93,12 @@ class LanguageType(TaskType):
     train_tokens: ClassVar[int] = 1_024
     most_tokens: ClassVar[int | None] = WINDOW
 
-    def read_tokens(self, given: Given, readings: int = 1) -> tuple[np.ndarray, np.ndarray, str]:
+    @functools.cached_property
+    def front(self) -> list[int]:
+        """The start tokens that the tokenizer adds to a text."""
+        return special_tokens(self.tokenizer)[0]
+
+    def read_tokens(self, given: Given, readings: int = 1, *, ends: bool = False) -> tuple[np.ndarray, np.ndarray, str]:
         """Return training and validation texts, each as one row of tokens [N], and a description.
 
         Without a length from the user (`auto_length`), rows are no longer than the tokens to measure on fill.
@@ -79,6 +106,7 @@ class LanguageType(TaskType):
         Args:
             given: the data set.
             readings: how often every token stands in its row.
+            ends: whether training texts are joined with their special tokens and an end token.
 
         Raises:
             DataError: if there is no text column.
@@ -88,9 +116,20 @@ class LanguageType(TaskType):
         column = find_column(column_kinds(splits.train), named, "text", "text")
         need_columns(splits, [column], "text", kind="text")
         valid, self.words = tokens_of(splits.validation, column, self.tokenizer)
-        train = tokens_of(splits.train, column, self.tokenizer)[0] if self.options.trains else valid
-        self.fit_length(readings * max(2, len(valid)))
+        train = tokens_of(splits.train, column, self.tokenizer, ends)[0] if self.options.trains else valid
+        self.fit_length(readings * max(2, len(valid)) + (len(self.front) if self.next_token else 0))
         return train, valid, splits.description
+
+    def without_front(self, least: int, reason: str) -> int:
+        """Return the tokens of a row that are left for its text, after the start tokens.
+
+        Raises:
+            ConfigError: if they are fewer than `least`, with the reason.
+        """
+        got, start = self.options.max_length, len(self.front)
+        if got < start + least:
+            raise ConfigError(f"data, max_length: got {got}, expected at least {start + least}: {reason}")
+        return got - start
 
     def sizes(self, train: np.ndarray, valid: np.ndarray) -> str:
         """Return the numbers of tokens to train on, if they were read, and to measure on."""
@@ -129,16 +168,20 @@ class CausalLanguage(CausalType):
             DataError: if there is no text column or too little text for one window.
             ConfigError: if the stride does not fit.
         """
-        train, valid, description = self.read_tokens(given)
-        length = self.options.max_length
-        _need_tokens(description, f"a window of {length}", min(length, 2), train, valid)
+        train, valid, description = self.read_tokens(given, ends=True)
+        context, front = self.options.max_length, self.front
+        length = self.without_front(2, "tokens are predicted from others")
+        _need_tokens(description, f"a window of {context}", min(length, 2), train, valid)
         stride = self.options.stride or length - 1
         if stride >= length:
-            raise ConfigError(f"data, stride: got {stride}, expected less than max_length ({length}), to overlap")
-        validation = Windows(valid, length, strided(len(valid), length, stride))
-        description += f"; {self.sizes(train, valid)} tokens, windows of {length}, stride {stride}"
-        facts = {"context": length, "stride": stride, "words": self.words}
-        return TaskData(self, Windows(train, length), validation, description, facts=facts)
+            less = f" without {len(front)} start tokens" if front else ""
+            raise ConfigError(
+                f"data, stride: got {stride}, expected less than max_length ({context}){less}, to overlap"
+            )
+        validation = Windows(valid, length, strided(len(valid), length, stride), front=front)
+        description += f"; {self.sizes(train, valid)} tokens, windows of {context}, stride {stride}"
+        facts = {"context": context, "stride": stride, "words": self.words}
+        return TaskData(self, Windows(train, length, front=front), validation, description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return windows [B, T]; a shorter last window is padded with labels that do not count."""
@@ -215,16 +258,36 @@ def _need_tokens(description: str, what: str, least: int, train: np.ndarray, val
             raise DataError(f"{description}: got {len(row)} {name} tokens, expected {what}")
 
 
-def tokens_of(table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
-    """Tokenise a column; return its tokens [N] and its number of words, counted as in WikiText (line ends count)."""
-    parts, words = [], 0
+def tokens_of(
+    table: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, ends: bool = False
+) -> tuple[np.ndarray, int]:
+    """Tokenise a column; return its tokens [N] and its number of words, counted as in WikiText (line ends count).
+
+    Args:
+        table: one text per row.
+        column: the column of texts.
+        tokenizer: the tokenizer.
+        ends: whether every text gets its special tokens and an end token; else texts are joined, with line breaks.
+            Rows that are lines of a longer text are joined: those of a .txt file, and those that each end with their
+            only line break, as in WikiText. So are all texts if the tokenizer has no end token.
+    """
+    parts, words = [np.zeros(0, dtype=np.int32)], 0
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    apart = ends and end is not None and table.builder_name != "text" and not all(map(_is_line, table[column]))
     for begin in range(0, len(table), TEXTS):
         texts = [text or "" for text in table[begin : begin + TEXTS][column]]
         lines = [text if text.endswith("\n") else text + "\n" for text in texts]
         words += sum(len(text.split()) + text.count("\n") for text in lines)
-        coded = tokenizer("".join(lines), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        parts.append(np.asarray(coded["input_ids"], dtype=np.int32))
+        read = [text for text in texts if text.strip()] if apart else ["".join(lines)]
+        if not read:
+            continue
+        coded = tokenizer(read, add_special_tokens=apart, return_attention_mask=False, verbose=False)["input_ids"]
+        parts += [np.asarray([*ids, end] if apart and ids[-1:] != [end] else ids, dtype=np.int32) for ids in coded]
     return np.concatenate(parts), words
+
+
+def _is_line(text: str | None) -> bool:
+    return not (text or "").strip() or str(text).find("\n") == len(str(text)) - 1
 
 
 def strided(count: int, length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,14 +312,15 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Copies(Windows):
-    """Passages of one long row of tokens, each repeated once."""
+    """Passages of one long row of tokens, each repeated once, after the start tokens."""
 
     def __getitem__(self, place: int) -> Row:
-        passage = super().__getitem__(place)["input_ids"]
-        labels = np.concatenate([np.full(len(passage), IGNORED), passage])
+        start = int(self.starts[place])
+        passage = self.tokens[start : start + self.length].astype(np.int64)
+        labels = np.concatenate([np.full(len(self.front) + len(passage), IGNORED), passage])
         # The first token of the second reading cannot be predicted.
-        labels[len(passage)] = IGNORED
-        return {"input_ids": np.concatenate([passage, passage]), "labels": labels}
+        labels[len(self.front) + len(passage)] = IGNORED
+        return {"input_ids": _after(self.front, np.concatenate([passage, passage])), "labels": labels}
 
 
 class Copying(LanguageType):
@@ -272,18 +336,15 @@ class Copying(LanguageType):
 
         Raises:
             DataError: if there is no text column, or too little text for one passage.
-            ConfigError: if `max_length` is below 4.
+            ConfigError: if `max_length` is below 4 tokens and the start tokens.
         """
         train, valid, description = self.read_tokens(given, readings=2)
-        length = self.options.max_length // 2
-        if length < 2:
-            raise ConfigError(
-                f"data, max_length: got {self.options.max_length}, expected at least 4: each passage appears twice"
-            )
+        length = self.without_front(4, "each passage appears twice") // 2
         _need_tokens(description, f"a passage of {length}", length, train, valid)
         description += f"; passages of {length:,} tokens, each twice"
-        facts = {"context": 2 * length}
-        return TaskData(self, Copies(train, length), Copies(valid, length), description, facts=facts)
+        facts = {"context": len(self.front) + 2 * length}
+        rows, held = (Copies(tokens, length, front=self.front) for tokens in (train, valid))
+        return TaskData(self, rows, held, description, facts=facts)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return rows of both readings [B, T]."""
@@ -292,7 +353,8 @@ class Copying(LanguageType):
 
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return the sums that the metric `copying` reads, [B, 5], from logits [B, T, V]."""
-        scores: Tensor = first_output(logits)
+        scores: Tensor = first_output(logits)[:, len(self.front) :]
+        labels = labels[:, len(self.front) :]
         half = labels.shape[1] // 2
         passage = labels[:, half + 1 :]
         again, counted = token_losses(scores[:, half:-1], passage)
