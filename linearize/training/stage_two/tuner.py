@@ -34,7 +34,7 @@ from linearize.training.stage_one.processes import Interrupts
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.progress import LossMeter, TuneStep, meter_of
-from linearize.training.stage_two.rows import Chosen, Predictions, by_length
+from linearize.training.stage_two.rows import IGNORED, Chosen, Predictions, by_length
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 
 WEIGHTS = "model.safetensors"
@@ -88,12 +88,10 @@ class Tuner(Trainer):
             callbacks=[LossMeter(), *stopping],
         )
         self.remove_callback(PrinterCallback)
-        if not data.type.next_token:
-            # The loss of a pass is a mean over its batch, which accumulation has to divide. The trainer assumes that a
-            # model with extra keywords divides by the labels of all passes; classifiers accept and ignore them.
-            self.model_accepts_loss_kwargs = False
-        if teacher is not None:
-            self.loss_is_scaled_for_ga = False
+        # The trainer divides the loss of a pass, a mean over its batch, by the passes of a step. It does not where it
+        # takes the loss for a sum over the labels of all passes (`num_items_in_batch`), as `compute_loss` returns it
+        # here. By itself it assumes that of every model with extra keywords, but many accept and ignore them.
+        self.model_accepts_loss_kwargs = data.type.next_token and teacher is None
 
     def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the task's metrics and its score, and keep the metrics with the predictions and the labels."""
@@ -151,6 +149,14 @@ class Tuner(Trainer):
         share = 0.0 if late < 0 else 1.0 if late >= ramp else late / ramp
         return self.tune.labels_weight * share
 
+    def get_batch_samples(self, *given: Any, **named: Any) -> tuple[list[Any], Tensor | int | None]:
+        """Return the batches of a step, and how many tokens they predict; the first of a row is never predicted."""
+        batches, count = super().get_batch_samples(*given, **named)
+        if self.model_accepts_loss_kwargs and batches:
+            count = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches).to(self.args.device)
+            count = count if self.args.world_size == 1 else self.accelerator.gather(count).sum()
+        return batches, count
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -160,6 +166,14 @@ class Tuner(Trainer):
     ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Return the loss of a batch: the distance from the teacher while training with one, else the model's own."""
         if self.teacher is None or not (model.training or self.selecting):
+            if self.data.type.next_token:
+                outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+                loss = self.data.type.label_loss(outputs, inputs)
+                if num_items_in_batch is not None:
+                    # A share of the step's mean; the gradient is a mean over the processes.
+                    share = (inputs["labels"][:, 1:] != IGNORED).sum() / num_items_in_batch
+                    loss = loss * share * self.accelerator.num_processes
+                return (loss, outputs) if return_outputs else loss
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         tune, label_weight = self.tune, self.label_weight()
         if self.selecting:
@@ -304,12 +318,12 @@ class Tuner(Trainer):
     ) -> tuple[Any, Any]:
         """Return the outputs of the model and of its teacher on a batch, in the same precision.
 
-        The model gets the labels only if its own loss on them is needed (`labelled`): rows with one label each have
-        another loss (`TaskType.label_loss`).
+        The model gets the labels only if its own loss on them is needed (`labelled`): rows with one label each, and
+        next tokens, have another loss (`TaskType.label_loss`).
         """
         assert self.teacher is not None
         fields = {name: value for name, value in inputs.items() if name not in self.data.type.label_fields}
-        given = inputs if labelled and not self.data.type.row_labels else fields
+        given = inputs if labelled and not (self.data.type.row_labels or self.data.type.next_token) else fields
         outputs = model(**given, output_hidden_states=hidden)
         with torch.no_grad(), self.accelerator.autocast():
             return outputs, self.teacher(**fields, output_hidden_states=hidden)

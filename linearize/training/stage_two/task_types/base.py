@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
@@ -115,9 +116,15 @@ class TaskType(Kind):
 
     @classmethod
     def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the loss on a batch's labels: the model's own."""
-        loss: Tensor = outputs.loss
-        return loss
+        """Return the loss on a batch's labels: the model's own; for next tokens, their mean cross-entropy."""
+        if not cls.next_token:
+            loss: Tensor = outputs.loss
+            return loss
+        # Not every model shifts the labels (BART's decoder does not).
+        labels = inputs["labels"][:, 1:].flatten()
+        logits = outputs.logits[:, :-1].flatten(0, 1).float()
+        total = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return total / (labels != IGNORED).sum().clamp(min=1)
 
     @classmethod
     def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
