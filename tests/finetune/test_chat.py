@@ -56,7 +56,7 @@ def conversations(count):
 
 def test_the_assistants_tokens_are_those_behind_its_prompt():
     words = chatty()
-    ids, spoken = encode(words, turns("the cat", "sat on", "a", "mat"))
+    [(ids, spoken)] = encode(words, turns("the cat", "sat on", "a", "mat"))
     unknown, begin, end = words.unk_token_id, words.bos_token_id, words.eos_token_id
     the, cat, sat, on, a, mat = words.convert_tokens_to_ids(["the", "cat", "sat", "on", "a", "mat"])
     assert ids == [
@@ -68,7 +68,7 @@ def test_the_assistants_tokens_are_those_behind_its_prompt():
 def test_a_first_turn_of_the_assistant_begins_behind_its_prompt_too():
     """What the template writes before it, such as a system prompt of its own, was learned as the assistant's."""
     words = chatty("{{ 'the mat ' }}" + TEMPLATE)
-    ids, spoken = encode(words, [*turns("cat", "sat")[1:], *turns("a", "mat")])
+    [(ids, spoken)] = encode(words, [*turns("cat", "sat")[1:], *turns("a", "mat")])
     the, mat, sat = words.convert_tokens_to_ids(["the", "mat", "sat"])
     unknown, begin, end = words.unk_token_id, words.bos_token_id, words.eos_token_id
     assert ids[:7] == [the, mat, begin, unknown, sat, end, begin]
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     good = write(tmp_path / "good.jsonl", conversations(12))
     with pytest.raises(ConfigError, match="without a chat template"):
         prepare(task("chat"), tokenizer(), DataOptions(max_length=16), data=good)
-    with pytest.raises(ConfigError, match="writes a turn differently once others follow it"):
+    with pytest.raises(ConfigError, match="writes what precedes an answer differently once the answer follows"):
         prepare(task("chat"), chatty(FORGETFUL), DataOptions(max_length=16), data=good)
     with pytest.raises(DataError, match="no column 'messages'"):
         other = write(tmp_path / "other.jsonl", conversations(12), "dialogue")
@@ -154,7 +154,101 @@ def test_conversations_to_train_on_are_not_encoded_to_measure(tmp_path, monkeypa
     for split, count in (("train", 30), ("validation", 5)):
         write(tmp_path / "chats" / f"{split}.jsonl", conversations(count))
     coded, own = [], chat.encode
-    monkeypatch.setattr(chat, "encode", lambda tokenizer, messages: coded.append(1) or own(tokenizer, messages))
+    monkeypatch.setattr(chat, "encode", lambda *given: coded.append(1) or own(*given))
     options = DataOptions(max_length=32, trains=False)
     data = prepare(task("chat"), chatty(), options, data=str(tmp_path / "chats"))
     assert len(coded) == len(data.validation) == 5
+
+
+THINKING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<s> ' + m['role'] + ' ' }}"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.last and loop.last %}{{ 'and and ' }}{% endif %}"
+    "{{ m['content'] + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s> assistant ' }}{% endif %}"
+)
+"""As Qwen 3's: thoughts stand before the last answer alone."""
+
+
+def spoken_texts(words, rows):
+    """What the assistant says in each row, and the whole rows."""
+    said = [words.decode([token for token, own in zip(*row, strict=True) if own]) for row in rows]
+    return said, [words.decode(ids) for ids, _ in rows]
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_answer_is_learned_once_as_the_template_wants_it_written(count, last):
+    """A template that writes the last answer differently was refused from the second answer on."""
+    words = chatty(THINKING)
+    given = turns(*[f"the {word}" if place % 2 else "cat" for place, word in enumerate((WORDS * 2)[: 2 * count])])
+    given = given if last else [*given, {"role": "user", "content": "mat"}]
+    said, whole = spoken_texts(words, encode(words, given))
+    answers = [message["content"] for message in given if message["role"] == "assistant"]
+    assert sorted(said) == sorted(f"and and {answer} </s>" for answer in answers)
+    for answer, text in zip(said, whole, strict=True):
+        assert text.endswith(answer) and text.count("and and") == 1
+    # What an answer is learned from is what the model reads when it has to write it.
+    places = [place for place, message in enumerate(given) if message["role"] == "assistant"]
+    prompts = [words.apply_chat_template(given[:place], tokenize=False, add_generation_prompt=True) for place in places]
+    begun = [text.removesuffix(answer).strip() for text, answer in zip(whole, said, strict=True)]
+    assert sorted(begun) == sorted(
+        words.decode(words(prompt, add_special_tokens=False)["input_ids"]) for prompt in prompts
+    )
+
+
+def test_answers_of_one_conversation_are_held_out_together(tmp_path):
+    from linearize.training.stage_two.prepare import hold_out
+
+    path = write(tmp_path / "chats.jsonl", [turns("the", "cat", "a", "mat") for _ in range(20)])
+    data = hold_out(prepare(task("chat"), chatty(THINKING), DataOptions(max_length=32), data=path), 4)
+    owners = [{part[place]["owner"] for place in range(len(part))} for part in (data.train, data.selection)]
+    assert len(data.selection) == 4 and not owners[0] & owners[1]
+
+
+CALLING = (
+    "{% for tool in tools or [] %}{{ tool.function.name + ' ' }}{% endfor %}"
+    "{% for m in messages %}{{ '<s> ' + m['role'] + ' ' }}"
+    "{% if m.content is string %}{{ m.content + ' ' }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{% set f = call.function %}"
+    "{{ f.name + ' ' + f.arguments.keys()|join(' ') + ' ' }}{% endfor %}"
+    "{{ '</s> ' }}{% endfor %}{% if add_generation_prompt %}{{ '<s> assistant ' }}{% endif %}"
+)
+
+
+def called(name, **arguments):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [*turns("the"), answer, {"role": "tool", "content": "mat"}, {"role": "assistant", "content": "and"}]
+
+
+def schema(*names):
+    return [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in names]
+
+
+@pytest.mark.parametrize("kind", [list, json.dumps])
+def test_tool_calls_and_tools_are_written(kind, tmp_path):
+    rows = [{"messages": called("cat", sat="on"), "tools": kind(schema("cat"))}] * 6
+    rows += [{"messages": called("ran", fast="1"), "tools": kind(schema("ran", "cat"))}] * 6
+    (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = chatty(CALLING)
+    chosen = DataOptions(max_length=32)
+    data = prepare(task("chat"), words, chosen, data=str(tmp_path / "calls.jsonl"))
+    row = data.train[0]
+    labels = [token for token in row["labels"] if token != IGNORED]
+    # The table gave the arguments of both functions to each call.
+    assert words.decode(labels) == "cat sat </s> and </s>"
+    assert words.decode(row["input_ids"]).startswith("cat <s>")
+    plain = {"messages": called("cat", sat="on")}
+    for template, more, match in (
+        (TEMPLATE.replace("'assistant')", "'assistant', 'tool')"), {}, "got tool_calls with the function 'cat', which"),
+        (CALLING, {"tools": schema("mat", "slept")}, "got tools with the function 'slept', which"),
+        (CALLING, {"tools": "cat"}, "got 'cat' in column 'tools', expected a list of JSON schemas"),
+        (CALLING, {"messages": [*turns("the"), {"role": "assistant", "content": None}]}, "without content and without"),
+    ):
+        text = chatty(template.replace("tools or []", "(tools or [])[:1]"))
+        (tmp_path / "bad.jsonl").write_text((json.dumps(plain | more) + "\n") * 12)
+        with pytest.raises(DataError, match=match) as error:
+            prepare(task("chat"), text, chosen, data=str(tmp_path / "bad.jsonl"))
+        assert "\n" not in str(error.value)
