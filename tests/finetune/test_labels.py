@@ -10,6 +10,7 @@ from support.tiny import original
 from transformers import AutoModelForSequenceClassification, ViTImageProcessor
 
 import linearize
+from linearize.cli.main import main
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.load import label_order, load_for_task, other_classes
@@ -84,7 +85,44 @@ def test_outputs_stay_where_the_head_has_no_names_or_others(tmp_path):
             assert "matched by place: no for unacceptable, yes for acceptable" in note
         else:
             assert note is None
-    assert other_classes(str(tmp_path / "2"), rows("text-classification", labels=("0", "1"))) is None
+    note = other_classes(str(tmp_path / "2"), rows("text-classification", labels=("0", "1")))
+    assert note == "The data has class numbers; they are matched by place with the head of '2': no for 0, yes for 1."
+    save(tmp_path / "numbers", ["LABEL_0", "LABEL_1"])
+    assert other_classes(str(tmp_path / "numbers"), rows("text-classification", labels=("0", "1"))) is None
+
+
+HEAD = ["neutral", "Bad", "good", "awful"]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("labels", [("good", "bad"), ("awful", "neutral", "bad"), ("bad", "good")])
+def test_data_may_lack_classes_that_the_head_has_names_for(tmp_path, tokenizer, labels, converted):
+    """It was refused until `--labels` listed all of them."""
+    before = save(tmp_path, HEAD, converted=converted)
+    table = Dataset.from_list([{"text": "good film", "label": labels[i % len(labels)]} for i in range(12)])
+    data = prepare(task("text-classification", labels=labels), tokenizer, data={"train": table, "validation": table})
+    model = load_for_task(str(tmp_path), data)
+    absent = sorted({"neutral", "Bad", "good", "awful"} - {"Bad" if name == "bad" else name for name in labels})
+    assert data.task.labels == (*labels, *absent) and data.num_labels == 4
+    assert list(model.config.id2label.values()) == [*labels, *absent]
+    order = [[name.casefold() for name in HEAD].index(name.casefold()) for name in data.task.labels]
+    torch.testing.assert_close(logits(model), before[:, order], rtol=0, atol=1e-6)
+    assert f"no row of {len(absent)} of the head's classes: {absent[0]!r}" in other_classes(str(tmp_path), data)
+    guesses = torch.eye(4).repeat(3, 1).numpy()
+    assert data.type.compute_metrics(guesses, [row["labels"] for row in data.validation])["accuracy"] <= 1
+    # A second reading of the rows gets the same classes from the note.
+    again = prepare(task("text-classification", labels=labels), tokenizer, data={"train": table, "validation": table})
+    assert other_classes(str(tmp_path), again) and again.task.labels == data.task.labels
+
+
+@pytest.mark.parametrize("labels", [("good", "better"), ("0", "1"), ("good", "bad", "fine")])
+def test_classes_that_the_head_does_not_know_are_refused(tmp_path, labels):
+    save(tmp_path, HEAD)
+    with pytest.raises(ConfigError, match="has a trained head with 4 labels"):
+        load_for_task(str(tmp_path), rows("text-classification", labels=labels))
+    save(tmp_path / "numbers", ["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"])
+    with pytest.raises(ConfigError, match="has a trained head with 4 labels"):
+        load_for_task(str(tmp_path / "numbers"), rows("text-classification", labels=labels))
 
 
 def test_a_new_head_is_named_as_the_task(tmp_path):
@@ -197,6 +235,19 @@ def test_a_head_for_several_labels_learns_one_class_per_image(tmp_path):
     model = load_for_task(str(tmp_path), rows("image-classification", labels=("red", "blue")))
     loss = model(pixel_values=torch.zeros(3, 3, 30, 30), labels=torch.tensor([0, 1, 1])).loss
     assert model.config.problem_type == "single_label_classification" and loss.isfinite()
+
+
+def test_a_conversion_says_that_several_labels_per_row_are_not_measured(tmp_path, tokenizer, capsys):
+    """It converts, and only a measurement said that rows with several labels cannot be read."""
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 32, "num_labels": 3}
+    for problem in ("multi_label_classification", "single_label_classification"):
+        model = original("bert", "AutoModelForSequenceClassification", problem_type=problem, **sizes)
+        model.save_pretrained(tmp_path / problem)
+        tokenizer.save_pretrained(tmp_path / problem)
+        line = ["convert", str(tmp_path / problem), "--distill-steps", "0", "--device", "cpu"]
+        assert main([*line, "--output", str(tmp_path / f"{problem}-linear")]) == 0
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert ("evaluate and finetune read rows with one label" in said) == problem.startswith("multi")
 
 
 def test_a_class_given_twice_is_refused():

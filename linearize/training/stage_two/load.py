@@ -19,7 +19,7 @@ from linearize.checkpoint.loading import explained, load_processor, model_type, 
 from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import load_weights, located, read_config_values
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
-from linearize.core.errors import CheckpointError, ConfigError, unknown_name
+from linearize.core.errors import CheckpointError, ConfigError, some, unknown_name
 from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import user_path
 from linearize.data.encode import copy_tokenizer
@@ -58,6 +58,8 @@ def load_for_task(
         seed: seed of a new head.
         changes: changes to the checkpoint's config, such as dropout.
 
+    If the data lacks some of the classes that the head has names for, these become the last of the task's.
+
     Raises:
         ConfigError: if the checkpoint has a trained head with another number of labels, or its config lacks a name in
             `changes`.
@@ -69,8 +71,8 @@ def load_for_task(
     task, head_labels = data.task, None
     options: dict[str, object] = timm_options(read_config(name))
     if data.num_labels is not None:
-        head_labels = None if new_head else _trained_labels(name, task, data.num_labels)
-        named = task
+        head_labels = None if new_head else _head_labels(name, data)
+        named = task = data.task
         if head_labels and is_named(head_labels) and task.labels is not None and not is_named(task.labels):
             named = dataclasses.replace(task, labels=head_labels)
         options |= label_options(named, data.num_labels) | {"ignore_mismatched_sizes": new_head}
@@ -106,7 +108,8 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
     """Return the names of the outputs of a checkpoint's trained head, in order, also numbers; None if it has none.
 
     Raises:
-        ConfigError: if it has a head for the task with another number of labels.
+        ConfigError: if it has a head for the task with another number of labels, unless the data's are some of them by
+            name.
         CheckpointError: if the checkpoint has no config that can be read.
     """
     values = read_config(name)
@@ -116,7 +119,11 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
         return None
     names = values.get("id2label") or dict(enumerate(values.get("label_names") or ()))
     has = len(names) or values.get("num_labels") or values.get("num_classes") or 2
-    if has != count:
+    own = tuple(map(str, names.values())) if isinstance(names, dict) else ()
+    wanted = task.labels or ()
+    # Each of the data's classes is one of the head's, by name.
+    fewer = count < has and is_named(wanted) and len(without(own, wanted)) == len(own) - count
+    if has != count and not fewer:
         raise ConfigError(
             f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
             "task that it was trained for, name all its labels (--labels A,B), or tune a new head (finetune --new-head)"
@@ -126,13 +133,34 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
     return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
+def _head_labels(name: str, data: TaskData) -> tuple[str, ...] | None:
+    """Return `_trained_labels`, and add those of which the data has no row to the task's classes."""
+    labels = data.task.labels or ()
+    own = _trained_labels(name, data.task, data.num_labels or 0)
+    if own is not None and len(own) > len(labels):
+        # In an order that does not depend on the head, so that a teacher and its student have the same.
+        data.type.absent = tuple(sorted(without(own, labels)))
+        data.type.task = dataclasses.replace(data.task, labels=(*labels, *data.type.absent))
+    return own
+
+
+def without(labels: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return the labels that are not among others; case is ignored."""
+    known = {label.casefold() for label in others}
+    return [label for label in labels if label.casefold() not in known]
+
+
 def other_classes(name: str, data: TaskData) -> str | None:
     """Return a note if the outputs of a trained head have other names than the data's classes; None if not."""
+    own = (_head_labels(name, data) if data.task.labels else None) or ()
     labels = data.task.labels or ()
-    own = (_trained_labels(name, data.task, len(labels)) if labels and is_named(labels) else None) or ()
+    if data.type.absent:
+        return f"The data has no row of {len(data.type.absent)} of the head's classes: {some(data.type.absent)}."
     if not is_named(own) or {label.casefold() for label in own} == {label.casefold() for label in labels}:
         return None
     pairs = ", ".join(f"{head} for {label}" for head, label in zip(own[:20], labels, strict=False))
+    if not is_named(labels):
+        return f"The data has class numbers; they are matched by place with the head of {Path(name).name!r}: {pairs}."
     return f"The head of {Path(name).name!r} has other class names than the data; they are matched by place: {pairs}."
 
 

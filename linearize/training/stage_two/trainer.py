@@ -261,9 +261,9 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
 
 
 @contextlib.contextmanager
-def unchanged(*models: nn.Module | None) -> Iterator[None]:
+def unchanged(*models: PreTrainedModel | None) -> Iterator[None]:
     """Undo at the end what transformers' trainer changes in models: `use_cache` of the config, and `forward`."""
-    before = [(model, dict(vars(model.config))) for model in models if hasattr(model, "config")]
+    before = [(model, dict(vars(model.config))) for model in models if model is not None]
     try:
         yield
     finally:

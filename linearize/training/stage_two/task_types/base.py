@@ -40,7 +40,10 @@ class TaskType(Kind):
 
     Attributes:
         epoch: the pass over the training rows, from 0, which random changes of a row (masks, crops) depend on.
+        absent: the classes of a trained head that the data has no row of; they are the last of the task's.
     """
+
+    absent: tuple[str, ...] = ()
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
         self.task, self.processor, self.options, self.epoch = task, processor, options or DataOptions(), 0

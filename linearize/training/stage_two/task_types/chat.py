@@ -59,7 +59,8 @@ class Chat(CausalType):
         """Return the rows, their lengths before the cut, and how many conversations have nothing to learn."""
         column, most = self.task.columns[0], self.options.max_length
         offered = table["tools"] if "tools" in table.column_names else [None] * len(table)
-        rows, lengths, silent = [], [], 0
+        rows: list[Row] = []
+        lengths, silent = [], 0
         for number, (given, tools) in enumerate(zip(table[column], offered, strict=True)):
             learned = len(rows)
             for ids, spoken in encode(self.tokenizer, read_messages(given, column), read_tools(tools)):
@@ -67,8 +68,8 @@ class Chat(CausalType):
                 # The first token has nothing before it to be predicted from.
                 if any(label != IGNORED for label in labels[1:]):
                     lengths.append(len(ids))
-                    row = {"input_ids": ids[:most], "attention_mask": [1] * len(labels), "labels": labels}
-                    rows.append({**row, "owner": number})
+                    mask = [1] * len(labels)
+                    rows.append({"input_ids": ids[:most], "attention_mask": mask, "labels": labels, "owner": number})
             silent += learned == len(rows)
         if not rows:
             raise DataError(
@@ -105,7 +106,7 @@ def read_messages(given: object, column: str) -> list[Message]:
 
 
 def read_tools(given: Any) -> list[Any] | None:
-    """Return the tools of a conversation, a list or its JSON; None if there are none.
+    """Return the tools of a conversation, a list or its JSON; None without tools.
 
     Raises:
         DataError: if they are something else.

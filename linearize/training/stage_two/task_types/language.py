@@ -5,7 +5,7 @@ by at least one token, so that every token but the very first is predicted once.
 joined as in stage one's packing: each with its special tokens and an end token.
 
 Every row of a causal model begins with the start tokens that its tokenizer adds to a text, if it adds any. They are
-part of the row's length, and nobody predicts them. Models whose rows always began with one are far worse without it.
+part of the row's length, and are not predicted. Models whose rows always began with one are far worse without it.
 """
 
 from __future__ import annotations
