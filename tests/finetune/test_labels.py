@@ -120,9 +120,10 @@ def test_classes_that_the_head_does_not_know_are_refused(tmp_path, labels):
     save(tmp_path, HEAD)
     with pytest.raises(ConfigError, match="has a trained head with 4 labels"):
         load_for_task(str(tmp_path), rows("text-classification", labels=labels))
-    save(tmp_path / "numbers", ["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"])
-    with pytest.raises(ConfigError, match="has a trained head with 4 labels"):
-        load_for_task(str(tmp_path / "numbers"), rows("text-classification", labels=labels))
+    for names in (["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"], ["good", "Good", "bad", "Bad"]):
+        save(tmp_path / names[0], names)
+        with pytest.raises(ConfigError, match="has a trained head with 4 labels"):
+            load_for_task(str(tmp_path / names[0]), rows("text-classification", labels=labels))
 
 
 def test_a_new_head_is_named_as_the_task(tmp_path):

@@ -119,10 +119,10 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
         return None
     names = values.get("id2label") or dict(enumerate(values.get("label_names") or ()))
     has = len(names) or values.get("num_labels") or values.get("num_classes") or 2
-    own = tuple(map(str, names.values())) if isinstance(names, dict) else ()
+    own = [str(label).casefold() for label in names.values()] if isinstance(names, dict) else []
     wanted = task.labels or ()
     # Each of the data's classes is one of the head's, by name.
-    fewer = count < has and is_named(wanted) and len(without(own, wanted)) == len(own) - count
+    fewer = count < has and is_named(wanted) and all(own.count(label.casefold()) == 1 for label in wanted)
     if has != count and not fewer:
         raise ConfigError(
             f"{Path(name).name!r} has a trained head with {has} labels, but task {task.name} has {count}; choose the "
