@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ ROWS = 65_536
 """Most rows that are hashed, evenly spread; the number of rows is always hashed."""
 BATCHES = 8
 """Number of training batches that are hashed from a source without a method `digest`."""
+TRAINED = "trained_length"
+"""The addition that a run sets from its data, which a fingerprint already holds."""
 KERNEL = ".linear_attention."
 """Part of every name of a kernel's weights."""
 
@@ -61,6 +64,7 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     Raises:
         ConfigError: naming the first value that differs, and some of the others.
     """
+    saved = {name: _without_trained_length(value) if name == "kernels" else value for name, value in saved.items()}
     # An option that only an earlier version had may be ignored if it was off.
     names = [*now, *(name for name in saved if name not in now and saved[name] not in (None, False))]
     # A side that lacks a key differs from one that has None there.
@@ -89,6 +93,13 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     raise ConfigError(f"resume: the run was started with {name}={change}{more}; {advice}")
 
 
+def _without_trained_length(values: Any) -> Any:
+    """Return the kernels of a fingerprint without trained lengths, which earlier versions recorded."""
+    if isinstance(values, Mapping):
+        return {key: _without_trained_length(value) for key, value in values.items() if key != TRAINED}
+    return [_without_trained_length(value) for value in values] if isinstance(values, list) else values
+
+
 def plain(value: object) -> object:
     """Return a value as JSON restores it: tuples become lists, dataclasses mappings, other objects their text."""
 
@@ -106,7 +117,7 @@ def kernels_of(model: nn.Module) -> dict[str, object]:
     for name, layer in linear_attentions(model).items():
         hybrid = layer.hybrid
         # A layer without newer additions keeps the format of earlier versions, so that their runs can be resumed.
-        newer = {name: x for name, x in hybrid.changed.items() if name not in ("window", "sinks")}
+        newer = {name: x for name, x in hybrid.changed.items() if name not in ("window", "sinks", TRAINED)}
         additions = [addition for addition in (hybrid.sinks, newer) if addition]
         kernels[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *additions])
     return kernels

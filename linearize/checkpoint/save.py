@@ -23,14 +23,14 @@ from linearize.checkpoint.loading import auto_class, load_code
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance, Record
-from linearize.conversion.plan import expectations, set_trained_length
+from linearize.conversion.plan import expectations
 from linearize.conversion.positions import current_length, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError, printable
 from linearize.core.figures import span, with_interval
 from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
-from linearize.modeling.model import check_checkpoint, is_linearized, kernel_parameters
+from linearize.modeling.model import check_checkpoint, config_copied, is_linearized, kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import outside_packages, why_not
 from linearize.modeling.weights import check_merged
@@ -64,6 +64,8 @@ def save(
 ) -> Path:
     """Save a converted model with its tokenizer or image processor, a model card and its own code, all or nothing.
 
+    The model in memory stays as it is, with its config.
+
     Args:
         model: a converted model.
         target: folder to make.
@@ -89,14 +91,12 @@ def save(
     if not is_linearized(model):
         raise CheckpointError(f"{type(model).__name__} is not converted; convert it first, or use its save_pretrained")
     processors: Sequence[Any] = processor if isinstance(processor, (list, tuple)) else [processor]
-    if provenance is not None:
-        model.config.linearize = {**model.config.linearize, "provenance": provenance}
-        if (longest := Provenance(provenance).longest_row_length) is not None:
-            set_trained_length(model, longest)
     facts, embedder = base_facts(str(model.config.name_or_path or "")), "modules.json" in (extra_files or {})
-    card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
     extended = vars(model).get("extended_positions")
-    with atomic_folder(target, overwrite=overwrite) as folder:
+    with config_copied(model) as config, atomic_folder(target, overwrite=overwrite) as folder:
+        if provenance is not None:
+            config.linearize = {**config.linearize, "provenance": provenance}
+        card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
         model.save_pretrained(folder, **kwargs)
         # Refuse what a load would refuse, while the model is still in memory.
         check_checkpoint(folder)

@@ -241,11 +241,16 @@ def set_trained_length(model: PreTrainedModel, tokens: int) -> None:
     """Make causal hybrids fade beyond the longest rows they were trained on, in place; this length never shrinks."""
     fading = {
         layer.module: dataclasses.replace(layer.hybrid, trained_length=max(tokens, layer.hybrid.trained_length or 0))
-        for layer in Plan.from_dict(model.config.linearize).converted
-        if layer.hybrid.can_fade(layer.shape.causal)
+        for layer in fading_layers(model)
     }
     if fading:
         change_hybrids(model, fading)
+
+
+def fading_layers(model: PreTrainedModel) -> list[LayerPlan]:
+    """Return the layers of a converted model that can have a trained length."""
+    converted = Plan.from_dict(model.config.linearize).converted
+    return [layer for layer in converted if layer.hybrid.can_fade(layer.shape.causal)]
 
 
 def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:

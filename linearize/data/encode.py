@@ -221,6 +221,14 @@ class ImageEncoder:
         return {"pixel_values": pixels} | ({"pixel_mask": mask} if padded else {})
 
 
+def longest_input(rows: Any) -> int:
+    """Return the tokens of the longest of some rows, by number; 0 for rows without tokens."""
+    if not len(rows) or not any(name.endswith("input_ids") for name in rows[0]):
+        return 0
+    every = (rows[number] for number in range(len(rows)))
+    return max(len(row[name]) for row in every for name in row if name.endswith("input_ids"))
+
+
 Encoder: TypeAlias = TextEncoder | ImageEncoder
 """Makes batches of examples. `needs_all`: the shape of a row depends on the others, so a process that encodes only some
 rows of a global batch needs all of them."""

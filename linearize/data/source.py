@@ -19,7 +19,7 @@ from torch import Tensor
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.errors import DataError
 from linearize.data.config import DataConfig
-from linearize.data.encode import Encoder, ImageEncoder
+from linearize.data.encode import Encoder, ImageEncoder, longest_input
 from linearize.data.records import Example, Records
 
 # Second numbers of a seed, so that no two draws of a run share their random numbers.
@@ -278,6 +278,11 @@ class RowBatches:
     batch_size: int
     holdout: int
     seed: int
+
+    @functools.cached_property
+    def row_length(self) -> int:
+        """Tokens of the longest row; 0 for images."""
+        return max(longest_input(self.train), longest_input(self.held))
 
     @property
     def steps_per_epoch(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from linearize.training.alignment.loop import AlignResult, AlignStep, align
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
 from linearize.training.stage_one.processes import is_main, several, wait_for_all
+from linearize.training.stage_one.run import fade_beyond, longest_row
 from linearize.training.stage_one.states import StateFolder, keep_states
 from linearize.training.trackers import reporter
 
@@ -96,17 +97,6 @@ class Context:
     def target(self) -> str:
         """The output folder, without a slash at its end."""
         return str(self.job.target()).rstrip("/")
-
-
-def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
-    """Return the tokens of the longest row without padding; None if the batches hold no text."""
-    longest = 0
-    for batch in batches:
-        if "input_ids" not in batch:
-            return None
-        mask = batch.get("attention_mask")
-        longest = max(longest, batch["input_ids"].shape[1] if mask is None else int(mask.sum(dim=1).max()))
-    return longest or None
 
 
 @contextlib.contextmanager
@@ -277,7 +267,11 @@ def exact_rows(plan: Plan, tokens: int) -> str | None:
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:
     """Train the kernels to imitate softmax, if there are data and steps."""
-    if context.source is None or not config.steps:
+    if context.source is None:
+        return
+    if not config.steps:
+        # A search, or a choice of heads, has read these rows.
+        fade_beyond(context.loaded.model, context.source)
         return
     with _reporter(context, "stage_one") as on_step:
         context.distillation = distill(context.loaded.model, context.source, config, on_step=on_step)

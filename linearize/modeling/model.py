@@ -102,16 +102,16 @@ class LinearizedModel(_Original):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, and list in config.json the weights that the model was built without."""
-        config: Any = self.config
-        section = {key: value for key, value in config.linearize.items() if key != ABSENT}
-        absent = absent_weights(self)
-        config.linearize = section | ({ABSENT: absent} if absent else {})
         inner = type(self)
-        self.__class__ = self.whole or inner  # type: ignore[assignment]
-        try:
-            return super().save_pretrained(*args, **kwargs)
-        finally:
-            self.__class__ = inner
+        with config_copied(self) as config:
+            section = {key: value for key, value in config.linearize.items() if key != ABSENT}
+            absent = absent_weights(self)
+            config.linearize = section | ({ABSENT: absent} if absent else {})
+            self.__class__ = self.whole or inner  # type: ignore[assignment]
+            try:
+                return super().save_pretrained(*args, **kwargs)
+            finally:
+                self.__class__ = inner
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
         """Accept only linear attention: a converted model has no other.
@@ -355,6 +355,17 @@ def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
         redirect(host)
     else:
         host.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
+
+
+@contextlib.contextmanager
+def config_copied(model: PreTrainedModel) -> Iterator[Any]:
+    """Temporarily give a model a copy of its config, because saving writes into it; yield the copy."""
+    given = model.config
+    model.config = copy.deepcopy(given)
+    try:
+        yield model.config
+    finally:
+        model.config = given
 
 
 def is_linearized(model: nn.Module) -> bool:

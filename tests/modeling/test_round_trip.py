@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support.tiny import converted, inputs_of, original, outputs, stir
+from support.training import Fixed
 from transformers import AutoConfig, AutoModel
 
 import linearize
@@ -20,6 +21,7 @@ from linearize.attention.mixer import IMPLEMENTATION
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.config import GUARD
 from linearize.modeling.weights import check_loaded
+from linearize.training.stage_one.run import fade_beyond
 
 TEXT_HEADS = [
     "AutoModel",
@@ -384,12 +386,13 @@ def test_pipelines_run_without_complaint(tmp_path, caplog):
 
 
 def test_the_trained_length_is_kept(tmp_path):
-    """A causal hybrid records its longest rows when it is saved, and never shorter ones; beyond them it fades."""
+    """A causal hybrid has that of the longest rows it was trained on, never of shorter ones; beyond them it fades."""
     model = stir(converted("llama", "AutoModelForCausalLM", window=3, scale="linear"))
     inputs = inputs_of(model, tokens=20)
     before = outputs(model, inputs)[0]
     for row, want in ((9, 9), (5, 9), (12, 12)):
-        linearize.save(model, tmp_path / str(row), provenance={"longest_row": row})
+        fade_beyond(model, Fixed([inputs_of(model, tokens=row)]))
+        linearize.save(model, tmp_path / str(row))
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(row)).eval()
         lengths = {layer.hybrid.trained_length for layer in linear_attentions(loaded).values()}
         assert lengths == {want} == {layer["trained_length"] for layer in loaded.config.linearize["layers"]}
@@ -405,5 +408,6 @@ def test_the_trained_length_is_kept(tmp_path):
 )
 def test_what_cannot_fade_has_no_trained_length(tmp_path, name, options):
     model = converted(name, **options)
+    fade_beyond(model, Fixed([inputs_of(model, tokens=9)]))
     linearize.save(model, tmp_path / "saved", provenance={"longest_row": 9})
     assert not any("trained_length" in layer for layer in model.config.linearize["layers"])

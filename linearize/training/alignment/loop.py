@@ -29,7 +29,7 @@ from linearize.training.alignment.pair import make_teacher
 from linearize.training.precision import HALF
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import autocast
-from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, frozen
+from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, fade_beyond, frozen
 from linearize.training.stage_one.states import RunState
 
 
@@ -273,6 +273,7 @@ class _Run(Run):
         config = self.config
         self.objective = Objective(student, teacher, config)
         self.identify(student)
+        fade_beyond(student, self.data)
         held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
         with frozen(student):
             self.objective.measure_scales(held_out)

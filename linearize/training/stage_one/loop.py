@@ -32,7 +32,7 @@ from linearize.training.alignment.pair import find_blocks
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
-from linearize.training.stage_one.run import Batches, Report, Run, check_inputs, frozen
+from linearize.training.stage_one.run import Batches, Report, Run, check_inputs, fade_beyond, frozen
 from linearize.training.stage_one.start import start_scales
 from linearize.training.stage_one.states import RunState
 
@@ -144,6 +144,7 @@ class _Run(Run):
         layers = [layer_loss(name, layer, self.config) for name, layer in named if layer.mixer.learnable]
         home = next(model.parameters()).device
         self.identify(model)
+        fade_beyond(model, self.data)
         passed = frozen_model(model, self.accelerator)
         held_out = self.data.holdout_batches()
         before = measure_layers(passed, held_out)

@@ -7,6 +7,7 @@ Each part ends with the weights that were best on held-out data. A run writes co
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -18,8 +19,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from linearize.checkpoint.fingerprint import check_same, fingerprint
+from linearize.checkpoint.fingerprint import BATCHES, check_same, fingerprint
+from linearize.checkpoint.provenance import Provenance
+from linearize.conversion.plan import fading_layers, set_trained_length
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_one.config import RunConfig
@@ -373,6 +377,36 @@ class Run(ABC):
             "history": [asdict(report) for report in self.history],
             "fingerprint": self.identity,
         }
+
+
+def longest_row(batches: Iterable[Mapping[str, Tensor]]) -> int | None:
+    """Return the tokens of the longest row without padding; None if the batches hold no text."""
+    longest = 0
+    for batch in batches:
+        if "input_ids" not in batch:
+            return None
+        mask = batch.get("attention_mask")
+        longest = max(longest, batch["input_ids"].shape[1] if mask is None else int(mask.sum(dim=1).max()))
+    return longest or None
+
+
+def fade_beyond(model: PreTrainedModel, data: Any) -> None:
+    """Let a causal hybrid fade only beyond the longest row of this and all earlier stages, before it reads any row.
+
+    Args:
+        model: the model that is about to be trained.
+        data: batches, or a task's rows. Of batches without a `row_length`, the held-out ones and the first `BATCHES`
+            others count.
+    """
+    if not is_linearized(model) or not fading_layers(model):
+        return
+    longest = getattr(data, "row_length", 0)
+    if hasattr(data, "holdout_batches"):
+        first = [] if longest else itertools.islice(data.train_batches(), BATCHES)
+        longest = max(longest, longest_row(itertools.chain(data.holdout_batches(), first)) or 0)
+    earlier = Provenance(model.config.linearize.get("provenance")).longest_row_length
+    if longest := max(longest, earlier or 0):
+        set_trained_length(model, longest)
 
 
 @contextlib.contextmanager

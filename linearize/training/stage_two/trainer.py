@@ -28,6 +28,7 @@ from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.precision import HALF, in_fp32, passes_of
 from linearize.training.stage_one.processes import under_fsdp
+from linearize.training.stage_one.run import fade_beyond
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.intervals import Measured, measured
 from linearize.training.stage_two.load import freeze
@@ -94,6 +95,7 @@ def finetune(
             check_teacher(model, teacher)
             teacher = freeze(teacher, model)
         started = describe(model, data, config, teacher)
+        fade_beyond(model, data)
         last = resumed_from(Path(folder), started) if resume else None
         # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
         set_seed(config.seed)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
-from linearize.data.encode import copy_tokenizer
+from linearize.data.encode import copy_tokenizer, longest_input
 from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
@@ -194,6 +194,12 @@ class TaskData:
     def task(self) -> Task:
         """The task, with the class names that were found."""
         return self.type.task
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the longest row; 0 for images."""
+        rows = (self.train, self.validation, self.selection, self.extra)
+        return max(longest_input(some) for some in rows if some is not None)
 
     @property
     def collate(self) -> Callable[[list[Row]], dict[str, Tensor]]:
