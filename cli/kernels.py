@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from linearize.attention.factory import build_mixer, count_parameters, state_bytes
+from linearize.attention.factory import build_mixer, count_parameters, sums_bytes
 from linearize.attention.shape import HeadShape
 from linearize.cli._output import ROOMY, Screen, shown, table
 from linearize.core.errors import ConfigError
@@ -114,7 +114,7 @@ def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[Hea
         "name": info.name,
         "features": None if info.feature_dim is None else info.feature_dim(config, size),
         "parameters": sum(count_parameters(info.name, arguments, *shape) for shape in Counter(shapes).items()),
-        "state_bytes": state_bytes(info, config, shapes),
+        "state_bytes": sums_bytes(info, config, shapes),
         "kl": None if quality is None else quality.kl,
         "experiment": None if quality is None else quality.experiment,
         "times_faster": SPEED[what][1].get(info.name),

@@ -75,6 +75,11 @@ def mapped(state: State | None, change: Callable[[Tensor], Tensor]) -> State | N
     return None if state is None else {name: change(tensor) for name, tensor in state.items()}
 
 
+def nbytes(state: State | None) -> int:
+    """Return the size in bytes of a state."""
+    return sum(tensor.nbytes for tensor in (state or {}).values())
+
+
 class LinearStateLayer(CacheLayerMixin):
     """Holds a mixer's state instead of keys and values. Its size does not grow with the context.
 
@@ -189,8 +194,7 @@ class LinearStateLayer(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Return the size in bytes of the state and of the tensors kept for a crop."""
-        kept = [*(self.state or {}).values(), *(self.base or {}).values(), *(self.recorded or ())]
-        return sum(t.nbytes for t in kept)
+        return nbytes(self.state) + nbytes(self.base) + sum(tensor.nbytes for tensor in self.recorded or ())
 
     def reset(self) -> None:
         """Forget everything."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from linearize.attention.backends.choose import LinearMixer
+from linearize.attention.cache import nbytes
+from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import BlockMixer, Mixer
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
@@ -125,10 +130,41 @@ def default_scale(info: KernelInfo, config: Any, window: object) -> str:
     return "linear" if takes and window is not None else "none"
 
 
-def state_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> int | None:
-    """Return the bytes of the states of one sequence in attentions of these shapes; None for kernels without features.
+@torch.no_grad()
+def state_bytes(
+    kernel: str,
+    arguments: Mapping[str, object],
+    shape: HeadShape,
+    hybrid: Hybrid = PLAIN,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tokens: int = 1,
+) -> int:
+    """Return the bytes of one sequence's state in a causal attention of this shape, measured on the meta device.
 
-    Each key head has [F, V + 1] numbers in fp32, whatever the model's dtype.
+    Args:
+        kernel: as in `build_mixer`.
+        arguments: as in `build_mixer`.
+        shape: sizes of the attention.
+        hybrid: the layer's additions to the kernel.
+        dtype: type of the model's keys and values.
+        tokens: tokens so far; the state grows with them only if some heads keep softmax.
+
+    Raises:
+        ConfigError: as in `build_mixer`.
+    """
+    with torch.device("meta"):
+        mixer = build_mixer(kernel, arguments, replace(shape, causal=True), hybrid)
+        sizes = {"q": (shape.heads, shape.head_dim), "k": (shape.key_heads, shape.head_dim)}
+        sizes["v"] = (shape.key_heads, shape.value_dim)
+        inputs = {name: torch.zeros(1, heads, tokens, size, dtype=dtype) for name, (heads, size) in sizes.items()}
+        return nbytes(mixer(AttentionCall(**inputs, scaling=1.0, needs_state=True))[1])
+
+
+def sums_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> int | None:
+    """Return the bytes of the sums of one sequence in attentions of these shapes, from the registry's formula alone.
+
+    Each key head has [F, V + 1] numbers in fp32, whatever the model's dtype. None for kernels without features.
     """
     if info.feature_dim is None:
         return None

@@ -1,8 +1,8 @@
 """`--window auto`: choose every layer's window and exact keys, and whether it has a kernel, under a budget of state.
 
 Layers differ: one puts half of softmax's weight outside a window of 64 tokens, another a twelfth. The total state of
-all layers may be as large as with a reference in every layer. State is counted in numbers per sequence and key head:
-(W + sinks + S) (D + V) for the exact keys and values, and F (V + 1) for the kernel's sums. Nothing is trained:
+all layers may be as large as with a reference in every layer, in the bytes that decoding holds for one sequence:
+`linearize.attention.factory.state_bytes`. Nothing is trained:
 
 1. The outputs of every choice for every layer are computed from the frozen model's q, k and v. The log-scales of the
    choice are fitted in closed form on other rows (`linearize.training.stage_one.start`).
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.attention.factory import state_bytes
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
-from linearize.core.registry import SCALES, kernel_info, make_config
+from linearize.core.registry import SCALES
 from linearize.fidelity.teacher import frozen_output, run_body
 from linearize.kernel_search.candidates import Candidates, Layout
 from linearize.kernel_search.loop import carrier_of
@@ -46,17 +47,6 @@ HELD_OUT = 8
 """Maximum number of rows for comparing choices."""
 TOKENS = 2048
 """Maximum number of tokens for fitting scales, and for comparing choices; a single longer row is allowed."""
-
-
-def state_numbers(layer: LayerPlan) -> int:
-    """Return the size of a layer's state for one sequence, in numbers."""
-    info, shape, hybrid = kernel_info(layer.kernel), layer.shape, layer.hybrid
-    held = (hybrid.window or 0) + hybrid.sinks + hybrid.exact_keys
-    numbers = held * (shape.head_dim + shape.value_dim)
-    if not info.needs_window and info.feature_dim is not None:
-        features = info.feature_dim(make_config(info, layer.arguments), shape.head_dim)
-        numbers += features * (shape.value_dim + 1)
-    return shape.key_heads * numbers
 
 
 def choices_of(layer: LayerPlan) -> dict[str, LayerPlan]:
@@ -125,10 +115,18 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
         whole = WholeModel(carrier, candidates, held_out, accelerator, head=False)
         error = whole.errors_of(keys)
         # In a search, choices cost time. Here they cost state, as a share of the reference's state in all layers.
-        limit = sum(map(state_numbers, layers.values()))
+        sizes: dict[str, int] = {}
+        size_of: dict[tuple[int, str], int] = {}
+        for number, label in keys:
+            mixer = options[number][label].mixer
+            # Most layers have the same shape.
+            if (text := repr(mixer)) not in sizes:
+                sizes[text] = state_bytes(*mixer, dtype=model.dtype)
+            size_of[number, label] = sizes[text]
+        limit = sum(size_of[number, label] for number, label in zip(layers, reference, strict=True))
         entries: dict[int, dict[str, Entry]] = {number: {} for number in layers}
         for number, label in keys:
-            entries[number][label] = Entry(state_numbers(options[number][label]), error[number, label])
+            entries[number][label] = Entry(size_of[number, label], error[number, label])
         table = Table(entries, dict.fromkeys(layers, 1 / limit), reference[0], labels)
         chosen = whole.decide(table, reference, table.best(), reference)
     why = {
