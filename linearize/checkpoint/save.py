@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.loading import auto_class, load_code
+from linearize.checkpoint.loading import TRANSFORMER, auto_class, load_code, with_length
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance, Record
@@ -93,6 +93,9 @@ def save(
     processors: Sequence[Any] = processor if isinstance(processor, (list, tuple)) else [processor]
     facts, embedder = base_facts(str(model.config.name_or_path or "")), "modules.json" in (extra_files or {})
     extended = vars(model).get("extended_positions")
+    files: dict[str, Any] = dict(extra_files or {})
+    if extended is not None and TRANSFORMER in files:
+        files = with_length(files, extended.new_length)
     with config_copied(model) as config, atomic_folder(target, overwrite=overwrite) as folder:
         if provenance is not None:
             config.linearize = {**config.linearize, "provenance": provenance}
@@ -101,7 +104,7 @@ def save(
         # Refuse what a load would refuse, while the model is still in memory.
         check_checkpoint(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        write_files(folder, extra_files or {})
+        write_files(folder, files)
         for item in (item for item in processors if item is not None):
             # Its inputs become as long as those that `convert(max_length=...)` let the model take.
             with contextlib.suppress(ConfigError):

@@ -53,6 +53,8 @@ def test_a_conversion_opens_with_its_modules(tmp_path, monkeypatch, first):
     found = opened.encode(["alpha beta", "gamma"])
     assert np.linalg.norm(found, axis=1) == pytest.approx([1.0, 1.0], abs=1e-5)
     assert opened.max_seq_length == 100
+    stored = json.loads((tmp_path / "linear" / "tokenizer.json").read_text())
+    assert (stored["truncation"] or {"max_length": 100})["max_length"] == 100
     assert type(opened[0].auto_model).__qualname__ == "LinearizedBertModel"
     tokens = opened.tokenizer(["alpha beta"], return_tensors="pt")
     with torch.no_grad():

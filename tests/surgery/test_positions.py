@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import timm
@@ -606,6 +607,34 @@ def test_tokenizer(tmp_path):
     assert tok.model_max_length == again.model_max_length == NEW
     assert len(again("a " * 100, truncation=True)["input_ids"]) == NEW
     assert extend_processor(tok, 77, model).model_max_length == 77
+
+
+@pytest.mark.parametrize("stored", ["padded to a length", "padded to the longest", "changed by a call"])
+@pytest.mark.parametrize("length", [OLD, NEW])
+def test_readers_without_python_read_the_new_length(tmp_path, length, stored):
+    """tokenizer.json kept the original's truncation (MiniLM's: 128 of its 512), so they cut texts without a word."""
+    from tokenizers import Tokenizer
+
+    model, tok = build("bert"), tokenizer()
+    tok.backend_tokenizer.enable_truncation(OLD - 3, stride=1)
+    tok.backend_tokenizer.enable_padding(length=None if "longest" in stored else OLD - 3, pad_token="[PAD]")
+    tok.save_pretrained(tmp_path / "original")
+    tok = tf.AutoTokenizer.from_pretrained(tmp_path / "original")
+    if "call" in stored:
+        # What a call asks for stays in the tokenizer's own settings until the next call.
+        tok("a a a", truncation=True, max_length=2)
+    files = {"modules.json": "[]", "sentence_bert_config.json": '{"max_seq_length": 7}'}
+    model = linearize.convert(model, "elu", max_length=length)
+    linearize.save(model, tmp_path / "saved", processor=tok, extra_files=files)
+    # An export writes the checkpoint's own tokenizer.
+    tf.AutoTokenizer.from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "onnx")
+    for folder in ("saved", "onnx"):
+        read = Tokenizer.from_file(str(tmp_path / folder / "tokenizer.json"))
+        assert [len(read.encode(text).ids) for text in ("a " * 2 * NEW, "a a a")] == [length, 3]
+        assert {len(one.ids) for one in read.encode_batch(["a a a", "a"])} <= {1, 3}
+        numbers = json.loads((tmp_path / folder / "tokenizer_config.json").read_text())
+        assert {numbers["model_max_length"], numbers.get("max_length", length)} == {length}
+    assert json.loads((tmp_path / "saved" / "sentence_bert_config.json").read_text()) == {"max_seq_length": length}
 
 
 @pytest.mark.parametrize(
