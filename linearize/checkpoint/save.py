@@ -32,7 +32,7 @@ from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, config_copied, is_linearized, kernel_parameters
 from linearize.modeling.plan import Plan
-from linearize.modeling.portable import outside_packages, why_not
+from linearize.modeling.portable import TRANSFORMERS, outside_packages, why_not
 from linearize.modeling.weights import check_merged
 
 OTHER_FILES = 4_000_000
@@ -189,6 +189,7 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
         load=load_code(model, shown),
         packages=sorted(set(outside_packages(plan).values())),
         needs=why_not(plan),
+        transformers=TRANSFORMERS,
         limits=[_text(text) for text in limits(plan, provenance, length)],
         results=[(_text(name), f"{ours:.4g}", _number(original_metrics.get(name))) for name, ours in metrics.items()],
         chance=_number(tuned.number("chance")),

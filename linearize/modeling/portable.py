@@ -21,6 +21,8 @@ from linearize.modeling.plan import Plan
 ENTRY = "modeling_linearize"
 """Name of the module in a checkpoint's folder that loads the checkpoint if linearize is not installed."""
 
+TRANSFORMERS = "5.17"
+"""The oldest version of transformers that runs a converted model."""
 ROOTS = ("linearize.modeling.config", "linearize.modeling.auto", "linearize.modeling.model")
 PACKAGES = ("core", "ops", "kernels", "attention", "modeling")
 """The runtime: the packages that a converted model needs to run."""
@@ -44,9 +46,24 @@ def code_files(plan: Plan) -> dict[str, str]:
         raise CheckpointError(reason)
     kernels = sorted({f"linearize.kernels.{layer.kernel}" for layer in plan.converted})
     files = {f"{flat_name(name)}.py": flat_text(source_of(name)) for name in _closure([*ROOTS, *kernels])}
-    # The module that `auto_map` names. Importing a kernel registers it.
+    # The module that `auto_map` names. Importing a kernel registers it. Older versions of transformers copy only the
+    # files that this one imports, so it names all of them: otherwise they would end before the version is checked.
     entry = [
         '"""Loads this checkpoint where linearize is not installed; written by linearize from its own modules."""',
+        "",
+        "from typing import TYPE_CHECKING",
+        "",
+        "import transformers",
+        "from packaging.version import Version",
+        "",
+        f'if Version(transformers.__version__).release < Version("{TRANSFORMERS}").release:',
+        "    raise ImportError(",
+        f'        f"got transformers {{transformers.__version__}}, but this checkpoint needs {TRANSFORMERS} "',
+        '        "or newer: pip install -U transformers"',
+        "    )",
+        "",
+        "if TYPE_CHECKING:",
+        *(f"    from .{name.removesuffix('.py')} import __name__ as _  # noqa: F401" for name in sorted(files)),
         "",
         f"from .{flat_name('linearize.modeling.auto')} import register_architecture",
         f"from .{flat_name('linearize.modeling.config')} import LinearizeConfig, on_config_class  # noqa: F401",

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -22,7 +23,7 @@ from support.tiny import converted, inputs_of, outputs, stir
 import linearize
 from linearize.core.errors import CheckpointError
 from linearize.core.registry import kernel_info, kernel_infos
-from linearize.modeling.portable import code_files, flat_name, flat_text, source_of
+from linearize.modeling.portable import ENTRY, TRANSFORMERS, code_files, flat_name, flat_text, source_of
 
 CHILD = Path(__file__).with_name("standalone_child.py")
 
@@ -109,6 +110,29 @@ def test_models_run_in_a_bare_environment(python, tmp_path):
     done = run_child(python, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == list(jobs)
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.16.9"])
+def test_an_older_transformers_is_told_which_one_is_needed(tmp_path, monkeypatch, version):
+    """It ended in a bare FileNotFoundError: before 5, only files that the entry itself imports are copied."""
+    linearize.save(converted("bert"), tmp_path / "saved")
+    files = {path.name: path.read_text() for path in (tmp_path / "saved").glob("*.py")}
+    entry = files.pop(f"{ENTRY}.py")
+    assert {f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", entry, re.M)} == files.keys()
+    # Not the object that this file imported: transformers replaces itself.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError) as refused:
+        exec(compile(entry, ENTRY, "exec"), {"__name__": "transformers_modules.saved.entry"})
+    assert str(refused.value) == (
+        f"got transformers {version}, but this checkpoint needs {TRANSFORMERS} or newer: pip install -U transformers"
+    )
+    assert f"It needs transformers {TRANSFORMERS} or newer." in (tmp_path / "saved" / "README.md").read_text()
+
+
+def test_the_oldest_version_is_that_of_the_package():
+    root = Path(__file__).parents[2]
+    assert f'"transformers>={TRANSFORMERS}"' in (root / "pyproject.toml").read_text()
+    assert f"transformers {TRANSFORMERS} or newer" in (root / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kernel", [info.name for info in kernel_infos()])
