@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -21,6 +23,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.core.errors import CheckpointError, ConfigError, some
+from linearize.core.registry import kernel_info, make_config
 from linearize.modeling.caches import (
     add_default_caches,
     check_generation,
@@ -101,12 +104,24 @@ class LinearizedModel(_Original):
         return bool(cls.__mro__[cls.__mro__.index(LinearizedModel) + 1].is_custom_code())  # type: ignore[attr-defined]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does, and list in config.json the weights that the model was built without."""
+        """Save as transformers does, and list in config.json the weights that the model was built without.
+
+        Raises:
+            CheckpointError: if its layers were changed so that a load would refuse the checkpoint; nothing is written.
+        """
         inner = type(self)
         with config_copied(self) as config:
+            plan = Plan.from_dict(config.linearize)
+            left, gone = remaining(self, plan)
             section = {key: value for key, value in config.linearize.items() if key != ABSENT}
+            config.linearize = section if left == plan else section | left.to_dict()
             absent = absent_weights(self)
-            config.linearize = section | ({ABSENT: absent} if absent else {})
+            if missed := next((x for x in gone if any(f".{x}." in f".{name}" for name in absent)), None):
+                raise CheckpointError(
+                    f"{type(self).__name__}: attention {missed!r} was taken out, but the config still asks for it; set "
+                    "the number of layers in model.config too (num_hidden_layers, or its other name)"
+                )
+            config.linearize |= {ABSENT: absent} if absent else {}
             self.__class__ = self.whole or inner  # type: ignore[assignment]
             try:
                 return super().save_pretrained(*args, **kwargs)
@@ -318,7 +333,11 @@ def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
     missing = (next(x for x in accumulate(one.split("."), "{}.{}".format) if x not in hosts) for one in absent)
     # A part is lacking as a whole; one layer of a list was taken out.
     if absent and (name == plan.architecture or any(one.rpartition(".")[2].isdigit() for one in missing)):
-        raise damaged(f"the plan names attention {absent[0]!r}, but {name} has no such module")
+        raise CheckpointError(
+            f"config.json: the plan names attention {absent[0]!r}, but {name} has no such module: an argument such as "
+            "num_hidden_layers, or an edit, left layers out; load the whole checkpoint (to take layers out, do so in "
+            "the loaded model and save it)"
+        )
     plan = dataclasses.replace(plan, layers=tuple(layer for layer in plan.layers if layer.module in hosts))
     planned, ends = {hosts[layer.module] for layer in plan.layers}, {one.rpartition(".")[2] for one in absent}
     moved = [key for key, one in model.named_modules() if key.rpartition(".")[2] in ends and one not in planned]
@@ -329,6 +348,34 @@ def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
             "it with the Auto class of that, or convert a checkpoint of this class"
         )
     return plan
+
+
+def remaining(model: PreTrainedModel, plan: Plan) -> tuple[Plan, list[str]]:
+    """Return the plan without layers that were taken out of a converted model, and the names of their attentions.
+
+    Raises:
+        CheckpointError: if an attention is not as the plan says.
+    """
+    root: nn.Module = model.base_model
+    live, hosts = linear_attentions(root), {name for name, _ in root.named_modules(remove_duplicate=False)}
+    layers = [layer for layer in plan.layers if layer.module in hosts]
+    planned = {layer.module: layer for layer in layers if layer.converted}
+    other = [name for name in {**live, **planned} if name not in live or name not in planned]
+    other += [name for name in planned if name in live and not _is_as_planned(live[name], planned[name])]
+    if other:
+        raise CheckpointError(
+            f"{type(model).__name__}: attention {other[0]!r} is not as config.linearize says, so a load would refuse "
+            "the checkpoint: layers were added, moved or replaced after the conversion; undo that, or change the "
+            "original's layers and convert it"
+        )
+    numbers = itertools.count()
+    layers = [layer if layer.index is None else dataclasses.replace(layer, index=next(numbers)) for layer in layers]
+    return dataclasses.replace(plan, layers=tuple(layers)), [x.module for x in plan.layers if x.module not in hosts]
+
+
+def _is_as_planned(attention: LinearAttention, layer: LayerPlan) -> bool:
+    same = (attention.kernel, attention.shape, attention.hybrid) == (layer.kernel, layer.shape, layer.hybrid)
+    return same and attention.mixer.config == make_config(kernel_info(layer.kernel), layer.arguments)
 
 
 def change_class(model: PreTrainedModel, config: type[PreTrainedConfig], inner: bool = False) -> None:

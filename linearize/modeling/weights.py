@@ -170,10 +170,15 @@ def absent_weights(model: PreTrainedModel) -> list[str]:
     Examples are the pooler of `BertModel(config, add_pooling_layer=False)` and the mask token of
     `ViTModel(config, use_mask_token=True)`: they do not follow from config.json. As with a softmax checkpoint, loading
     initialises them again or leaves them out, with transformers' warning.
+
+    Raises:
+        CheckpointError: if the config describes a model that a load refuses.
     """
     try:
         with torch.device("meta"):
             whole = type(model)(copy.deepcopy(model.config))
+    except CheckpointError as error:
+        raise CheckpointError(f"{type(model).__name__}: the saved model could not be loaded: {error}") from None
     except Exception:
         # The class cannot be built from its config alone, so loading cannot compare the file with it either.
         return []
