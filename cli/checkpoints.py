@@ -82,6 +82,8 @@ def show_files(folder: str, repo: str, out: Screen, include: Sequence[str]) -> t
     """Print and return the files to send and those left out."""
     sent, left = hub.files_to_push(folder, include)
     out.print(f"Files for {repo}: {', '.join(sent)}")
+    if not hub.is_converted(folder):
+        out.print(f"{folder} is not converted: its attention is still softmax.")
     if left:
         more = f" and {len(left) - 10} more" if len(left) > 10 else ""
         out.print(f"Not sent (--include PATTERN sends them): {', '.join(left[:10])}{more}")

@@ -106,6 +106,8 @@ def _explained(error: Exception) -> str | None:
     """Return what to say of a full disk or of memory that ran out, which need no traceback; None for other errors."""
     from linearize.checkpoint.output import is_write_error
 
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+        return f"cannot write a temporary file ({first_line(error)}); make room there, or set TMPDIR to another folder"
     if is_write_error(error) and (not isinstance(error, OSError) or error.errno in errors.FULL):
         return f"cannot write ({first_line(error)}); free some space, then run it again"
     from linearize.evaluation.bench.memory import is_out_of_memory

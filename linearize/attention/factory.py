@@ -157,7 +157,7 @@ def state_bytes(
         mixer = build_mixer(kernel, arguments, replace(shape, causal=True), hybrid)
         sizes = {"q": (shape.heads, shape.head_dim), "k": (shape.key_heads, shape.head_dim)}
         sizes["v"] = (shape.key_heads, shape.value_dim)
-        inputs = {name: torch.zeros(1, heads, tokens, size, dtype=dtype) for name, (heads, size) in sizes.items()}
+        inputs: Any = {name: torch.zeros(1, heads, tokens, size, dtype=dtype) for name, (heads, size) in sizes.items()}
         return nbytes(mixer(AttentionCall(**inputs, scaling=1.0, needs_state=True))[1])
 
 

@@ -16,9 +16,18 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
 from linearize.checkpoint.loading import sentence_files
-from linearize.checkpoint.ownership import MARKER, TOLERATED, TRANSFORMERS, check_links, files_below, replace_listed
+from linearize.checkpoint.ownership import (
+    MARKER,
+    TOLERATED,
+    TRANSFORMERS,
+    check_links,
+    files_below,
+    read_mapping,
+    replace_listed,
+)
 from linearize.core.errors import CheckpointError, ConfigError, first_line, printable
 from linearize.core.parsing import read_text
+from linearize.modeling.config import MODEL_TYPE
 
 _REFUSED = (HTTPError, ConnectionError, TimeoutError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError)
 OTHERS = re.compile(
@@ -104,7 +113,7 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
         api.upload_folder(
             repo_id=repo_id,
             folder_path=path,
-            commit_message="Upload a model converted with linearize",
+            commit_message=f"Upload a model {'converted' if is_converted(path) else 'saved'} with linearize",
             allow_patterns=[glob.escape(name) for name in files],
         )
     except _REFUSED as error:
@@ -115,6 +124,11 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
             f"could not push to {repo_id!r}: {why}; the checkpoint is in {str(folder)!r}: try again with linearize push"
         ) from None
     return str(url)
+
+
+def is_converted(folder: str | os.PathLike[str]) -> bool:
+    """Tell whether a folder holds a converted model, by its config.json."""
+    return read_mapping(Path(folder) / "config.json").get("model_type") == MODEL_TYPE
 
 
 SNIPPET = re.compile(r'((?:\.from_pretrained|= SentenceTransformer|= load_converted)\()"(?:[^"\\\n]|\\.)*"(\))')

@@ -237,11 +237,13 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
             return {"plan": plan.to_dict(), "why": reasons, "text": text}
 
         chosen = stages.choose(context, "window", job.window, windows)
-        context.provenance["plan"] = {"why": chosen["why"]}
-        on_event(Noted(f"{chosen['text']}."))
+        context.provenance["plan"] = {"why": chosen.get("why", {})}
+        on_event(Noted(f"{chosen.get('text', 'Windows per layer: as chosen before')}."))
         context.plan = Plan.from_dict(chosen["plan"])
         if job.plan_out is not None and is_main():
-            write_plan(job.plan_out, context.plan, {int(number): text for number, text in chosen["why"].items()})
+            write_plan(
+                job.plan_out, context.plan, {int(number): text for number, text in chosen.get("why", {}).items()}
+            )
     on_event(Planned(context.plan))
     put_in_kernels(context)
     if context.source is None and (job.distill.steps or job.align.steps or job.chooses_heads):

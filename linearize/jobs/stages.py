@@ -179,7 +179,8 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], dict[st
     options = {what: asked, **{f"data {name}": value for name, value in source.options.items()}}
     identity = fingerprint(data=source, options={**options, "plan": context.plan.to_dict()})
     kept = states_of(job)[0].choices().get(what) if job.stage.resume else None
-    if kept is None:
+    # As with a file that cannot be read, a choice that is not whole is made again.
+    if not isinstance(kept, dict) or not isinstance(kept.get("fingerprint"), dict) or "plan" not in kept:
         kept = {**choice(), "fingerprint": identity}
     else:
         check_same(kept["fingerprint"], identity)

@@ -171,9 +171,11 @@ class _Search(Run):
         self.table = Table.of(self.layout, self.costs, self.config)
         self.whole = WholeModel(self.carrier, self.candidates, held_out, self.accelerator, self.config.precision)
         if saved is not None:
-            first = saved.record["rung"]
-            self.table.load(saved.record["table"])
-            self.whole.known = {tuple(x): WholeError(**error) for x, error in saved.record["known"]}
+            first = self.part_of(saved)
+            assert self.states is not None
+            with self.states.reading():
+                self.table.load(saved.record["table"])
+                self.whole.known = {tuple(x): WholeError(**error) for x, error in saved.record["known"]}
             if self.table.measured:
                 self.best = self.table.best()
         try:

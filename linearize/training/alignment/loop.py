@@ -293,7 +293,7 @@ class _Run(Run):
                 saved = self.load(parameters)
                 done = 0
                 for number, (phase, steps) in enumerate(config.phases()):
-                    if saved is None or number >= saved.record["phase"]:
+                    if saved is None or number >= self.part_of(saved):
                         trainer = AlignTrainer(self.objective, parameters, self.accelerator, phase, steps)
                         start = math.inf if saved is not None else trainer.evaluate(held_out)
                         self.begin(number, done, steps, trainer, saved, start)

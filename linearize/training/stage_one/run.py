@@ -109,6 +109,30 @@ class Trainer(ABC):
             if dot:
                 state.setdefault(int(index), {})[key] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        check_moments(self.optimizer)
+
+
+def of_size(stored: Tensor, now: Tensor) -> Tensor:
+    """Return a stored tensor, which must have the size of the one that it is put into: a copy would broadcast it.
+
+    Raises:
+        ValueError: if it has another size.
+    """
+    if stored.shape != now.shape:
+        raise ValueError(f"got a tensor of size {list(stored.shape)}, expected {list(now.shape)}")
+    return stored
+
+
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the moments of a loaded optimizer have the sizes of its weights, which torch does not.
+
+    Raises:
+        ValueError: if one has another size.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for moment in optimizer.state.get(parameter, {}).values():
+            if torch.is_tensor(moment) and moment.ndim:
+                of_size(moment, parameter)
 
 
 def check_inputs(stage: str, model: nn.Module, data: object) -> None:
@@ -284,12 +308,21 @@ class Run(ABC):
                 )
         if saved is None:
             return None
-        check_same(saved.record.get("fingerprint") or {}, self.identity)
-        self.history = [self.report(**report) for report in saved.record["history"]]
-        self.earlier = self.history[-1].seconds if self.history else 0.0
-        for name, tensor in weights.items():
-            tensor.data.copy_(saved.tensors[f"{self.weights_name}/{name}"])
+        with self.states.reading():
+            check_same(saved.record.get("fingerprint") or {}, self.identity)
+            self.history = [self.report(**report) for report in saved.record["history"]]
+            self.earlier = self.history[-1].seconds if self.history else 0.0
+            # All are checked before the first is changed.
+            stored = {name: of_size(saved.tensors[f"{self.weights_name}/{name}"], x) for name, x in weights.items()}
+            for name, tensor in weights.items():
+                tensor.data.copy_(stored[name])
         return saved
+
+    def part_of(self, saved: RunState) -> int:
+        """Return the number of the part in which a state was written."""
+        assert self.states is not None
+        with self.states.reading():
+            return int(saved.record[self.part_name])
 
     def begin(
         self, number: int, before: int, steps: int, trainer: Trainer, saved: RunState | None, start: float = math.inf
@@ -312,18 +345,23 @@ class Run(ABC):
         if saved is None:
             self.progress = Progress(best_loss=start)
             return
-        # States of older versions say "looks" instead of "rises", and have a "factor", which follows from "halved".
-        record = {"rises" if key == "looks" else key: value for key, value in saved.record["progress"].items()}
-        record.pop("factor", None)
-        self.progress = Progress(**record)
-        tensors = saved.tensors
-        # The state of a finished run may lack these copies, because its current weights are the best.
-        copies = {name: f"best/{name}" for name in self.best_weights}
-        self.best_weights = {
-            name: tensors[copy if copy in tensors else f"{self.weights_name}/{name}"] for name, copy in copies.items()
-        }
-        prefix = "optimizer/"
-        trainer.load_optimizer_tensors({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        assert self.states is not None
+        with self.states.reading():
+            # States of older versions say "looks" instead of "rises", and have a "factor", which follows from "halved".
+            record = {"rises" if key == "looks" else key: value for key, value in saved.record["progress"].items()}
+            record.pop("factor", None)
+            self.progress = Progress(**record)
+            tensors = saved.tensors
+            # The state of a finished run may lack these copies, because its current weights are the best.
+            copies = {name: f"best/{name}" for name in self.best_weights}
+            self.best_weights = {
+                name: of_size(
+                    tensors[copy if copy in tensors else f"{self.weights_name}/{name}"], self.best_weights[name]
+                )
+                for name, copy in copies.items()
+            }
+            start = len("optimizer/")
+            trainer.load_optimizer_tensors({k[start:]: v for k, v in tensors.items() if k.startswith("optimizer/")})
 
     def train(self, held_out: list[dict[str, Tensor]]) -> None:
         """Train the part to its end and restore its best weights."""

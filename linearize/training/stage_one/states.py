@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, read_mapping, remove_parts
-from linearize.core.errors import CheckpointError, NotSavedError, interrupted_run
+from linearize.core.errors import CheckpointError, LinearizeError, NotSavedError, first_line, interrupted_run
 from linearize.core.parsing import MOST_TEXT, read_json
 
 TENSORS, RECORD, CHOICES = "state.safetensors", "state.json", "choices"
@@ -78,14 +79,25 @@ class StateFolder:
         if not steps:
             return None
         path = self.folder / f"step-{steps[-1]}"
+        with self.reading():
+            state = RunState(read_json(path / RECORD, MOST_TEXT), load_file(path / TENSORS))
+            if state.step != steps[-1]:
+                raise ValueError(f"it is of step {state.step}")
+            return state
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Refuse, in one line, a newest state whose contents are not those of such a run.
+
+        Raises:
+            CheckpointError: in place of an error that damaged or replaced files cause.
+        """
         try:
-            record = read_json(path / RECORD, MOST_TEXT)
-            return RunState(record, load_file(path / TENSORS))
+            yield
+        except LinearizeError:
+            raise
         except Exception as error:
-            raise CheckpointError(
-                f"the state {path.name!r} in {str(self.folder)!r} cannot be read ({type(error).__name__}); remove that "
-                "folder to resume from the one before, or start again without --resume"
-            ) from error
+            raise unreadable_state(self.folder / f"step-{self.steps()[-1]}", error) from error
 
     def save_choices(self, choices: Mapping[str, object]) -> None:
         """Write what was chosen before the first step."""
@@ -114,6 +126,15 @@ class StateFolder:
             CheckpointError: if it holds something else; then nothing is deleted.
         """
         remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state)
+
+
+def unreadable_state(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a state whose files are damaged or were replaced."""
+    why = f"{type(error).__name__}: {first_line(error)[:200]}"
+    return CheckpointError(
+        f"the state {path.name!r} in {str(path.parent)!r} cannot be read ({why}); remove that "
+        "folder to resume from the one before, or start again without --resume"
+    )
 
 
 def keep_states(error: CheckpointError, output: str, states: Mapping[str, RunState | None]) -> CheckpointError:

@@ -257,9 +257,9 @@ def _complete(path: Path) -> bool:
     try:
         state = read_json(path / "trainer_state.json", MOST_TEXT)
         best = state.get("best_model_checkpoint")
-    except (OSError, ValueError, AttributeError):
+        return best is None or any((path.parent / Path(best).name).glob("*.safetensors"))
+    except (OSError, ValueError, AttributeError, TypeError):
         return False
-    return best is None or any((path.parent / Path(best).name).glob("*.safetensors"))
 
 
 def finished(checkpoint: Path) -> bool:

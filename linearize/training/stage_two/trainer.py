@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
@@ -22,13 +23,14 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
-from linearize.core.errors import CheckpointError, ConfigError
+from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.weights import check_merged
 from linearize.training.adapters import adapter_files, add_lora, merge_lora
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.precision import HALF, in_fp32, passes_of
 from linearize.training.stage_one.processes import under_fsdp
 from linearize.training.stage_one.run import fade_beyond
+from linearize.training.stage_one.states import unreadable_state
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.intervals import Measured, measured
 from linearize.training.stage_two.load import freeze
@@ -152,6 +154,9 @@ def _train(
                     f"stage two: {type(model).__name__} computes no loss on labels, expected a class that does; name "
                     "another one in the config.json of the checkpoint (architectures)"
                 ) from error
+            memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            if last is not None and not hooks.began and not memory and not isinstance(error, LinearizeError):
+                raise unreadable_state(last, error) from error
             if not is_write_error(error):
                 raise
             reason = getattr(error, "strerror", None) or error

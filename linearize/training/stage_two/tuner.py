@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.stage_one.processes import Interrupts
+from linearize.training.stage_one.run import check_moments
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.progress import LossMeter, TuneStep, meter_of
@@ -360,11 +362,16 @@ class Tuner(Trainer):
                 f"stage two: the weights of the state {resume_from_checkpoint!r} are missing, expected them to be kept "
                 "until the end; run it again without --resume"
             ) from None
-        except RuntimeError as error:
+        except (RuntimeError, OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"stage two: {resume_from_checkpoint!r} does not fit the model ({' '.join(str(error).split())[:200]}); "
                 "delete that folder and start again"
             ) from None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
+        if checkpoint is not None:
+            check_moments(self.optimizer)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write the weights under the names of the model's modules; transformers saves some models under older ones."""
@@ -450,10 +457,12 @@ class Hooks(TrainerCallback):
 
     Attributes:
         interrupts: to be entered while the trainer runs; it raises once the state is written completely.
+        began: whether a step began, so that a resumed run has read its state.
     """
 
     def __init__(self, trainer: Tuner, on_step: Callable[[TuneStep], None] | None) -> None:
         self.trainer, self.on_step, self.interrupts = trainer, on_step, Interrupts()
+        self.began = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Note the first step, which is a later one in a resumed run; keep the start of a run that is not resumed."""
@@ -474,6 +483,7 @@ class Hooks(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Delay Ctrl-C during the step; several processes would have to agree on the step."""
+        self.began = True
         if args.world_size == 1:
             self.interrupts.hold()
 
