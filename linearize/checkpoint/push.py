@@ -27,7 +27,6 @@ from linearize.checkpoint.ownership import (
 )
 from linearize.core.errors import CheckpointError, ConfigError, first_line, printable
 from linearize.core.parsing import read_text
-from linearize.modeling.config import MODEL_TYPE
 
 _REFUSED = (HTTPError, ConnectionError, TimeoutError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError)
 OTHERS = re.compile(
@@ -128,7 +127,7 @@ def push(folder: str | os.PathLike[str], repo_id: str, private: bool = False, *,
 
 def is_converted(folder: str | os.PathLike[str]) -> bool:
     """Tell whether a folder holds a converted model, by its config.json."""
-    return read_mapping(Path(folder) / "config.json").get("model_type") == MODEL_TYPE
+    return read_mapping(Path(folder) / "config.json").get("model_type") == "linearize"
 
 
 SNIPPET = re.compile(r'((?:\.from_pretrained|= SentenceTransformer|= load_converted)\()"(?:[^"\\\n]|\\.)*"(\))')

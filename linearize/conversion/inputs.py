@@ -292,3 +292,15 @@ def _ids(config: PreTrainedConfig, name: str) -> list[int]:
     """Return the special tokens that a config has under a name; some have several (Llama 3's ends of text)."""
     found = getattr(config, name, None)
     return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
+
+
+def set_length(tokenizer: Any, tokens: int) -> None:
+    """Set a tokenizer's longest input, also in tokenizer.json, which readers without Python follow."""
+    tokenizer.model_max_length, stored = tokens, getattr(tokenizer, "backend_tokenizer", None)
+    if "max_length" in tokenizer.init_kwargs:
+        tokenizer.init_kwargs["max_length"] = tokens
+    if stored is not None and stored.truncation is not None:
+        stored.enable_truncation(**{**stored.truncation, "max_length": tokens})
+    if stored is not None and stored.padding is not None:
+        # To the longest row: every short text would otherwise get `tokens` tokens.
+        stored.enable_padding(**{**stored.padding, "length": None})

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from linearize.conversion.inputs import text_config
+from linearize.conversion.inputs import set_length, text_config
 from linearize.core.errors import ConfigError, UnsupportedModelError, unknown_name
 from linearize.core.heads import Processor
 from linearize.modeling.compat import configs_of
@@ -184,7 +184,7 @@ def extend_processor(processor: Processor, length: PositionReport | int, model: 
     wanted = "tokenizer" if image is None else "image_processor"
     part: Any = getattr(processor, wanted, None) if isinstance(processor, ProcessorMixin) else processor
     if image is None and isinstance(part, PreTrainedTokenizerBase):
-        _set_length(part, length.new_length if isinstance(length, PositionReport) else length)
+        set_length(part, length.new_length if isinstance(length, PositionReport) else length)
     elif image is not None and hasattr(part, "data_config"):  # timm's transforms are built once, from its config
         config = {**part.data_config, "input_size": (part.data_config["input_size"][0], *image.size)}
         part.__dict__.update(type(part)(config, architecture=getattr(part, "architecture", None)).__dict__)
@@ -203,19 +203,6 @@ def extend_processor(processor: Processor, length: PositionReport | int, model: 
     else:
         raise ConfigError(f"got {type(processor).__name__}, expected the {wanted} of {type(model).__name__}")
     return processor
-
-
-def _set_length(tokenizer: Any, tokens: int) -> None:
-    """Set a tokenizer's longest input, also in tokenizer.json, which readers without Python follow."""
-    tokenizer.model_max_length = tokens
-    if "max_length" in tokenizer.init_kwargs:
-        tokenizer.init_kwargs["max_length"] = tokens
-    stored = getattr(tokenizer, "backend_tokenizer", None)
-    if stored is not None and stored.truncation is not None:
-        stored.enable_truncation(**{**stored.truncation, "max_length": tokens})
-    if stored is not None and stored.padding is not None:
-        # To the longest row of a batch: every short text would otherwise get `tokens` tokens.
-        stored.enable_padding(**{**stored.padding, "length": None})
 
 
 def _tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:

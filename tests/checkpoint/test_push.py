@@ -15,7 +15,7 @@ from support.tiny import converted, original
 
 import linearize
 from linearize.checkpoint.ownership import check_ours
-from linearize.checkpoint.push import check_repo, files_to_push
+from linearize.checkpoint.push import check_repo, files_to_push, is_converted
 from linearize.cli import main
 from linearize.core.errors import ConfigError
 
@@ -241,3 +241,13 @@ def test_a_card_that_is_not_utf8_is_one_line(folder, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "README.md' cannot be given the repository's name ('utf-8' codec can't decode byte 0xe9" in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_folder_that_is_not_converted_is_not_called_converted(folder, tmp_path, capsys):
+    """The commit called every folder converted, a tuned softmax model too."""
+    original("bert").save_pretrained(tmp_path / "softmax")
+    note = "is not converted: its attention is still softmax"
+    for place, converted_ in ((tmp_path / "softmax", False), (folder, True)):
+        assert main(["push", str(place), "alice/tiny", "--dry-run"]) == 0
+        assert (note in " ".join(capsys.readouterr().out.split())) is not converted_
+        assert is_converted(place) is converted_

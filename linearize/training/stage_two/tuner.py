@@ -370,7 +370,7 @@ class Tuner(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
-        if checkpoint is not None:
+        if checkpoint is not None and self.optimizer is not None:
             check_moments(self.optimizer)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
