@@ -14,6 +14,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError
+from linearize.core.figures import check_finite
 from linearize.fidelity import teacher
 from linearize.fidelity.ablate import merit_of, undone, without_kernel
 from linearize.fidelity.teacher import Batch
@@ -123,7 +124,7 @@ def measure(original: PreTrainedModel | None, converted: PreTrainedModel, batche
 
     Raises:
         ConfigError: if the original is itself converted, or a different kind of model, or `converted` is not converted.
-        DataError: if `batches` is empty.
+        DataError: if `batches` is empty, or a model's outputs are NaN or infinite.
     """
     if not linear_attentions(converted):
         raise ConfigError(f"got {type(converted).__name__}, expected a converted model; call linearize.convert first")
@@ -171,6 +172,8 @@ def output_difference(
         mask = teacher.mask_of(cut, first)
         keep = torch.ones(first.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
         expected, got = first[keep], second[keep]
+        for side, states in (("original", expected), ("converted", got)):
+            check_finite(f"last hidden states of the {side} model", states.float().numpy(), "tokens")
         cosine += float(torch.nn.functional.cosine_similarity(expected, got, dim=-1).sum())
         error += float((expected - got).square().sum())
         power += float(expected.square().sum())
@@ -197,6 +200,8 @@ class _Sums:
     def result(self, module: str, kernel: str) -> LayerFidelity:
         """Return the averages over all queries, and the errors relative to the norm of softmax's output."""
         v, none = self.values, torch.zeros(self.heads, dtype=torch.float64)
+        for name, per_head in v.items():
+            check_finite(f"layer {module}, {name}", per_head.numpy(), "heads")
         queries, power = v.get("queries", none).clamp(min=1), v.get("power", none)
 
         def whole(name: str) -> float:
@@ -234,7 +239,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
         The figures per layer and head, of the layers that ran. Time is quadratic in the length, memory linear.
 
     Raises:
-        DataError: if `batches` is empty.
+        DataError: if `batches` is empty, or a model's outputs are NaN or infinite.
     """
     layers = linear_attentions(model)
     sums = {name: _Sums(layer.shape.heads) for name, layer in layers.items()}

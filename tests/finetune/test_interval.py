@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,13 +53,6 @@ def test_units_drawn_without_a_class_do_not_count():
     assert missed.mean() == pytest.approx(0.9**20, abs=0.01) and percentiles(scores) == (1.0, 1.0)
     scores[np.flatnonzero(~missed)[::2]] = 0.5
     assert percentiles(scores) == (0.5, 1.0) and np.isnan(percentiles(scores[missed])).all()
-
-
-def test_a_model_with_a_nan_in_one_row_has_no_interval():
-    data, labels = replace(no_rows("similarity"), validation=[{}] * 20), np.linspace(0, 1, 20)
-    cosines = np.where(labels == labels[3], np.nan, labels)
-    found = measured(data, data.type.compute_metrics(cosines, labels), cosines, labels)
-    assert np.isnan(found.score) and np.isnan(found.interval).all()
 
 
 def test_windows_are_drawn_with_their_counts():

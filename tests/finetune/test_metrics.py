@@ -106,13 +106,6 @@ def test_one_class_has_no_area_under_the_curve():
     assert math.isnan(value("roc_auc", [0.1, 0.9], [1, 1]))
 
 
-@pytest.mark.parametrize("name", ["pearson", "spearman", "mse"])
-@pytest.mark.parametrize("guess", [[np.nan, 1.0, 2.0], [np.nan] * 3])
-def test_not_a_number_gives_none(name, guess):
-    """No error and no score: the trainer stops at the loss, and says at which step."""
-    assert np.isnan(value(name, guess, [1.0, 2.0, 3.0]))
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_correlations_equal_their_definition_with_ties(seed):
     chance = np.random.default_rng(seed)

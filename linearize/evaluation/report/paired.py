@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linearize.core.figures import span
+from linearize.core.figures import check_finite, span
 
 if TYPE_CHECKING:
     from linearize.training.stage_two.intervals import Score
@@ -125,7 +125,12 @@ def best_by(
 
     Returns:
         The sentence, and the differences between the best model and every other.
+
+    Raises:
+        DataError: if a figure is NaN or infinite.
     """
+    for name, values in per_input.items():
+        check_finite(f"{by}, {name}", values, "inputs")
     means = {name: float(np.mean(values)) for name, values in per_input.items()}
     best = (max if larger_is_better else min)(means, key=lambda name: means[name])
     others = [name for name in per_input if name != best]

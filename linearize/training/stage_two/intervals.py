@@ -77,7 +77,7 @@ def measured(data: TaskData, metrics: dict[str, float], predictions: Predictions
             score=mean,
             chance=chance_level(data, labels, names),
             units=data.facts.get("questions", len(data.validation)),
-            # If the model itself gave a NaN, no resample without that row stands for it.
+            # If the score is undefined (no row of a class), so is its interval.
             resampled=np.array([mean if np.isnan(mean) else data.task.mean_of(drawn, names) for drawn in resampled]),
         )
 

@@ -7,16 +7,20 @@ all of that.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from linearize.core.figures import check_finite
 
 DEPTHS = (1, 10)
 """The k of every recall at k that `retrieval` returns."""
@@ -27,11 +31,26 @@ EDGES = (1, *(64 * 2**power for power in range(15)))
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+def _of_finite(metric: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a metric that refuses arguments with NaN or infinity."""
+
+    @functools.wraps(metric)
+    def checked(*arrays: np.ndarray | None) -> Any:
+        for values in arrays:
+            if values is not None:
+                check_finite(metric.__name__, values)
+        return metric(*arrays)
+
+    return checked
+
+
+@_of_finite
 def accuracy(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the share of guesses [N] that equal their reference; NaN without rows."""
     return {"accuracy": np.count_nonzero(guess == true) / len(true) if len(true) else math.nan}
 
 
+@_of_finite
 def f1(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the F1 of class 1 [N], as GLUE does for MRPC and QQP; 0 if that class is neither predicted nor occurs."""
     guess, true = guess == 1, true == 1
@@ -39,6 +58,7 @@ def f1(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     return {"f1": 2 * np.count_nonzero(guess & true) / total if total else 0.0}
 
 
+@_of_finite
 def f1_macro(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the mean of the F1 of every class that is predicted or occurs in [N] rows."""
     hits, guesses, truths = _class_counts(guess, true)
@@ -47,6 +67,7 @@ def f1_macro(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     return {"f1_macro": float(np.mean(2 * hits[known] / total[known])) if known.any() else 0.0}
 
 
+@_of_finite
 def matthews(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the correlation of predicted and true classes [N], CoLA's metric; 0 if either of them is constant.
 
@@ -68,16 +89,19 @@ def _class_counts(guess: np.ndarray, true: np.ndarray) -> tuple[np.ndarray, np.n
     return hits, guesses, truths
 
 
+@_of_finite
 def pearson(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the linear correlation of two sides [N], STS-B's metric; 0 if either side is constant."""
     return {"pearson": _correlation(guess, true)}
 
 
+@_of_finite
 def spearman(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the linear correlation of the ranks of two sides [N], STS-B's metric; 0 if either side is constant."""
     return {"spearman": _correlation(_tied_ranks(guess), _tied_ranks(true))}
 
 
+@_of_finite
 def roc_auc(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the area under the ROC: how often a row of class 1 has a larger guess [N] than one of class 0.
 
@@ -90,9 +114,10 @@ def roc_auc(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     return {"roc_auc": float((_tied_ranks(guess)[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))}
 
 
+@_of_finite
 def mse(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Return the mean of the squared differences of two sides [N]; NaN without numbers, or if a guess is not finite."""
-    return {"mse": float(np.mean((guess - true) ** 2)) if len(true) and np.isfinite(guess).all() else math.nan}
+    """Return the mean of the squared differences of two sides [N]; NaN without numbers."""
+    return {"mse": float(np.mean((guess - true) ** 2)) if len(true) else math.nan}
 
 
 def _correlation(guess: np.ndarray, true: np.ndarray) -> float:
@@ -105,14 +130,13 @@ def _correlation(guess: np.ndarray, true: np.ndarray) -> float:
 
 
 def _tied_ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks [N], the mean rank for ties; NaN everywhere if a value is NaN."""
-    if np.isnan(values).any():
-        return np.full(len(values), math.nan)
+    """Return ranks [N], the mean rank for ties."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: np.ndarray = (np.cumsum(counts) - (counts - 1) / 2)[places]
     return ranks
 
 
+@_of_finite
 def perplexity(nll: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
     """Return the exponential of the mean negative log-likelihood per token, from rows' sums (nats) and counts [N]."""
     total, count = float(np.sum(nll)), float(np.sum(tokens))
@@ -120,6 +144,7 @@ def perplexity(nll: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
     return {"perplexity": math.exp(mean) if mean < 700 else math.inf, "nll": mean, "tokens": count}
 
 
+@_of_finite
 def copying(sums: np.ndarray) -> dict[str, float]:
     """Return how well repeated passages are predicted: accuracy and loss of the second reading, loss of the first.
 
@@ -135,6 +160,7 @@ def copying(sums: np.ndarray) -> dict[str, float]:
     }
 
 
+@_of_finite
 def entities(counts: np.ndarray) -> dict[str, float]:
     """Return precision, recall and F1 over entities, and accuracy over tokens; 0 if there is nothing to count.
 
@@ -180,6 +206,7 @@ def entities_of(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     return result
 
 
+@_of_finite
 def spans(agreements: np.ndarray) -> dict[str, float]:
     """Return exact match and word F1 of answers, the means of `agreement` over questions [Q, 2], as in SQuAD's script.
 
@@ -204,6 +231,7 @@ def normalise(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
+@_of_finite
 def retrieval(found: np.ndarray, best: np.ndarray | None = None) -> dict[str, float]:
     """Return recall at 1 and at 10 and the mean of 1 / rank (MRR), from ranks [N] that begin at 1.
 
@@ -218,6 +246,7 @@ def retrieval(found: np.ndarray, best: np.ndarray | None = None) -> dict[str, fl
     return figures if best is None else figures | {f"best_{name}": value for name, value in retrieval(best).items()}
 
 
+@_of_finite
 def ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """Return the rank [N], from 1, of each query's own text among all texts, by the cosine of their embeddings.
 
@@ -245,6 +274,10 @@ def part_ranks(queries: np.ndarray, texts: np.ndarray) -> np.ndarray:
         queries: embeddings of the queries' parts [N, P, D]; NaN for a text with fewer parts.
         texts: [N, P, D].
     """
+    for side in (queries, texts):
+        # A part that is NaN as a whole is missing; every text has at least one part.
+        missing = np.isnan(side).all(axis=2) & ~np.isnan(side).all(axis=(1, 2))[:, None]
+        check_finite("part_ranks", np.where(missing[..., None], 0.0, side))
     queries, texts = (_unit(np.asarray(side, dtype=np.float64)) for side in (queries, texts))
     found = np.empty(len(queries), dtype=np.int64)
     for place, query in enumerate(queries):
@@ -331,6 +364,7 @@ def range_sums(nll: Tensor, counted: Tensor) -> Tensor:
     return torch.cat([nll @ inside, counted.to(nll.dtype) @ inside, torch.cat([last, empty], dim=1).amax(dim=1)], dim=1)
 
 
+@_of_finite
 def losses_by_position(sums: np.ndarray) -> tuple[PositionLoss, ...]:
     """Return the mean loss of every range that has tokens, from the `range_sums` of N rows [N, 3 R]."""
     nll, tokens, last = np.split(np.asarray(sums, dtype=np.float64), 3, axis=1)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.checkpoint.fingerprint import data_digest, rows_digest
 from linearize.core.errors import ConfigError, DataError
+from linearize.core.figures import check_finite
 from linearize.data.encode import copy_tokenizer, longest_input
 from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
@@ -102,7 +103,12 @@ class TaskType(Kind):
         return {name: value for metric in self.task.metrics for name, value in METRICS[metric](*units).items()}
 
     def compute_metrics(self, predictions: Predictions, labels: Predictions) -> dict[str, float]:
-        """Return the task's metrics for all rows."""
+        """Return the task's metrics for all rows.
+
+        Raises:
+            DataError: if a prediction is NaN or infinite.
+        """
+        check_finite(f"task {self.task.name}, the model's outputs", np.asarray(first_output(predictions)))
         return self.metrics(*self.units(predictions, labels))
 
     def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:

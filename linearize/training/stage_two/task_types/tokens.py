@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from linearize.core.errors import DataError
+from linearize.core.figures import check_finite
 from linearize.core.heads import HEADS
 from linearize.data.columns import in_order
 from linearize.data.encode import TOKEN_FIELDS, tokenise
@@ -27,14 +28,29 @@ from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData,
 if TYPE_CHECKING:
     from datasets import Dataset
 
+BROKEN = -1
+"""The predicted label of a token whose logits have NaN or infinity."""
+
 
 class TokenLabels(TaskType):
     """Rows in which tokens have labels, `IGNORED` at all others; the prediction is the most likely label."""
 
     def reduce(self, logits: Logits, labels: Tensor) -> Tensor:
-        """Return the predicted labels [B, T] of logits [B, T, C]."""
-        guesses: Tensor = first_output(logits).argmax(dim=-1)
-        return guesses
+        """Return the predicted labels [B, T] of logits [B, T, C], `BROKEN` where one of these is NaN or infinite."""
+        scores: Tensor = first_output(logits)
+        # A model may give -infinity to tokens that it never predicts.
+        return scores.argmax(dim=-1).masked_fill((scores.isnan() | scores.isposinf()).any(dim=-1), BROKEN)
+
+    def scored(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, np.ndarray]:
+        """Return predictions and labels [N, T] of the tokens at the same places.
+
+        Raises:
+            DataError: if a token with a label has a broken prediction.
+        """
+        guesses, answers = np.asarray(first_output(predictions)), np.asarray(labels)
+        broken = (guesses == BROKEN) & (answers != IGNORED)
+        check_finite(f"task {self.task.name}, the model's outputs", np.where(broken, np.nan, 0.0))
+        return guesses, answers
 
     def constant_answers(self, labels: Predictions) -> Iterable[np.ndarray]:
         """Return the most frequent label as the answer everywhere; none if no token has a label."""
@@ -73,7 +89,7 @@ class TokenClassification(TokenLabels):
         """Return each row's `entity_counts` [N, 5], from tags and labels [N, T]."""
         names = self.task.labels or ()
         counts = []
-        for guess, answer in zip(np.asarray(predictions), np.asarray(labels), strict=True):
+        for guess, answer in zip(*self.scored(predictions, labels), strict=True):
             counts.append(entity_counts(*([names[i] for i in side[answer != IGNORED]] for side in (guess, answer))))
         return (np.array(counts),)
 
@@ -176,6 +192,7 @@ class QuestionAnswering(TaskType):
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return each question's `agreement` [Q, 2], from start and end logits of all rows [R, T]."""
         start, end = (np.asarray(part) for part in predictions[:2])
+        check_finite(f"task {self.task.name}, the model's outputs", end)
         guesses = best_answers(start, end, self.measured, self.texts, not all(self.answers))
         return (np.array([agreement(guess, known) for guess, known in zip(guesses, self.answers, strict=True)]),)
 
