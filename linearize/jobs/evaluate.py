@@ -275,9 +275,8 @@ class Sides:
 
 
 def _same_rows(one: Read, other: Read) -> bool:
-    """Tell whether two sides read the same rows: windows of another length are other rows, even if equally many."""
-    sides = [(read.measured.units, *map(read.data.facts.get, ("context", "stride"))) for read in (one, other)]
-    return sides[0] == sides[1]
+    """Tell whether two sides are scored on the same rows; windows of another length, or of other tokens, are others."""
+    return one.measured.scored == other.measured.scored
 
 
 def _notes(name: str, model: PreTrainedModel, data: TaskData, length: int) -> str | None:
@@ -356,7 +355,8 @@ class Evaluation:
         figures: the model's metrics.
         score: the task's main metric.
         facts: number and length of the rows, share of truncated rows, stride of a perplexity.
-        recovered: share of the original's score above chance, percent; None if the original is not above chance.
+        recovered: share of the original's score above chance, percent; None if the original is not above chance, or
+            was scored on other rows.
         interval: 95 % bootstrap interval of the score over rows.
         chance: the score of the best answer that ignores the input.
         sides: all measured sides: this model, ablations, the original at its own length and in chunks.
@@ -405,7 +405,8 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
     if compared is not None and options is not None:
         original = sides.measure(ORIGINAL, compared, options)
         score, interval = original.measured.score, original.measured.interval
-        recovered = recovery(ours.data.task, measured.score, score, chance=measured.chance, interval=interval)
+        if _same_rows(ours, original):
+            recovered = recovery(ours.data.task, measured.score, score, chance=measured.chance, interval=interval)
         if pieces is not None:
             skipped = why_no_chunks(original.data, pieces.max_length)
             if skipped is None:
@@ -414,10 +415,12 @@ def evaluate_checkpoint(job: EvaluateJob, on_event: Callback = ignore) -> Evalua
                 skipped = None
         if not _same_rows(ours, original):
             theirs, mine = original.result.max_length, ours.result.max_length
-            same = "" if theirs == mine else f"; --max-length {theirs} gives both the same windows"
+            how, advice = "other tokens: another tokenizer, or other labels", ""
+            if theirs is not None and mine is not None and theirs != mine:
+                how = f"windows of {theirs:,} tokens; this model: {mine:,}"
+                advice = f"; --max-length {theirs} gives both the same windows"
             skipped = (
-                f"The original reads other rows (windows of {theirs:,} tokens; this model: {mine:,}), so neither "
-                f"differences nor times can be compared{same}."
+                f"The original reads other rows ({how}), so neither differences nor times can be compared{advice}."
             )
     results = tuple(read.result for read in sides.read)
     failed = ", ".join(result.name for result in results if not result.learned)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from linearize.core.errors import ConfigError
 from linearize.jobs.recipes.recipe import check
+from linearize.jobs.recipes.results import tables
 from linearize.jobs.recipes.run import run_recipe
 from linearize.jobs.recipes.schema import Row
 from linearize.jobs.recipes.stages import lengthen
@@ -107,3 +108,34 @@ def test_positions_of_a_row_are_tiled_or_stretched(checkpoint):
     assert len(tiled) == len(stretched) == 48 and len(short) == 32
     assert torch.equal(tiled[:32], short) and torch.equal(tiled[32:], short[:16])
     assert torch.equal(stretched[[0, 47]], short[[0, 31]]) and not torch.equal(stretched[1], short[1])
+
+
+def test_windows_of_another_length_have_no_share_of_softmax(tmp_path):
+    """A perplexity of longer windows was given as 103 % of softmax's of shorter ones."""
+    from support.tasks import WORDS, causal_folder, write
+
+    causal_folder(tmp_path / "model", 32)
+    for split in ("train", "validation"):
+        write(tmp_path / "texts" / f"{split}.jsonl", [{"text": " ".join(WORDS[n % 7] for n in range(99))}] * 4)
+    stage = {"steps": 1, "batch_size": 4, "holdout": 4}
+    values = {
+        "summary": "windows",
+        "flow": "untuned",
+        "model": {"name": str(tmp_path / "model")},
+        "kernels": ["softmax", "elu", {"name": "elu", "label": "longer", "rows": {"max_length": 24}}],
+        "tasks": {"texts": {"task": "causal-lm", "dataset": str(tmp_path / "texts")}},
+        "rows": {"max_length": 16},
+        "distil": stage,
+        "device": "cpu",
+    }
+    softmax, elu, longer = run_recipe(check(values, "recipe"), tmp_path / "run")
+    assert elu["recovered"] == pytest.approx(100 * softmax["score"] / elu["score"])
+    assert longer["recovered"] is longer["original"] is None and longer["score"] > 1
+    (table,) = tables(tmp_path / "run")
+    assert [table.rows[name]["texts"].recovered is None for name in ("elu", "longer")] == [False, True]
+    # Older results have no hash of their rows, but the length of their windows.
+    results = tmp_path / "run" / "results.jsonl"
+    rows = [{k: v for k, v in row.items() if k != "scored"} for row in (softmax, elu, longer)]
+    results.write_text("".join(json.dumps({**row, "original": None}) + "\n" for row in rows))
+    (table,) = tables(tmp_path / "run")
+    assert [table.rows[name]["texts"].recovered is None for name in ("elu", "longer")] == [False, True]

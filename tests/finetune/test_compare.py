@@ -221,3 +221,57 @@ def test_peak_memory_is_measured_in_a_process_of_its_own(place, monkeypatch):
 
     monkeypatch.setattr(memory, "in_fresh_process", failing)
     assert memory.peak_of_reading(str(place / "linear"), HEAD, 4, 12) is None
+
+
+def renumbered(folder, positions=16):
+    """A tiny causal model whose tokenizer has the same words under other numbers: equally many windows."""
+    causal_folder(folder, positions)
+    file = folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+    words = values["model"]["vocab"]
+    values["model"]["vocab"] |= {word: words[other] for word, other in zip(WORDS, reversed(WORDS), strict=True)}
+    file.write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["causal-lm", "copying", "masked-lm", "text-classification", "retrieval"])
+def test_another_tokenizer_has_no_share_where_tokens_are_scored(name, tmp_path, few_draws):
+    """The note said that the rows differ, and the share of the original's score was printed beside it."""
+    causal_folder(tmp_path / "ours", 16)
+    renumbered(tmp_path / "theirs")
+    rows = [{"text": " ".join(WORDS[(n + shift) % 12] for n in range(21)), "label": shift % 2} for shift in range(4)]
+    for split in ("train", "validation"):
+        write(tmp_path / "set" / f"{split}.jsonl", rows)
+    kinds = {"masked-lm": "AutoModelForMaskedLM", "text-classification": HEAD, "retrieval": "AutoModel"}
+    for side in ("ours", "theirs"):
+        if name in kinds:
+            sizes = {"vocab_size": 17, "max_position_embeddings": 32, **SMALLER}
+            original("bert", kinds[name], **sizes).save_pretrained(tmp_path / side)
+    by_text = name in ("text-classification", "retrieval")
+    options = {"task": name, "dataset": str(tmp_path / "set"), "device": "cpu", "max_length": 16, "chunks": False}
+    options |= {"columns": "text"} if by_text else {}
+    for original_side in ("ours", "theirs"):
+        found = evaluate_checkpoint(
+            EvaluateJob.of(model=str(tmp_path / "ours"), compare=str(tmp_path / original_side), **options)
+        )
+        assert len({side.max_length for side in found.sides}) == 1
+        same = original_side == "ours" or by_text
+        assert len(found.differences) == same and len(found.times.sides) == 1 + same
+        assert any("other tokens" in note for note in found.notes) != same
+        assert found.recovered is None or same
+        # An untrained original may not be above chance, but a perplexity has no chance level.
+        assert found.recovered is not None or not (same and TASKS[name].lower_is_better)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_scores_are_compared_only_on_the_same_labels(name):
+    """Every task knows what it scores: other labels are other rows."""
+    kind = no_rows(name, **({"labels": ("O", "B-A")} if TASKS[name].label and not TASKS[name].labels else {})).type
+    labels = np.array([[1, 0, -100], [0, 1, 1]]) if kind.head.per_label is False else np.array([1, 0, 1])
+    other = labels.copy()
+    other[0] = 1 - other[0]
+    kind.answers = [["a"], ["b"]]
+    before = kind.scored(labels)
+    assert before == kind.scored(labels.copy())
+    kind.answers = [["a"], ["c"]]
+    assert before != kind.scored(other)

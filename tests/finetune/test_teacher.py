@@ -418,3 +418,16 @@ def test_extra_pairs_need_pairs(bert, glue):
     for name in ("cola", "masked-lm"):
         with pytest.raises(ConfigError, match=r"extra_pairs: got 1.0, but task .* reads no pairs"):
             data_for(name, bert, glue / "cola", replace(SHORT, extra_pairs=1.0))
+
+
+def test_a_teacher_measured_on_other_rows_has_no_result_beside_the_students(tmp_path):
+    """The card and the report show both scores side by side."""
+    from linearize.training.stage_two.load import RECORD
+    from linearize.training.stage_two.save import original_result
+
+    record = {"task": "sst2", "score": 0.9, "metrics": {"accuracy": 0.9}, "max_length": 8, "scored": "these"}
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    assert original_result(tmp_path, "sst2", "these")["score"] == 0.9
+    assert original_result(tmp_path, "sst2", "others") is None and original_result(tmp_path, "cola", "these") is None
+    (tmp_path / RECORD).write_text(json.dumps({name: record[name] for name in record if name != "scored"}))
+    assert original_result(tmp_path, "sst2", "others")["score"] == 0.9

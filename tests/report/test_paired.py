@@ -122,3 +122,24 @@ def test_all_are_looked_for_before_one_is_measured(tmp_path, capsys, monkeypatch
     assert (code, out) == (2, "") and err.endswith(
         "linearize: error: './missing' does not exist; expected the folder of a checkpoint, or a Hub name\n"
     )
+
+
+def test_no_verdict_between_models_with_other_tokens(tmp_path, capsys, monkeypatch):
+    """Texts under another tokenizer are other inputs, but their figures were paired."""
+    import json
+
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path, 48)
+    for name in ("one", "other"):
+        make_text(tmp_path / name)
+    file = tmp_path / "other" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    words = values["model"]["vocab"]
+    words["cat"], words["sat"] = words["sat"], words["cat"]
+    file.write_text(json.dumps(values))
+    line = "compare one other --dataset texts.jsonl --text-column text --inputs 8 --lengths none --device cpu --json"
+    code, out, err = run(capsys, *line.split())
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["verdicts"] == found["differences"] == []
+    assert any("other tokens" in note and "other and one" in note for note in found["notes"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.fingerprint import data_digest
 from linearize.checkpoint.loading import Loaded, check_converted, check_device, load_converted
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.provenance import Provenance
@@ -115,6 +116,7 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
         check_converted(checkpoint)
     conversions: dict[str, Conversion] = {}
     timed: dict[str, BenchModel] = {}
+    tokens: dict[str, str] = {}
     notes: list[str] = []
     options = _of_one_length(options, names, notes)
     inputs = modality = ""
@@ -126,13 +128,19 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
                 f"compare: {name} reads {loaded.modality}, but {names[0]} reads {modality}; compare models of the same "
                 "inputs"
             )
-        conversions[name], described, warnings = _measure(name, loaded, options)
+        conversions[name], described, tokens[name], warnings = _measure(name, loaded, options)
         modality, inputs = loaded.modality, inputs or described
         if loaded.modality == "text":
             lengths = lengths_within(current_length(loaded.model), options.lengths, warnings)
             if lengths:
                 timed[name] = BenchModel.of(loaded.model, None, longest=lengths[-1])
         notes += [f"{name}: {warning}" for warning in warnings]
+    other = [name for name in names if tokens[name] != tokens[names[0]]]
+    if other:
+        others = ", ".join(other)
+        notes.append(
+            f"No verdict on closeness: {others} and {names[0]} read the same texts as other tokens (another tokenizer)."
+        )
     noisy = False
     if timed:
         on_event(Started("timing all checkpoints in turns"))
@@ -152,7 +160,7 @@ def compare_checkpoints(options: CompareOptions, on_event: Callback = ignore) ->
             conversion.speedup = timings[name, "softmax"].seconds / linear.seconds
             conversion.tokens = model.longest
     measured = list(conversions.values())
-    verdicts, differences = _verdicts(measured, noisy=noisy)
+    verdicts, differences = _verdicts(measured, paired=not other, noisy=noisy)
     return Compared(inputs, measured, list(dict.fromkeys(notes)), noisy, verdicts, differences)
 
 
@@ -185,8 +193,8 @@ def _of_one_length(options: CompareOptions, names: Sequence[str], notes: list[st
     return replace(options, inputs=replace(options.inputs, max_length=limits[shortest]))
 
 
-def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conversion, str, list[str]]:
-    """Return a conversion without its time, the description of its inputs, and notes about it."""
+def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conversion, str, str, list[str]]:
+    """Return a conversion without its time, the description of its inputs, the hash of their tokens, and notes."""
     # Without each checkpoint's provenance, hence with the default seed: the inputs are the same for all.
     measured = measure_checkpoint(loaded, options.inputs, options.original)
     notes = list(measured.notes)
@@ -206,13 +214,17 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
         layers=[{key: value for key, value in asdict(layer).items() if key != "heads"} for layer in fidelity.layers],
         per_input=measure_each_input(loaded, measured),
     )
-    return conversion, measured.inputs, notes
+    # Padding may be on either side, and images of other sizes are the same images.
+    tokens = [batch["input_ids"][batch["attention_mask"].bool()] for batch in measured.batches if "input_ids" in batch]
+    return conversion, measured.inputs, data_digest(tokens), notes
 
 
-def _verdicts(conversions: Sequence[Conversion], *, noisy: bool) -> tuple[list[str], list[SideDifference]]:
+def _verdicts(
+    conversions: Sequence[Conversion], *, paired: bool, noisy: bool
+) -> tuple[list[str], list[SideDifference]]:
     """Return, for each figure, a sentence that names the best conversion, and its differences from the others."""
     verdicts, differences = [], []
-    for figure, label in FIGURES.items():
+    for figure, label in FIGURES.items() if paired else ():
         values = {each.name: each.per_input[figure] for each in conversions if figure in each.per_input}
         if len(values) == len(conversions):
             verdict, by_figure = best_by(label, values, larger_is_better=figure == "cosine")

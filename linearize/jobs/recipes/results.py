@@ -19,7 +19,7 @@ from linearize.core.options import read_values
 from linearize.core.parsing import parse_json, user_path, write_file
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import CHANCE, FREE, SOFTMAX, Recipe
-from linearize.training.stage_two.tasks import recovery
+from linearize.training.stage_two.tasks import Task, recovery
 
 RESULTS = "results.jsonl"
 RECIPE = "recipe.yaml"
@@ -141,8 +141,7 @@ def make_table(recipe: Recipe, name: str, results: Sequence[ResultRow], damaged:
         # The share of softmax's score, also if softmax was measured after this row (`--only`).
         late = row.get("original", row) is None and row["kernel"] != SOFTMAX
         if late and first is not None and row["task"] in jobs:
-            levels = {"chance": row["chance"], "interval": first.get("interval")}
-            row = {**row, "recovered": recovery(jobs[row["task"]].task, row["score"], first["score"], **levels)}
+            row = {**row, "recovered": share_of(jobs[row["task"]].task, row, first)}
         rows.append(row)
     columns = list(dict.fromkeys(cell.job.name for cell in wanted))
     several = len(columns) > 1
@@ -174,6 +173,22 @@ def make_table(recipe: Recipe, name: str, results: Sequence[ResultRow], damaged:
         seeds=len(recipe.seeds),
         changes=changes_of(recipe),
     )
+
+
+def same_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether two results were scored on the same rows; older ones record only the length of their windows."""
+    if one.get("scored") and other.get("scored"):
+        return bool(one["scored"] == other["scored"])
+    windows = [[result.get("facts", {}).get(name) for name in ("context", "stride")] for result in (one, other)]
+    return windows[0] == windows[1]
+
+
+def share_of(task: Task, result: Mapping[str, Any], softmax: Mapping[str, Any]) -> float | None:
+    """Return the share of softmax's score above chance, percent; None if it is unknown, or rows differ."""
+    if not same_rows(result, softmax):
+        return None
+    levels = {"chance": result.get("chance"), "interval": softmax.get("interval")}
+    return recovery(task, result["score"], softmax["score"], **levels)
 
 
 def _entry(rows: Sequence[ResultRow], label: str, column: str, paper: float | None) -> Entry:

@@ -21,12 +21,20 @@ from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback, Event, ignore
 from linearize.core.parsing import MOST_TEXT, read_json, user_path, write_file
 from linearize.jobs.recipes.recipe import Cell, cells, plain, resolve
-from linearize.jobs.recipes.results import RECIPE, ResultRow, append_row, read_recipe, read_rows, repair
+from linearize.jobs.recipes.results import (
+    RECIPE,
+    ResultRow,
+    append_row,
+    read_recipe,
+    read_rows,
+    repair,
+    same_rows,
+    share_of,
+)
 from linearize.jobs.recipes.schema import FREE, SOFTMAX, Recipe
 from linearize.jobs.recipes.stages import RECORD, Runner, softmax_folder
 from linearize.training.stage_two.save import remove_work
 from linearize.training.stage_two.splits import located
-from linearize.training.stage_two.tasks import recovery
 
 PACKAGES = ("linearize", "torch", "transformers", "datasets", "accelerate", "peft", "tokenizers", "numpy")
 GROWING = ("kernels", "tasks", "sources", "seeds")
@@ -201,10 +209,9 @@ def _result(recipe: Recipe, folder: Path, cell: Cell, done: Path, converted: Pat
     softmax = folder / softmax_folder(recipe, cell) / RECORD
     original = read_json(softmax, MOST_TEXT) if cell.kernel.name != SOFTMAX and softmax.is_file() else None
     task = cell.job.task
-    recovered = None
-    if original is not None:
-        levels = {"chance": tuned.get("chance"), "interval": original.get("interval")}
-        recovered = recovery(task, tuned["score"], original["score"], **levels)
+    if original is not None and not same_rows(tuned, original):
+        original = None
+    recovered = None if original is None else share_of(task, tuned, original)
     return {
         "cell": cell.key,
         "row": cell.row,
@@ -213,6 +220,7 @@ def _result(recipe: Recipe, folder: Path, cell: Cell, done: Path, converted: Pat
         "source": None if cell.source is None else cell.source.name,
         "seed": cell.seed,
         **{name: tuned[name] for name in ("score", "metrics", "facts")},
+        "scored": tuned.get("scored"),
         "percent": task.percent,
         "lower_is_better": task.lower_is_better,
         **{name: tuned.get(name) for name in ("interval", "chance")},

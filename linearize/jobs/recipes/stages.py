@@ -233,7 +233,7 @@ class Runner:
         start = time.perf_counter()
         measured = measure_with_interval(model, data, batch_size=rows_per_batch(data.facts))
         record = {
-            **{name: getattr(measured, name) for name in ("metrics", "score", "interval", "chance")},
+            **{name: getattr(measured, name) for name in ("metrics", "score", "interval", "chance", "scored")},
             "by_position": [dataclasses.asdict(loss) for loss in measured.by_position],
             "facts": data.facts,
             "seconds": time.perf_counter() - start,

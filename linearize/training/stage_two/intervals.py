@@ -29,12 +29,14 @@ class Score:
         score: the figure.
         chance: the score of the best answer that ignores the input; None if undefined (perplexities, spans).
         units: how many rows (or questions, if one may have several rows) were drawn.
+        scored: hash of what was scored (`TaskType.scored`); figures with another one are not comparable.
         resampled: [R] the score on units drawn with replacement; equal numbers of units give the same draws.
     """
 
     score: float
     chance: float | None = None
     units: int = 0
+    scored: str = ""
     resampled: np.ndarray
 
     @property
@@ -77,6 +79,7 @@ def measured(data: TaskData, metrics: dict[str, float], predictions: Predictions
             score=mean,
             chance=chance_level(data, labels, names),
             units=data.facts.get("questions", len(data.validation)),
+            scored=data.type.scored(labels),
             # If the score is undefined (no row of a class), so is its interval.
             resampled=np.array([mean if np.isnan(mean) else data.task.mean_of(drawn, names) for drawn in resampled]),
         )

@@ -114,21 +114,25 @@ def tuning_record(
         "split": data.task.validation[0] if data.task.exact_validation else None,
         "seed": data.type.options.seed,
         "facts": data.facts,
+        "scored": result.scored,
         "max_length": data.type.options.max_length,
         **{name: getattr(result, name) for name in MEASURED},
         "above_chance": above_chance(data.task, result.score, chance=result.chance, interval=result.interval),
         **{name: getattr(result, name) for name in ("steps", "best_step", "selection", "stopped")},
         "teacher": None if teacher is None else Path(teacher).name,
-        "original": None if teacher is None else original_result(teacher, data.task.name),
+        "original": None if teacher is None else original_result(teacher, data.task.name, result.scored),
         "seconds": result.seconds,
         "options": asdict(config),
     }
 
 
-def original_result(teacher: str | Path, task: str) -> dict[str, object] | None:
-    """Return the original's result on a task from its own record; None if it has no record of that task."""
+def original_result(teacher: str | Path, task: str, scored: str) -> dict[str, object] | None:
+    """Return the original's result on a task from its own record; None if it has no record of that task.
+
+    Nor if it was scored on other rows than those with the hash `scored`; older records have no hash.
+    """
     record = recorded(teacher)
-    if record.get("task") != task:
+    if record.get("task") != task or record.get("scored", scored) != scored:
         return None
     return {name: record.get(name) for name in ("score", "metrics", "max_length")}
 

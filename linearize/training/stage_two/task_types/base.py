@@ -98,6 +98,15 @@ class TaskType(Kind):
         """
         raise NotImplementedError
 
+    def scored(self, labels: Predictions) -> str:
+        """Return the hash of what is scored, row by row: the figures of two models are comparable if they agree on it.
+
+        By default the labels. Labels that are tokens depend on the tokenizer and on the length of the rows.
+        """
+        known = np.asarray(labels)
+        counts = known != IGNORED
+        return data_digest([counts.reshape(len(known), -1).sum(axis=1), known[counts]])
+
     def metrics(self, *units: np.ndarray) -> dict[str, float]:
         """Return the task's metrics for some `units`."""
         return {name: value for metric in self.task.metrics for name, value in METRICS[metric](*units).items()}

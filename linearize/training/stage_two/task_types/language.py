@@ -389,7 +389,7 @@ class Recall(TokenLabels, LanguageType):
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return the predicted token of each place and the true one [N, T - 1]."""
-        return self.scored(np.asarray(predictions)[:, :-1], np.asarray(labels)[:, 1:])
+        return self.read(np.asarray(predictions)[:, :-1], np.asarray(labels)[:, 1:])
 
     def metrics(self, *units: np.ndarray) -> dict[str, float]:
         """Return the metrics over the answers."""

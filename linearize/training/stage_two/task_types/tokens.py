@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linearize.checkpoint.fingerprint import data_digest
 from linearize.core.errors import DataError
 from linearize.core.figures import check_finite
 from linearize.core.heads import HEADS
@@ -41,7 +42,7 @@ class TokenLabels(TaskType):
         # A model may give -infinity to tokens that it never predicts.
         return scores.argmax(dim=-1).masked_fill((scores.isnan() | scores.isposinf()).any(dim=-1), BROKEN)
 
-    def scored(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, np.ndarray]:
         """Return predictions and labels [N, T] of the tokens at the same places.
 
         Raises:
@@ -89,7 +90,7 @@ class TokenClassification(TokenLabels):
         """Return each row's `entity_counts` [N, 5], from tags and labels [N, T]."""
         names = self.task.labels or ()
         counts = []
-        for guess, answer in zip(*self.scored(predictions, labels), strict=True):
+        for guess, answer in zip(*self.read(predictions, labels), strict=True):
             counts.append(entity_counts(*([names[i] for i in side[answer != IGNORED]] for side in (guess, answer))))
         return (np.array(counts),)
 
@@ -195,6 +196,10 @@ class QuestionAnswering(TaskType):
         check_finite(f"task {self.task.name}, the model's outputs", end)
         guesses = best_answers(start, end, self.measured, self.texts, not all(self.answers))
         return (np.array([agreement(guess, known) for guess, known in zip(guesses, self.answers, strict=True)]),)
+
+    def scored(self, labels: Predictions) -> str:
+        """Return the hash of the answers; a text has more rows at a shorter length, but one answer."""
+        return data_digest(self.answers)
 
     @classmethod
     def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
