@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
+from linearize.core.parsing import user_path
 
 ROWS = 65_536
 """Most rows that are hashed, evenly spread; the number of rows is always hashed."""
@@ -25,6 +29,15 @@ BATCHES = 8
 """Number of training batches that are hashed from a source without a method `digest`."""
 TRAINED = "trained_length"
 """The addition that a run sets from its data, which a fingerprint already holds."""
+MODEL = "model contents"
+"""Name of a `model_digest` in a record."""
+UNKNOWN_INPUTS = (
+    "An earlier version started this run and did not record the contents of its model and data, so a change in them is "
+    "not noticed."
+)
+BLOCK = 2**24
+"""Bytes of a file that are read at a time."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 KERNEL = ".linear_attention."
 """Part of every name of a kernel's weights."""
 
@@ -52,6 +65,28 @@ def fingerprint(
         for name, kernel in (("model weights", False), ("kernel weights", True)):
             values[name] = weights_digest(model, kernel)
     return values
+
+
+def model_digest(name: str) -> str | None:
+    """Return the hash of a local model's config and weights; a Hub model's commit in the cache; None if unknown."""
+    path = user_path(name)
+    if not path.exists():
+        cached = try_to_load_from_cache(name, "config.json") if HUB_NAME.fullmatch(name) else None
+        return Path(cached).parent.name if isinstance(cached, str) else None
+    # With the modules of a sentence embedder.
+    files = [*path.glob("*"), *path.glob("[0-9]_*/*")] if path.is_dir() else [path]
+    return files_digest([file for file in files if file.suffix in (".json", ".safetensors", ".gguf")])
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """Return the hash of files' contents and names, with the folder's, which may be a class of images."""
+    hashed = xxhash.xxh3_128()
+    for file in sorted(files):
+        _feed(hashed, [file.parent.name, file.name, file.stat().st_size])
+        with file.open("rb") as content:
+            while block := content.read(BLOCK):
+                hashed.update(block)
+    return hashed.hexdigest()
 
 
 def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from linearize.checkpoint.fingerprint import fingerprint
+from linearize.checkpoint.fingerprint import MODEL, UNKNOWN_INPUTS, fingerprint, model_digest
 from linearize.checkpoint.loading import check_device, load_processor, model_type
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.checkpoint.ownership import remove_parts
@@ -110,7 +110,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
         data, lengths = examine(job)
         for note in lengths.notes:
             on_event(Noted(note))
-        begin(job, work, data)
+        begin(job, work, data, on_event)
         for number, (folder, title, run, step) in enumerate(steps(job, work, lengths), start=1):
             if not (work / folder).exists() and (job.align_steps or folder != ALIGNED):
                 on_event(Started(f"step {number} of {STEPS}: {title}"))
@@ -404,18 +404,19 @@ def work_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}.work")
 
 
-def begin(job: LongdocJob, work: Path, data: TaskData) -> None:
+def begin(job: LongdocJob, work: Path, data: TaskData, on_event: Callback) -> None:
     """Create the work folder, or resume the run in it.
 
     Raises:
-        ConfigError: if the run was started with other options or other data.
+        ConfigError: if the run was started with another model, other options or other data.
         CheckpointError: if the folder holds something else.
     """
     options = {name: value for name, value in recorded(job).items() if name not in FREE}
     options |= {"task": job.task.name, "label column": job.task.label}
-    started = fingerprint(data=data, options=options)
+    started = fingerprint(data=data, options=options) | {MODEL: model_digest(job.model)}
     if job.resume and (work / STARTED).exists():
-        check_started(work, started)
+        if check_started(work, started, newer=[MODEL]):
+            on_event(Noted(UNKNOWN_INPUTS))
         return
     remove(job, work)
     write_started(work, started)

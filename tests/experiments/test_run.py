@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import yaml
 
+from linearize.checkpoint.fingerprint import UNKNOWN_INPUTS
 from linearize.checkpoint.output import LOCKED_BY
 from linearize.checkpoint.provenance import read_log
 from linearize.core.errors import ConfigError, DataError, LinearizeError
+from linearize.core.events import Noted
 from linearize.jobs.events import Logged, StepDone
 from linearize.jobs.recipes.recipe import cells, check, load_recipe
 from linearize.jobs.recipes.results import _average, _entry, cell_text, read_rows, tables
@@ -471,3 +474,52 @@ def test_changes(tiny, write):
     assert recipe.kernels[0].distil is False and recipe.seeds == (3,)
     assert recipe.finetune["learning_rate"] == "1e-5" and cells(recipe)[0].job.finetune.learning_rate == 1e-5
     assert list(recipe.columns) == ["cola"] and recipe.figures["softmax"] == {"cola": 58.8}
+
+
+def changed_model(root, sets, checkpoint):
+    from safetensors.torch import load_file, save_file
+
+    file = root / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["embeddings.word_embeddings.weight"] *= 2
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def changed_data(root, *_):
+    file = root / "sets" / "cola" / "validation.jsonl"
+    file.write_text(file.read_text().replace("good", "very"))
+
+
+def changed_training_data(root, *_):
+    file = root / "sets" / "cola" / "train.jsonl"
+    file.write_text(file.read_text().replace("good", "very"))
+
+
+ADDED = {"a row": {"kernels": ["softmax", "elu", "relu"]}, "a seed": {"seeds": [0, 1]}}
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("change", [changed_model, changed_data, changed_training_data])
+def test_resume_refuses_what_changed_under_the_same_name(change, added, tiny, sets, checkpoint, tmp_path):
+    """A table had cells of two models, or of two data sets, without a word."""
+    shutil.copytree(sets, tmp_path / "sets")
+    shutil.copytree(checkpoint, tmp_path / "model")
+    few = {"flow": "untuned", "kernels": ["softmax", "elu"], "figures": {}, "distil": {"steps": 1, "holdout": 4}}
+    few |= {"tasks": {"cola": {"task": "retrieval", "folder": "cola", "columns": ["sentence"]}}}
+    values = {**tiny, **few, "data": str(tmp_path / "sets"), "model": {"name": str(tmp_path / "model")}}
+    for name in ("finetune", "teacher"):
+        del values[name]
+    folder = tmp_path / "run"
+    rows = run_recipe(check(values, "tiny"), folder)
+    before = (folder / "results.jsonl").read_bytes()
+    change(tmp_path, sets, checkpoint)
+    with pytest.raises(ConfigError, match=r"resume: the run was started with (model contents|contents of the data of)"):
+        run_recipe(check(values | ADDED[added], "tiny"), folder, resume=True)
+    assert (folder / "results.jsonl").read_bytes() == before
+    # A run of an earlier version has no record of that: it goes on, and says so.
+    for file in folder.glob("*/*/stage.json"):
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "inputs"}))
+    told = []
+    more = run_recipe(check(values | ADDED[added], "tiny"), folder, resume=True, on_event=told.append)
+    assert len(more) > len(rows)
+    assert [one.text for one in told if isinstance(one, Noted)] == [UNKNOWN_INPUTS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 from support.tasks import WORDS, word_tokenizer, write
 from support.tiny import SMALLER, original
 
+from linearize.checkpoint.fingerprint import UNKNOWN_INPUTS
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.core.errors import ConfigError, DataError, LinearizeError
 from linearize.core.options import effective
 from linearize.jobs import events, task_config
 from linearize.jobs.evaluate import SideDifference, SideResult, SideTime, Times, evaluate_checkpoint
-from linearize.jobs.longdoc import Lengths, examine, in_batches, run_longdoc, verdict, write_texts
+from linearize.jobs.longdoc import Lengths, begin, examine, in_batches, run_longdoc, verdict, write_texts
 from linearize.jobs.task_config import EvaluateJob, LongdocJob
 from linearize.training.stage_two.config import TuneConfig
 
@@ -324,3 +326,23 @@ def test_times_of_a_noisy_machine_are_no_verdict():
     assert Times(sides, 8, 7, "too noisy (50 %)", True).text == (
         "No verdict on speed, the machine was too noisy (50 %)."
     )
+
+
+def test_resume_refuses_a_model_that_changed_under_the_same_name(place, tmp_path):
+    """The tuned original was of the old weights, and the conversion of the new ones."""
+    shutil.copytree(place / "bert", tmp_path / "bert")
+    asked, told = job(place, "changed", model=str(tmp_path / "bert"), resume=True), []
+    data, work = examine(asked)[0], tmp_path / "work"
+    begin(asked, work, data, told.append)
+    begin(asked, work, data, told.append)
+    file = tmp_path / "bert" / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ConfigError, match="resume: the run was started with model contents="):
+        begin(asked, work, data, told.append)
+    assert told == []
+    # A run of an earlier version has no record of the model's contents.
+    started = json.loads((work / "started.json").read_text())
+    (work / "started.json").write_text(json.dumps({k: v for k, v in started.items() if k != "model contents"}))
+    begin(asked, work, data, told.append)
+    assert [one.text for one in told] == [UNKNOWN_INPUTS]

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel
 
+from linearize.checkpoint.fingerprint import MODEL, UNKNOWN_INPUTS, check_same, files_digest, model_digest, plain
 from linearize.checkpoint.loading import load_processor, move
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.checkpoint.ownership import has_weights
@@ -25,10 +26,12 @@ from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, STAGE_TWO, log
 from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError
-from linearize.core.events import Callback
+from linearize.core.events import Callback, Noted
 from linearize.core.heads import Processor
 from linearize.core.options import options_of
+from linearize.core.parsing import MOST_TEXT, read_json, user_path
 from linearize.data.columns import column_kinds, find_column
+from linearize.data.local import known_files
 from linearize.data.source import RowBatches
 from linearize.jobs.evaluate import rows_per_batch
 from linearize.jobs.events import DataOpened, Logged, StepDone
@@ -85,6 +88,7 @@ class Runner:
     def __init__(self, recipe: Recipe, folder: Path, device: str, on_event: Callback) -> None:
         self.recipe, self.folder, self.device, self.on_event = recipe, folder, device, on_event
         self._opened: dict[object, TaskData] = {}
+        self._inputs: dict[str, object] = {}
 
     def run(self, cell: Cell) -> tuple[Path, Path | None]:
         """Run the stages of a cell that have no result yet.
@@ -120,8 +124,41 @@ class Runner:
         key = (job.name, job.rows)
         if key not in self._opened:
             self._opened = {key: open_job(self.recipe.model, job)}
+            self._check_inputs(job, self._opened[key])
             self.on_event(DataOpened(self._opened[key].description))
         return self._opened[key]
+
+    def _check_inputs(self, job: Job, data: TaskData) -> None:
+        """Refuse a model or data whose contents have changed since a stage of the run read them.
+
+        Raises:
+            ConfigError: naming what changed.
+        """
+        contents: dict[str, str | None] = {}
+        if self.recipe.model.pretrained:
+            contents[MODEL] = model_digest(self.recipe.model.checkpoint)
+        path = None if job.data is None else user_path(str(located(job.task, job.data)))
+        if path is not None and path.exists():
+            # Rows depend on the seed, and cells of other seeds stand in the same table.
+            contents[f"contents of the data of {job.name}"] = files_digest(
+                known_files(path) if path.is_dir() else [path]
+            )
+        contents[f"contents of the rows of {job.name}, {json.dumps(plain(job.rows))}"] = data.digest()
+        contents = {name: digest for name, digest in contents.items() if digest is not None}
+        unknown = False
+        for file in sorted(self.folder.glob(f"*/*/{RECORD}")):
+            saved = read_json(file, MOST_TEXT).get("inputs")
+            unknown = unknown or saved is None
+            saved = saved or {}
+            common = [name for name in contents if name in saved]
+            check_same({name: saved[name] for name in common}, {name: contents[name] for name in common})
+        if unknown and not self._inputs:
+            self.on_event(Noted(UNKNOWN_INPUTS))
+        self._inputs |= contents
+
+    def _record_file(self, record: dict[str, Any]) -> dict[str, str]:
+        """Return the record of a stage as a file, with the hashes of what this run has read."""
+        return {RECORD: json.dumps({**record, "inputs": self._inputs}, indent=2) + "\n"}
 
     def _tune(
         self,
@@ -162,7 +199,7 @@ class Runner:
             teacher=guide,
         )
         record = tuning_record(data, config, result, None if guide is None else SOFTMAX)
-        files = tuning_files(record, result, [] if base is None else read_log(base)) | _record_file(record)
+        files = tuning_files(record, result, [] if base is None else read_log(base)) | self._record_file(record)
         stage = {"finetuning": record}
         save_model(model, target, data.type.processor, stage=stage, extra_files=files, overwrite=True)
         with contextlib.suppress(CheckpointError, OSError):
@@ -221,7 +258,7 @@ class Runner:
             aligned = align(model, batches, options, on_step=lambda report: self.on_event(StepDone(report)))
             provenance["alignment"] = record["alignment"] = alignment_record(aligned, job.align)
             lines = log_lines(ALIGNMENT, aligned.history, lines)
-        files = _record_file(record) | log_file(STAGE_TWO, [], lines)
+        files = self._record_file(record) | log_file(STAGE_TWO, [], lines)
         save_model(model, target, data.type.processor, stage=provenance, extra_files=files, overwrite=True)
 
     def _measure(self, target: Path, job: Job, base: Path | None) -> None:
@@ -239,12 +276,8 @@ class Runner:
             "seconds": time.perf_counter() - start,
         }
         with atomic_folder(target, overwrite=True) as fresh:
-            for name, text in _record_file(record).items():
+            for name, text in self._record_file(record).items():
                 (fresh / name).write_text(text, encoding="utf-8")
-
-
-def _record_file(record: dict[str, Any]) -> dict[str, str]:
-    return {RECORD: json.dumps(record, indent=2) + "\n"}
 
 
 def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -209,8 +209,16 @@ def write_started(folder: Path, started: Mapping[str, object]) -> None:
     draft.replace(folder / STARTED)
 
 
-def check_started(folder: Path, now: Mapping[str, object]) -> None:
+def check_started(folder: Path, now: Mapping[str, object], *, newer: Sequence[str] = ()) -> list[str]:
     """Refuse to resume a run with another model, other data or other options.
+
+    Args:
+        folder: the run's folder.
+        now: the fingerprint of the resumed run.
+        newer: names that runs started by earlier versions do not record.
+
+    Returns:
+        Those of them that the run does not record.
 
     Raises:
         ConfigError: naming the difference.
@@ -225,7 +233,9 @@ def check_started(folder: Path, now: Mapping[str, object]) -> None:
         raise CheckpointError(
             f"{str(file)!r} cannot be read ({error}), so this run cannot be resumed; remove the folder to start again"
         ) from None
-    check_same(saved, now)
+    missing = [name for name in newer if name not in saved]
+    check_same(saved, {name: value for name, value in now.items() if name not in missing})
+    return missing
 
 
 def resumed_from(folder: Path, now: Mapping[str, object]) -> Path | None:
