@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 from linearize.cli._options import take_options
@@ -33,6 +34,12 @@ QUIET = {
 }
 """Settings of libraries; errors contain what their logs would report."""
 INTERRUPTED = 130
+ORPHANED = 143
+"""As if the launcher had ended the process (SIGTERM)."""
+LAUNCHED = "TORCHELASTIC_RUN_ID"
+"""A variable that torchrun sets; workers that a shell started may outlive it."""
+WATCH = 1.0
+"""Seconds between two looks at the launcher."""
 
 
 def overview() -> str:
@@ -59,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     if argv is None:
         sys.unraisablehook = _interrupt_again
+        end_with_launcher()
     _replace_closed()
     try:
         try:
@@ -100,6 +108,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Only the main thread may do this.
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGINT, _end_at_once)
+
+
+def end_with_launcher() -> None:
+    """Exit once torchrun (or `accelerate launch`, which calls it) is gone: killed by `kill -9`, it ends no worker."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(WATCH)
+        # The main thread may wait for other workers forever; results are complete or absent at any moment.
+        os._exit(ORPHANED)
+
+    if LAUNCHED in os.environ:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _explained(error: Exception) -> str | None:
