@@ -68,16 +68,18 @@ class Distill(Verb):
     """Continue stage one on a converted checkpoint: more steps, other data, longer rows.
 
     examples:
-      linearize distill ./roberta-base-hedgehog --dataset reviews.jsonl --distill-steps 2000
+      linearize distill ./bert-luna --dataset reviews.jsonl --distill-steps 2000
       linearize distill ./bert-luna --distill-length 4096 --query-sample 256 --batch-size 2 --output bert-luna-long
       linearize distill ./bert-luna --feed student --loss output --distill-steps 300
       linearize distill ./bert-luna --distill-length 4096 --dry-run                # estimate the cost, write nothing
 
-    For a model that is not converted yet, `linearize convert MODEL` does the same after converting it.
+    For a model that is not converted yet, `linearize convert MODEL` does the same after converting it, and then aligns
+    it. A checkpoint whose blocks were aligned is refused, because its own softmax, which stage one imitates, is no longer
+    the original's: convert with --align-steps 0 to continue stage one later.
 
     several processes or machines, for this verb and `convert` (--batch-size is per process):
       accelerate config                                                # once: number of processes, and devices
-      accelerate launch --no_python linearize distill ./roberta-base-hedgehog --dataset reviews.jsonl
+      accelerate launch --no_python linearize distill ./bert-luna --dataset reviews.jsonl
       accelerate launch --config_file fsdp.yaml --no_python linearize distill ./big-model-hedgehog --precision bf16
       ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 --no-python linearize distill ./bert-luna        # on CPUs
     Every process has all kernels and its share of the rows; gradients are summed. Under FSDP the frozen model is

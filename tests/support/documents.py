@@ -53,7 +53,7 @@ FOLDERS = {
     "my-vit": ("vit", "AutoModelForImageClassification", {"image_size": 32, "patch_size": 32}),
 }
 CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
-"""Converted checkpoints under the names that README.md gives them, for the other documents."""
+"""Converted checkpoints under the names that README.md gives them, for the other documents: aligned, as by default."""
 WORDS = {
     "vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2",
     "sentence-transformers/all-MiniLM-L6-v2": "MINILM", "smollm2-chat": "gpt2-linear",
@@ -188,7 +188,8 @@ def make_place(root: Path) -> Path:
         make_original(root / name, kind, head, **overrides)
     for name in CONVERTED:
         kind, head, overrides = FOLDERS[name.removesuffix("-hedgehog")]
-        make_text(root / name, kind, head=head, config=overrides)
+        aligned = {"base_model": name.removesuffix("-hedgehog"), "alignment": {"train": "blocks"}}
+        make_text(root / name, kind, head=head, config=overrides, provenance=aligned)
     rows = [{"text": " ".join(VOCABULARY[i % 11 :] + VOCABULARY[: i % 13]), "label": i % 2} for i in range(96)]
     write_texts(root, rows)
     shutil.copy(CHECKOUT / "recipes" / "template.yaml", root / "mine.yaml")
