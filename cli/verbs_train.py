@@ -74,8 +74,8 @@ class Distill(Verb):
       linearize distill ./bert-luna --distill-length 4096 --dry-run                # estimate the cost, write nothing
 
     For a model that is not converted yet, `linearize convert MODEL` does the same after converting it, and then aligns
-    it. A checkpoint whose blocks were aligned is refused, because its own softmax, which stage one imitates, is no longer
-    the original's: convert with --align-steps 0 to continue stage one later.
+    it. A checkpoint whose blocks were aligned is refused, because its own softmax, which stage one imitates, is no
+    longer the original's: convert with --align-steps 0 to continue stage one later.
 
     several processes or machines, for this verb and `convert` (--batch-size is per process):
       accelerate config                                                # once: number of processes, and devices
