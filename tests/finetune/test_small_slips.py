@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,17 +12,26 @@ import torch
 from support.tasks import WORDS, no_rows, word_tokenizer, write
 
 from linearize.data.encode import TextEncoder
+from linearize.data.records import paired_anew
 from linearize.evaluation.report.paired import mean_difference, score_difference
 from linearize.fidelity.ablate import merit_of
+from linearize.jobs.evaluate import rows_of_tokens
+from linearize.jobs.longdoc import tuning_job
+from linearize.jobs.recipes.recipe import cells, load_recipe
+from linearize.jobs.task_config import LongdocJob
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.intervals import Score, percentiles
 from linearize.training.stage_two.metrics import EDGES, METRICS, range_sums
 from linearize.training.stage_two.prepare import hold_out
+from linearize.training.stage_two.rows import by_length
 from linearize.training.stage_two.splits import open_splits
 from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.stage_two.task_types.images import ImageClassification
 from linearize.training.stage_two.task_types.language import Copies, Windows, strided
 from linearize.training.stage_two.task_types.text import mean_over_chunks
+from linearize.training.stage_two.task_types.tokens import LONGEST, best_answers
 from linearize.training.stage_two.tasks import TASKS, above_chance, recovery
+from linearize.training.stage_two.tuner import Tuner
 
 EVEN = np.arange(1001) / 1000
 
@@ -131,3 +142,54 @@ def test_chance_itself_is_not_above_chance():
     assert not above_chance(task, 0.5, chance=0.5) and above_chance(task, 0.51, chance=0.5)
     assert not above_chance(task, 0.6, chance=0.5, interval=(0.5, 0.7))
     assert recovery(task, 0.7, 0.9, chance=0.5) == pytest.approx(50.0)
+
+
+def test_the_longest_answer_has_thirty_tokens():
+    width = LONGEST + 2
+    row = {"owner": 0, "offsets": [(n, n + 1) for n in range(width)]}
+    text = "".join(chr(97 + n % 26) for n in range(width))
+    for last, expected in ((LONGEST, text[1 : LONGEST + 1]), (LONGEST + 1, "")):
+        start, end = np.full((1, width), -9.0), np.full((1, width), -9.0)
+        start[0, 1] = end[0, last] = 9.0
+        found = best_answers(start, end, [row], [text], False)[0]
+        assert found == expected if expected else len(found) < LONGEST
+
+
+def test_predictions_come_back_in_the_order_of_the_rows():
+    """Rows are measured from the longest to the shortest; an order that is its own inverse shows no slip."""
+    lengths = [3, 1, 4, 2]
+    order = by_length([{"input_ids": [0] * length} for length in lengths])
+    assert order == [2, 0, 3, 1]
+    tuner = SimpleNamespace(order=order)
+    tuner._as_given = lambda values: Tuner._as_given(tuner, values)
+    measured = np.array([lengths[place] for place in order])
+    assert tuner._as_given(measured).tolist() == lengths
+    assert [part.tolist() for part in tuner._as_given((measured, measured))] == [lengths, lengths]
+
+
+def test_a_batch_has_no_more_tokens_than_were_asked_for():
+    assert [rows_of_tokens(64, length) for length in (1, 2, 3, 16, 64, 65)] == [32, 32, 21, 4, 1, 1]
+
+
+def test_new_pairs_and_crops_depend_on_the_seed_and_the_pass():
+    firsts, seconds = [f"a {n}" for n in range(40)], [f"b {n}" for n in range(40)]
+    pairs = {seed: tuple(paired_anew(firsts, seconds, 20, seed)) for seed in (0, 1)}
+    assert pairs[0] != pairs[1] and pairs[1] == tuple(paired_anew(firsts, seconds, 20, 1))
+    pixels = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    def crop(seed, epoch):
+        kind = ImageClassification(TASKS["cifar10"], options=DataOptions(seed=seed))
+        kind.epoch, kind.encoder = epoch, lambda examples, keep: {"pixel_values": pixels}
+        kind.numbered = lambda examples: [0] * len(examples)
+        return kind.collate([{"example": None, "place": n, "augment": True} for n in range(4)])["pixel_values"]
+
+    assert torch.equal(crop(0, 0), crop(0, 0))
+    assert not torch.equal(crop(0, 0), crop(0, 1)) and not torch.equal(crop(0, 0), crop(1, 0))
+
+
+def test_the_seed_of_a_job_is_that_of_its_rows():
+    recipe = load_recipe("minilm-glue", ["seeds=[3,5]", "data=./glue"])
+    assert {(cell.seed, cell.read.rows.seed) for cell in cells(recipe)} == {(3, 3), (5, 5)}
+    job = LongdocJob.of(model="m", task="text-classification", dataset="d", output="o", max_length=64, seed=7)
+    tuned = tuning_job(job, "m", Path("o"), 64)
+    assert (tuned.data.seed, tuned.tune.seed) == (7, 7)
