@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.tasks import WORDS, no_rows, word_tokenizer, write
 
+from linearize.cli.evaluate import print_few
 from linearize.data.encode import TextEncoder
 from linearize.data.records import paired_anew
 from linearize.evaluation.report.paired import mean_difference, score_difference
@@ -193,3 +194,10 @@ def test_the_seed_of_a_job_is_that_of_its_rows():
     job = LongdocJob.of(model="m", task="text-classification", dataset="d", output="o", max_length=64, seed=7)
     tuned = tuning_job(job, "m", Path("o"), 64)
     assert (tuned.data.seed, tuned.tune.seed) == (7, 7)
+
+
+@pytest.mark.parametrize(("count", "said"), [(8, True), (59, True), (60, False)])
+def test_few_rows_are_said_to_have_narrow_intervals(count, said):
+    lines = []
+    print_few(SimpleNamespace(print=lines.append), count)
+    assert [f"over {count} rows is too narrow" in line for line in lines] == [True] * said
