@@ -188,8 +188,8 @@ def advance(
         shift = torch.maximum(shift, scale[..., 0])
         # The largest log-scale is usually an earlier one; then the state need not be rescaled.
         if phi_k.device.type != "cpu" or not torch.equal(shift, state.log_scale):
-            flat.mul_(torch.exp(state.log_scale - shift).view(count, 1, 1))
-        values = values * torch.exp(scale - shift[..., None]).view(count, 1, 1)
+            flat.mul_(torch.exp(state.log_scale - shift).reshape(count, 1, 1))
+        values = values * torch.exp(scale - shift[..., None]).reshape(count, 1, 1)
     if mask is not None:
         padding = ~mask.bool().repeat_interleave(key_heads, dim=0)[..., None]
         values, phi_k = values.masked_fill(padding, 0.0), without_padding(phi_k, mask)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
+import pytest
 import torch
 
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.shape import HeadShape
+from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid, kernel_infos
 
 KERNELS = [info for info in kernel_infos() if info.preset is None and not info.needs_window]
@@ -104,3 +107,41 @@ def stepwise(mixer, q, k, v, mask=None, *, prefill=0):
         out, state = run(mixer, q[:, :, part], k[:, :, part], v[:, :, part], piece, state=state, needs_state=True)
         outputs.append(out)
     return torch.cat(outputs, dim=2), state
+
+
+ADDITIONS = {
+    "plain": {},
+    "window": {"window": 5},
+    "sinks": {"window": 5, "sinks": 3},
+    "scales": {"scale": "linear"},
+    "scaled window": {"window": 5, "scale": "linear"},
+    "exact keys": {"window": 5, "scale": "network", "sinks": 2, "exact_keys": 3},
+    "softmax heads": {"softmax_heads": (0, 3)},
+    "all of them": {"window": 5, "sinks": 1, "scale": "linear", "exact_keys": 3, "softmax_heads": (1,)},
+    "fading": {"window": 5, "scale": "linear", "softmax_heads": (2,), "trained_length": 12},
+}
+"""What a layer may add to its kernel, and what is joined with each other."""
+
+
+def _added():
+    for info in kernel_infos():
+        for direction in directions(info) if info.preset is None else ():
+            for name, hybrid in ADDITIONS.items():
+                shape = HeadShape(HEADS, KEY_HEADS, DIM, WIDTH, direction == "causal")
+                with contextlib.suppress(ConfigError):
+                    build_mixer(info.name, needed(info), shape, Hybrid(**hybrid))
+                    yield pytest.param(info, needed(info), direction, hybrid, id=f"{info.name}-{direction}-{name}")
+
+
+ADDED = list(_added())
+"""Every kernel with every addition that it takes, in both directions."""
+
+
+def stirred(info, arguments, direction, **hybrid):
+    """A mixer none of whose parameters is that of the start, at which most modules around a kernel do nothing."""
+    mixer = make_mixer(info, arguments, causal=direction == "causal", **hybrid)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return mixer
