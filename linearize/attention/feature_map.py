@@ -216,6 +216,17 @@ class FeatureMapMixer(Mixer):
             return None
         return Window(self.window, scaling, self.shape.causal, self.eps, self.hybrid.sinks, self.hybrid.exact_keys)
 
+    def apply_output(self, mixed: Tensor) -> Tensor:
+        """Apply the kernel's output to the weighted sum of the values [B, H, T, V]; heads that keep softmax have none.
+
+        For every mixer, `forward` equals `apply_output(weights @ v)`.
+        """
+        out = super().apply_output(mixed)
+        if self.output is None or self.softmax_heads is None:
+            return out
+        heads = torch.tensor(self.softmax_heads.heads, device=out.device)
+        return out.index_copy(1, heads, mixed.index_select(1, heads).to(out.dtype))
+
     def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply the kernel's output to the sums [B, H, T, V] in fp32, and cast it to the host's dtype."""
         out = self.apply_output(mixed)

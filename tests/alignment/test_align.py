@@ -329,7 +329,7 @@ def test_variances_do_not_depend_on_the_batches(name, labels):
     objective.measure_scales([{key: value[row : row + 1] for key, value in whole.items()} for row in range(4)])
     assert objective.scales == pytest.approx(together, rel=1e-6)
     taught = objective.teach(whole)
-    by_hand = {key: float(variance(value, taught.masks[12])) for key, value in taught.states.items()}
+    by_hand = {key: float(variance(value, taught.masks[key])) for key, value in taught.states.items()}
     assert {key: together[key] for key in by_hand} == pytest.approx(by_hand, rel=1e-5)
 
 
@@ -344,6 +344,26 @@ def test_padding_does_not_matter():
     one, two = measure(objective, [batch]), measure(objective, [longer])
     assert one.cosine == pytest.approx(two.cosine, abs=1e-6)
     assert one.layers == pytest.approx(two.layers, rel=1e-5)
+
+
+def test_towers_of_one_length_have_masks_of_their_own():
+    """The image's tokens took the text's mask where there were equally many: its last ones did not count."""
+    model = sharp("clip")
+    image, text = torch.randn(2, 3, 30, 30), torch.randint(3, 90, (2, 10))
+    text[0, -4:] = text[1, -1:] = 98
+    mask = torch.ones_like(text)
+    mask[0, -3:] = 0
+    found = []
+    for more in (0, 2):
+        pad = torch.nn.functional.pad
+        batch = {"input_ids": pad(text, (0, more), value=98), "attention_mask": pad(mask, (0, more))}
+        batch["pixel_values"] = image
+        objective = Objective(model, make_teacher(model, None, shared=False), AlignConfig())
+        objective.measure_scales([batch])
+        errors = objective.blockwise(batch, (1.0, 1.0), train=False)
+        assert sum("vision" in name for name in errors) == 2
+        found.append({**objective.scales, **measure(objective, [batch]).layers, **errors})
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["ForCTC", "Model"])

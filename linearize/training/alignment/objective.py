@@ -29,7 +29,7 @@ from linearize.core.errors import DataError
 from linearize.fidelity.teacher import run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import Outputs, find_blocks, first_tensor, hooked, keeper, masks_of, noting, run
+from linearize.training.alignment.pair import OUTPUT, Outputs, find_blocks, first_tensor, hooked, keeper, noting, run
 
 Name = TypeVar("Name")
 TINY = 1e-12
@@ -195,10 +195,11 @@ class Objective:
     @torch.no_grad()
     def teach(self, batch: Mapping[str, Tensor]) -> Outputs:
         """Run the teacher on a batch (such as `input_ids` [B, T])."""
-        noted: dict[int, Tensor] = {}
-        with observed(self.teacher, noting(noted)):
+        with noting(self.teacher, self.blocks) as masks:
             outputs = run(self.teacher, self.blocks, batch, head=self.config.logits_weight > 0)
-        outputs.masks = noted | outputs.masks
+        outputs.masks = masks
+        if outputs.last_mask is not None:
+            masks[OUTPUT] = outputs.last_mask
         return outputs
 
     def learn(self, batch: Mapping[str, Tensor]) -> Outputs:
@@ -219,9 +220,9 @@ class Objective:
         def moments(batch: Mapping[str, Tensor], _: Share) -> dict[str, Tensor]:
             with self._attentions(self.teacher, self.blocks) as kept:
                 taught = self.teach(batch)
-            states = {**taught.states, **{ATTENTION + name: state for name, state in kept.items()}}
             masks = taught.masks
-            found = {name: _moments(masked_rows(x, masks.get(x.shape[1]))) for name, x in states.items()}
+            found = {name: _moments(masked_rows(x, masks.get(name))) for name, x in taught.states.items()}
+            found |= {ATTENTION + name: _moments(masked_rows(x, masks.get(name))) for name, x in kept.items()}
             if is_regression(self.teacher.config):
                 found |= {f"{LOGITS}/{name}": _moments(masked_rows(x, None)) for name, x in taught.logits.items()}
             return found
@@ -239,30 +240,33 @@ class Objective:
     def terms_of(self, learned: Outputs, taught: Outputs, share: Share) -> dict[str, Tensor]:
         """Return `end_to_end`'s terms for given outputs of the student and the teacher on a batch."""
         (share_of_tokens, share_of_rows), masks = share, taught.masks
-        terms = {name: self._error(learned.states[name], x, masks, name, share) for name, x in taught.states.items()}
-        mask = masks.get(taught.last.shape[1])
+        terms = {
+            name: self._error(learned.states[name], x, masks.get(name), name, share)
+            for name, x in taught.states.items()
+        }
+        mask = taught.last_mask
         mine, target = (pooled(side.last, mask, self.config.pooling) for side in (learned, taught))
         terms[POOLED] = share_of_rows * pooled_loss(mine, target) / len(mine)
         for name, target in taught.logits.items():
-            term, mine, mask = f"{LOGITS}/{name}", learned.logits[name], masks.get(target.shape[1])
+            term, mine = f"{LOGITS}/{name}", learned.logits[name]
             if (scale := self.scales.get(term)) is not None:
                 squared = (mine.float() - target.float()).square().sum()
                 terms[term] = share_of_rows * squared / (target.shape[0] * scale)
                 continue
             per_token = mask is not None and target.ndim == 3 and target.shape[:2] == mask.shape
-            if mask is not None and not per_token and target.shape == mask.shape:
+            # Logits of pairs of a text and an image have two axes as well.
+            if mask is not None and not per_token and target.shape == mask.shape and "_per_" not in name:
                 # One logit per token: the chosen token (the start of an answer) must not be padding.
                 mine, target = (x.float().masked_fill(~mask.bool(), FAR_BELOW) for x in (mine, target))
             mean = logits_loss(mine, target, temperature=self.config.temperature, mask=mask)
             terms[term] = (share_of_tokens if per_token else share_of_rows) * mean
         return terms
 
-    def _error(self, student: Tensor, teacher: Tensor, masks: Mapping[int, Tensor], scale: str, share: Share) -> Tensor:
+    def _error(self, student: Tensor, teacher: Tensor, mask: Tensor | None, scale: str, share: Share) -> Tensor:
         """Return the relative error of a state [B, T, C], times the batch's share of its tokens.
 
         A state without padding, such as that of an image, has as many tokens in every row.
         """
-        mask = masks.get(teacher.shape[1])
         own = share[1] if mask is None else share[0]
         return own * relative_error(student, teacher, mask, self.scales[scale])
 
@@ -300,7 +304,7 @@ class Objective:
         terms: dict[str, float] = {}
         # The teacher's blocks that have called the student's, which may be the same modules.
         inside: set[str] = set()
-        noted, student = dict[int, Tensor](), self.student
+        student = self.student
 
         def after(name: str, attention: str) -> Callable[..., None]:
             module, own = student.get_submodule(name), {name: attention}
@@ -310,13 +314,13 @@ class Objective:
                     return
                 inside.add(name)
                 target, attended = first_tensor(output).detach(), kept[name]
-                masks = noted | masks_of(batch)
+                mask = masks.get(name)
                 attentions = self._attentions(student, own)
                 with unrecorded(), torch.set_grad_enabled(train), observed(module, None), attentions as mine:
                     state = first_tensor(module(*args, **kwargs))
-                    error = self._error(state, target, masks, name, share)
+                    error = self._error(state, target, mask, name, share)
                     if attention != name:
-                        error = error + self._error(mine[name], attended, masks, ATTENTION + name, share)
+                        error = error + self._error(mine[name], attended, mask, ATTENTION + name, share)
                     if train and error.requires_grad:
                         # The teacher's pass may run under autocast; gradients are computed outside it, as usual.
                         with torch.autocast(device_type=error.device.type, enabled=False):
@@ -329,8 +333,8 @@ class Objective:
 
         teacher, blocks = self.teacher, self.blocks
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
-        softmax = observed(teacher, noting(noted))
-        with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax, torch.no_grad():
+        softmax = noting(teacher, blocks)
+        with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax as masks, torch.no_grad():
             run_body(teacher, batch)
         return terms
 

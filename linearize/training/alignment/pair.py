@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linearize.attention.interface import linear_attentions
-from linearize.attention.layer import LinearAttention, Mask, Observer
+from linearize.attention.interface import linear_attentions, observed
+from linearize.attention.layer import LinearAttention, Mask
 from linearize.checkpoint.loading import move
 from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
@@ -38,19 +38,25 @@ class Outputs:
         states: hidden states [B, T, C] (of a grid [B, H, W, C]) after each block by the block's name, and `OUTPUT` last
             if the model has it.
         logits: logits by their names in the head's output; [B, 1, V], [B, T, V], or [B, T] over the tokens.
-        masks: padding masks [B, T], true at tokens, by their T: the batch's, and of a teacher also those that its
-            attentions get for samples of a sound or pixels.
+        masks: of a teacher, the padding masks [B, T], true at tokens, that the attentions of its blocks got, by the
+            block's name.
     """
 
     states: dict[str, Tensor] = field(default_factory=dict)
     logits: dict[str, Tensor] = field(default_factory=dict)
-    masks: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def last(self) -> Tensor:
         """The last hidden state [B, T, C]; a grid [B, H, W, C] is flattened."""
         state = next(reversed(self.states.values()))
         return state if state.ndim == 3 else state.flatten(1, -2)
+
+    @property
+    def last_mask(self) -> Tensor | None:
+        """The padding mask [B, T] of the last hidden state, that of the last block; None if there is no padding."""
+        name = next((name for name in reversed(self.states) if name != OUTPUT), OUTPUT)
+        return self.masks.get(name)
 
 
 def find_blocks(model: PreTrainedModel) -> dict[str, str]:
@@ -86,21 +92,23 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
     return blocks
 
 
-def noting(masks: dict[int, Tensor]) -> Observer:
-    """Return an observer that computes softmax (`frozen_output`) and notes padding masks [B, T] by their T."""
+@contextlib.contextmanager
+def noting(model: nn.Module, blocks: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """Let a model compute softmax (`frozen_output`) and note the padding masks [B, T] of its blocks by their names.
+
+    Each block has its own: the towers of a model may have equally many tokens.
+    """
+    masks: dict[str, Tensor] = {}
+    hosts = linear_attentions(model)
+    block_of = {hosts[host]: name for name in blocks for host in hosts if f"{host}.".startswith(f"{name}.")}
 
     def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor | None:
-        if mask is not None:
-            masks[mask.shape[1]] = mask
+        if mask is not None and layer in block_of:
+            masks[block_of[layer]] = mask
         return frozen_output(layer, q, k, v, mask, scaling)
 
-    return observe
-
-
-def masks_of(batch: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Return a batch's padding mask [B, T] by its T; empty if it has none."""
-    mask = batch.get("attention_mask")
-    return {} if mask is None else {mask.shape[1]: mask}
+    with observed(model, observe):
+        yield masks
 
 
 @contextlib.contextmanager
@@ -124,7 +132,7 @@ def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Call
 
 def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
     """Run a model on a batch (such as `input_ids` [B, T]) and return its hidden states; with `head` its logits too."""
-    outputs, body = Outputs(masks=masks_of(batch)), body_of(model)
+    outputs, body = Outputs(), body_of(model)
 
     def keep_last(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         last = getattr(output, "last_hidden_state", None)
