@@ -192,3 +192,34 @@ def test_no_memory_is_said_and_nothing_is_changed(monkeypatch, switch):
 def test_every_case_is_joined_with_a_window():
     for (name, args), sinks in itertools.product(WINDOW_CASES, (0, 1)):
         assert learned(name, args, causal=True, window=3, sinks=sinks).window == 3
+
+
+@torch.no_grad()
+def test_of_equal_exact_keys_the_older_stays(switch):
+    """Also when a stronger key comes that takes a place: the newest of the equal ones loses it, in all three ways."""
+    mixer = learned("t2r", {}, causal=True, window=3, exact_keys=3, scale="linear")
+    mixer.key_scale.weight.zero_()[:, 0] = 1.0
+    q, k, v = tokens(COUNT)
+    # Priorities: many equal ones, then now and then a stronger one.
+    k[..., 0] = torch.tensor([0, 0, 1, 0, 1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 2, 1, 2, 1, 2, 3, 2, 3, 3, 3, 3, 4] + 14 * [1])
+    found = []
+    for native, prefilled in ((True, 1), (False, 1), (True, 18), (False, 18), (True, COUNT), (False, COUNT)):
+        switch(native)
+        _, state = prefill(mixer, *(x[:, :, :prefilled] for x in (q, k, v)))
+        for i in range(prefilled, COUNT):
+            _, state = decode(mixer, *(x[:, :, i : i + 1] for x in (q, k, v)), state)
+        found.append(state)
+    # By hand: each leaving key joins the strongest three, older ones first.
+    order = sorted(range(COUNT - 3), key=lambda i: (-float(k[0, 0, i, 0]), i))[:3]
+    for state in found:
+        torch.testing.assert_close(state["kept_k"], k[:, :, sorted(order)])
+        torch.testing.assert_close(state["kept_v"], v[:, :, sorted(order)])
+    for step in range(4, COUNT, 3):
+        order = sorted(range(step - 3), key=lambda i: (-float(k[0, 0, i, 0]), i))[:3]
+        for native in (True, False):
+            switch(native)
+            _, state = prefill(mixer, *(x[:, :, :2] for x in (q, k, v)))
+            for i in range(2, step):
+                _, state = decode(mixer, *(x[:, :, i : i + 1] for x in (q, k, v)), state)
+            held = state["kept_k"][:, :, : len(order)]
+            torch.testing.assert_close(held, k[:, :, sorted(order)])
