@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.masks import softmax_weights, visible_keys
-from linearize.ops.state import is_tracing, real_tokens
+from linearize.ops.state import is_tracing, real_tokens, split_absurd, without_padding
 
 UNITS = 16
 """Hidden units of a network."""
@@ -120,18 +120,25 @@ class SoftmaxHeads:
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, MixerState]:
         """Return the heads' outputs [B, n, T, V], and the keys and values so far (empty unless `call.needs_state`)."""
-        k, v, mask = call.k[:, self.key_heads], call.v[:, self.key_heads], call.key_padding_mask
+        mask = call.key_padding_mask
+        # SDPA multiplies all values by their weights, and 0 times NaN would be NaN.
+        q, k = call.without_padding()
+        k, v = k[:, self.key_heads], without_padding(call.v[:, self.key_heads], mask)
         if call.state is not None or call.needs_state:
             mask = real_tokens(k, mask)
             if call.state is not None:
                 k, v = torch.cat([call.state["softmax_k"], k], dim=2), torch.cat([call.state["softmax_v"], v], dim=2)
                 mask = torch.cat([call.state["softmax_mask"], mask], dim=1)
-        q, keys, values = call.q[:, self.heads], k[:, self.key_of], v[:, self.key_of]
+        q, keys, values = q[:, self.heads], k[:, self.key_of], v[:, self.key_of]
         # Under autocast, rotary positions leave queries and keys in fp32; softmax's own layer computes in v's type.
         q, keys = q.to(values.dtype), keys.to(values.dtype)
+        later: Tensor | float = 0.0
+        if self.causal and q.shape[2] > 1:
+            (keys, by_key), (values, by_value) = split_absurd(keys), split_absurd(values)
+            later = (by_value + by_key.sum(dim=-1, keepdim=True))[:, :, -q.shape[2] :]
         real = None if mask is None else mask[:, None, None].bool()
         visible, causal = visible_keys(q, keys, real, causal=self.causal)
-        out = F.scaled_dot_product_attention(q, keys, values, visible, is_causal=causal, scale=call.scaling)
+        out = F.scaled_dot_product_attention(q, keys, values, visible, is_causal=causal, scale=call.scaling) + later
         if mask is None or not call.needs_state:
             return out, {}
         return out, {"softmax_k": k, "softmax_v": v, "softmax_mask": mask}

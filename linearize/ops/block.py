@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, keys_up_to, put_back, real_first, real_tokens, take, without_padding
+from linearize.ops.state import FLOOR, keys_up_to, put_back, real_first, real_tokens, take, weigh, without_padding
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blocks: Blocks) -> Te
     visible = F.pad(mask, (0, rest)).reshape(batch, 1, 1, count, 1, size)
     if blocks.causal:
         visible = visible & torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    out = _activate(q @ k.transpose(-1, -2), visible, blocks.softmax) @ v
+    weights = _activate(q @ k.transpose(-1, -2), visible, blocks.softmax)
+    out = weigh(weights[..., None, :, :], v, ~visible)[..., 0, :, :]
     return out.reshape(batch, heads, count * size, -1)[:, :, :tokens]
 
 

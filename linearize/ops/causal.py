@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries, is_tracing, without_padding
+from linearize.ops.state import FLOOR, LinearOptions, Options, State, group_queries, is_tracing, weigh, without_padding
 
 CHUNK = 64
 """Tokens per chunk: larger chunks cost more inside each chunk, but less for the products with the state."""
@@ -101,19 +101,22 @@ def parallel_sums(
         sums = k.transpose(-1, -2) @ values
         through = sums.cumsum(dim=2) + state.kv[:, :, None]
         before = torch.cat([state.kv[:, :, None], through[:, :, :-1]], dim=2)
-        mixed, after = scores.flatten(3, 4) @ values + q @ before, State(through[:, :, -1], state.log_scale)
+        near = weigh(scores, values, later).flatten(3, 4)
+        mixed, after = near + q @ before, State(through[:, :, -1], state.log_scale)
         rows = state.log_scale[:, :, None, None].expand(-1, -1, count, size)
     else:
         chunks = cut(scale[..., None], FLOOR)[..., 0]
         rows, start, end, carry = _levels(chunks, state.log_scale, later)
         sums = k.transpose(-1, -2) @ (values * torch.exp(chunks - end[..., None])[..., None])
         before = torch.exp(state.log_scale[..., None] - start)[..., None, None] * state.kv[:, :, None]
-        # A lone chunk has no others before it; zeros times its sums would spread a NaN.
+        # A lone chunk has no others before it.
         if count != 1:
-            before = before + (carry @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
+            itself = torch.ones(count, count, dtype=torch.bool, device=carry.device).triu()
+            carried = weigh(carry[:, :, None], sums.flatten(-2), itself)[:, :, 0]
+            before = before + carried.unflatten(-1, sums.shape[-2:])
         decay = torch.exp((chunks[..., None, :] - rows[..., None]).masked_fill(later, FLOOR))
         past = torch.exp(start[..., None] - rows)[..., None]
-        near = (scores * decay[:, :, :, None]).flatten(3, 4) @ values
+        near = weigh(scores * decay[:, :, :, None], values, later).flatten(3, 4)
         mixed = near + (q.unflatten(3, (groups, size)) * past[:, :, :, None]).flatten(3, 4) @ before
         fade = torch.exp(start[..., -1] - end[..., -1])[..., None, None]
         after = State(before[:, :, -1] * fade + sums[:, :, -1], end[..., -1])

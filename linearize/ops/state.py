@@ -10,6 +10,7 @@ can see, never over later keys; the maximum cancels between numerator and denomi
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
@@ -146,6 +147,40 @@ def with_ones(v: Tensor, normalize: bool, key_padding_mask: Tensor | None = None
     """
     v = v.float()
     return without_padding(F.pad(v, (0, 1), value=1.0) if normalize else v, key_padding_mask)
+
+
+def all_finite(x: Tensor) -> bool:
+    """Tell whether x holds neither NaN nor infinity, for sure: a sum that overflows counts as infinity too."""
+    return math.isfinite(x.detach().sum())
+
+
+def split_absurd(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split what causal queries see: x [..., T, X] -> x with 0 for NaN and infinity, and what to add to the outputs.
+
+    The latter [..., T, X] is 0, and NaN from the first token on whose number is NaN or infinity.
+    """
+    return x.nan_to_num(0.0, 0.0, 0.0), (x * 0).cumsum(dim=-2)
+
+
+def weigh(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """Multiply values by weights; NaN and infinity reach only the rows that see them, as 0 times NaN would be NaN.
+
+    Args:
+        weights: [..., G, R, S], zero where a key is hidden.
+        values: [..., S, V].
+        hidden: [..., R, S] bool, or fewer leading axes; the same for all G.
+
+    Returns:
+        [..., G, R, V].
+    """
+    groups = weights.shape[-3:-1]
+    # Only on the CPU can values be read without waiting.
+    if values.device.type == "cpu" and not is_tracing() and all_finite(values):
+        return (weights.flatten(-3, -2) @ values).unflatten(-2, groups)
+    absurd = ~values.isfinite()
+    mixed = (weights.flatten(-3, -2) @ values.masked_fill(absurd, 0.0)).unflatten(-2, groups)
+    reached = (~hidden).to(weights.dtype) @ absurd.to(weights.dtype)
+    return mixed.masked_fill((reached > 0)[..., None, :, :], torch.nan)
 
 
 def held(total: Tensor, least: Tensor | float) -> Tensor:

@@ -19,7 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal import causal_sums
-from linearize.ops.state import FLOOR, Options, State, empty_state, group_queries, take, with_ones, without_padding
+from linearize.ops.state import (
+    FLOOR,
+    Options,
+    State,
+    empty_state,
+    group_queries,
+    take,
+    weigh,
+    with_ones,
+    without_padding,
+)
 from linearize.ops.window_parts import Columns, Keys, Mapped, Part, Window, WindowState, collect, pick, places_of, ranks
 
 
@@ -241,7 +251,7 @@ def softmax_part(
         seen_by = F.pad(sees.byte(), (0, 0, 0, rest)).bool()
         visible.append(seen_by.unflatten(2, (count, block))[:, :, :, None])
     # One matrix product per key head and block, with all queries of the group.
-    keys_at_once, values_at_once = (torch.cat(x, dim=3).flatten(0, 2) for x in (near, values))
+    keys_at_once = torch.cat(near, dim=3).flatten(0, 2)
     scores = torch.bmm(queries.flatten(3, 4).flatten(0, 2), keys_at_once.transpose(1, 2)).view(*shape, -1)
     heads = max(x.shape[1] for x in visible)
     hidden = ~torch.cat([x.expand(-1, heads, -1, -1, block, -1) for x in visible], dim=-1)
@@ -249,7 +259,7 @@ def softmax_part(
     # Above FLOOR, so that the weights of a query without any key are zero.
     top = scores.detach().amax(dim=-1).clamp(min=FLOOR / 2)
     weights = torch.exp(scores - top[..., None])
-    mixed = torch.bmm(weights.flatten(3, 4).flatten(0, 2), values_at_once).view(*shape, -1)
+    mixed = weigh(weights, torch.cat(values, dim=3), hidden[:, :, :, 0])
     # [B, K, blocks, G, block] -> [B, H, T].
     mixed, top = (x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens] for x in (mixed, top))
     return mixed, top

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import ADDED, make_inputs, naive, run, stirred
+from support.kernel_cases import ADDED, make_inputs, naive, run, stepwise, stirred
 from support.numerics_cases import ENGINES
 
+from linearize.ops.causal import parallel_sums
+
 TOKENS = 20
-MATRIX = pytest.mark.parametrize(("info", "arguments", "direction", "hybrid"), ADDED)
+NAMES = ("info", "arguments", "direction", "hybrid")
+MATRIX = pytest.mark.parametrize(NAMES, ADDED)
+CAUSAL = pytest.mark.parametrize(NAMES, [case for case in ADDED if case.values[2] == "causal"])
 
 
 def padding(tokens=TOKENS):
@@ -30,3 +34,75 @@ def test_weights_are_those_of_the_output(switch, info, arguments, direction, hyb
     real = padding()[:, None].expand(2, inputs[0].shape[1], -1) if padded else slice(None)
     out, want = run(mixer, *inputs, mask)[0][real], naive(mixer, *inputs, mask)[real]
     torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-4 * max(1.0, float(want.abs().max())))
+
+
+GARBAGE = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38])
+
+
+def spoiled(x, where, garbage=GARBAGE):
+    """Put what no number should be into some tokens [B, T] of x [B, H, T, D]."""
+    return torch.where(where[:, None, :, None], garbage.repeat(x.numel())[: x.numel()].view_as(x), x)
+
+
+def everything(mixer, inputs, mask):
+    """Outputs and gradients at tokens, with and without a state: at once, and step by step behind a first part."""
+    real = mask[:, None].expand(2, inputs[0].shape[1], -1)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, _ = run(mixer, *leaves, mask)
+    gradients = torch.autograd.grad(out[real].square().sum(), leaves)
+    results = [out[real].detach(), *(x.transpose(1, 2)[mask] for x in gradients)]
+    with torch.no_grad():
+        if mixer.shape.causal and mixer.info.streamable:
+            results += [run(mixer, *inputs, mask)[0][real]]
+            steps, state = stepwise(mixer, *inputs, mask, prefill=11)
+            results += [steps[real], *state.values()]
+    return results
+
+
+@ENGINES
+@MATRIX
+@pytest.mark.sampled("pairs", "info", "hybrid", "direction", "native")
+def test_what_padding_holds_reaches_no_token(switch, info, arguments, direction, hybrid, native):
+    switch(native)
+    mixer, mask = stirred(info, arguments, direction, **hybrid), padding()
+    clean = make_inputs(TOKENS)
+    want, got = (everything(mixer, inputs, mask) for inputs in (clean, [spoiled(x, ~mask) for x in clean]))
+    for one, other in zip(got, want, strict=True):
+        assert torch.isfinite(one).all() and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("traced", [False, True], ids=["", "at once"])
+@ENGINES
+@CAUSAL
+@torch.no_grad()
+@pytest.mark.sampled("pairs", "info", "hybrid", "native", "traced")
+@pytest.mark.sampled("pairs", "hybrid", "which", "native", "traced")
+def test_no_row_sees_what_a_later_token_holds(
+    monkeypatch, switch, info, arguments, direction, hybrid, native, traced, which
+):
+    switch(native)
+    mixer, inputs, at = stirred(info, arguments, direction, **hybrid), make_inputs(80), 70
+    if traced:
+        # As on a GPU and in traced graphs: all chunks at once, and nothing is read.
+        monkeypatch.setattr("linearize.ops.causal.causal_sums", parallel_sums)
+        monkeypatch.setattr("linearize.ops.window_causal.causal_sums", parallel_sums)
+    where = torch.zeros(2, 80, dtype=torch.bool)
+    where[1, at] = True
+    given = dict(zip("qkv", inputs, strict=True))
+    _, start = run(mixer, *(x[:, :, :9] for x in inputs), needs_state=True) if info.streamable else (None, None)
+    spoilt = {**given, which: spoiled(given[which], where, GARBAGE[:3])}
+
+    def outputs(inputs):
+        found = [run(mixer, *inputs.values())[0]]
+        if start is not None:
+            before = {name: x.clone() for name, x in start.items()}
+            rest = (x[:, :, 9:] for x in inputs.values())
+            found.append(run(mixer, *rest, state=before, needs_state=True)[0])
+        return found
+
+    for one, other in zip(outputs(spoilt), outputs(given), strict=True):
+        first = at - given["q"].shape[2] + one.shape[2]
+        assert torch.equal(one[:, :, :first], other[:, :, :first])
+        assert torch.equal(one[0], other[0])
+        assert one[1, :, first].isnan().any()

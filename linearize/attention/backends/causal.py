@@ -11,7 +11,7 @@ from linearize.attention.native import absence, engine, unreadable
 from linearize.attention.native.gradient import attend_with_gradient
 from linearize.attention.native.options import AttendOptions
 from linearize.ops import LinearOp, LinearOptions, State, causal_attention
-from linearize.ops.state import EPS
+from linearize.ops.state import EPS, all_finite, split_absurd, without_padding
 
 NATIVE_OP, PYTORCH_OP = "native causal op", "pytorch"
 """Names of the two ops in `--explain-backend` and tests."""
@@ -37,8 +37,22 @@ def attend_with_state(
     """Attend causally; arguments and results as in `linearize.ops.causal_attention`."""
     if _in_pytorch(phi_q, phi_k, v, options) or _has_gradient(phi_q, phi_k, v, options.get("log_scale")):
         return causal_attention(phi_q, phi_k, v, **options)
-    out, kv, top = engine().attend([], phi_q, phi_k, v, _attend_options(options), options.get("initial_state"))
+    rest = _attend_options(options), options.get("initial_state")
+    out, kv, top = engine().attend([], phi_q, phi_k, v, *rest)
+    if (apart := absurd_apart(v, options.get("key_padding_mask"), phi_q.shape[1])) is not None:
+        out = engine().attend([], phi_q, phi_k, apart[0], *rest)[0] + apart[1]
     return out, State(kv, top)
+
+
+def absurd_apart(v: Tensor, mask: Tensor | None, heads: int) -> tuple[Tensor, Tensor] | None:
+    """Return the results of `split_absurd` for values [B, K, T, V], the second for all heads; None if all are finite.
+
+    The op in C multiplies the values of a tile by the zero weights of later tokens too.
+    """
+    if all_finite(v) or all_finite(v := without_padding(v, mask)):
+        return None
+    clean, later = split_absurd(v)
+    return clean, later.repeat_interleave(heads // v.shape[1], dim=1)
 
 
 def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]) -> Tensor:
@@ -61,7 +75,9 @@ def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[L
         changed: LinearOptions = {**options, "log_scale": log_scale}
         return causal_attention(phi_q, phi_k, v, **changed)[0]
 
-    return attend_with_gradient([], phi_q, phi_k, v, fallback, _attend_options(options))
+    clean, later = absurd_apart(v, options.get("key_padding_mask"), phi_q.shape[1]) or (v, None)
+    out = attend_with_gradient([], phi_q, phi_k, clean, fallback, _attend_options(options))
+    return out if later is None else out + later
 
 
 def _in_pytorch(phi_q: Tensor, phi_k: Tensor, v: Tensor, options: LinearOptions) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize.attention.backends.causal import absurd_apart
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import fade
@@ -57,6 +58,15 @@ class Native:
             if mixer.window is not None:
                 return native.window_step(maps, *inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
             return native.step(maps, *inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
+        apart = absurd_apart(call.v, mask, call.q.shape[1]) if mixer.shape.causal else None
+        if apart is not None:
+            out, _ = self.run(mixer, replace(call, v=apart[0], needs_state=False))
+            after = self._attend(mixer, call)[1] if call.needs_state else None
+            return out + apart[1], after
+        return self._attend(mixer, call)
+
+    def _attend(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        native, mask, inputs = loaded(), call.key_padding_mask, (call.q, call.k, call.v)
         if mixer.window is not None:
             return _attend_window(mixer, call)
         log_scale = mixer.log_scales(call)[1]
