@@ -93,6 +93,7 @@ class LinearStateLayer(CacheLayerMixin):
         record_past: whether all tokens since the last crop can be cropped, up to `RECORDED`; named by transformers.
         base: the state before `recorded`; None if there were no tokens before.
         recorded: the last tokens, or None.
+        padding: [B, N] bool on the CPU, true at tokens, of the first N tokens; no later one is padding. None: none is.
     """
 
     is_compileable = False
@@ -105,6 +106,7 @@ class LinearStateLayer(CacheLayerMixin):
         self.keep, self.record_past = keep, False
         self.base: State | None = None
         self.recorded: Recorded | None = None
+        self.padding: Tensor | None = None
         self._awaiting = self._cropped = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -177,6 +179,11 @@ class LinearStateLayer(CacheLayerMixin):
             self.base = fold(self.base, self.recorded.part(slice(0, surplus)))
             self.recorded = self.recorded.part(slice(surplus, None))
 
+    def change_recorded(self, mask: Tensor) -> None:
+        """Replace the mask [B, N] of the recorded tokens; `before` then computes the state again."""
+        assert self.recorded is not None
+        self.recorded, self._cropped, self.state = self.recorded._replace(mask=mask), True, None
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that a mask covers (all tokens so far) and the offset of the first."""
         return self.tokens + query_length, 0
@@ -199,12 +206,14 @@ class LinearStateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.state, self.tokens, self._awaiting = None, 0, False
-        self.base, self.recorded, self._cropped = None, None, False
+        self.base, self.recorded, self.padding, self._cropped = None, None, None, False
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state, self.base = mapped(self.state, change), mapped(self.base, change)
         if self.recorded is not None:
             self.recorded = Recorded(*map(change, self.recorded))
+        if self.padding is not None:
+            self.padding = change(self.padding).cpu()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows by the beams [B]."""
@@ -216,7 +225,7 @@ class LinearStateLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch entries, by number [N]."""
-        self._map(lambda t: t[indices, ...])
+        self._map(lambda t: t[torch.as_tensor(indices, device=t.device), ...])
 
     def offload(self) -> None:
         """Move the state to the CPU."""
@@ -249,6 +258,8 @@ class LinearStateLayer(CacheLayerMixin):
         if tokens_to_remove:
             self.recorded = self.recorded.part(slice(0, kept + tokens_to_remove))
             self.tokens, self._cropped, self.state = self.tokens + tokens_to_remove, True, None
+            if self.padding is not None:
+                self.padding = self.padding[:, : self.tokens]
         elif not self.keep and not self._cropped:
             self.base = self.recorded = None
 

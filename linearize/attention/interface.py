@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
-from linearize.attention.masks import key_padding, past_keys, softmax_weights, visible_keys
+from linearize.attention.masks import keep_on_cpu, kept_on_cpu, key_padding, past_keys, softmax_weights, visible_keys
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.core.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -98,7 +98,7 @@ def attention_forward(
             whole = F.pad(query, (0, 0, before, 0))
             more["rows"] = torch.arange(before, key.shape[2], device=query.device)
         weights = layer.mixer.weights(whole, key, scaling=scaling, key_padding_mask=mask, **more).to(query.dtype)
-    out = layer(query, key, value, mask, scaling)
+    out = layer(query, key, value, mask, scaling, kept_on_cpu(attention_mask))
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -286,8 +286,11 @@ def mask_function(
         # A mask may also cover tokens that are read later; without a cache, `kv_length` counts these too.
         before, covered = kwargs.get("q_offset"), kwargs.get("kv_offset", 0) + kv_length
         attention_mask = attention_mask[:, : before + q_length if causal and isinstance(before, int) else covered]
-        hidden = is_tracing() or not bool(attention_mask.all())
-        return attention_mask[:, None, None].bool() if hidden else None
+        if is_tracing():
+            return attention_mask[:, None, None].bool()
+        # One wait for the device, for all layers.
+        copy = attention_mask.cpu()
+        return None if bool(copy.all()) else keep_on_cpu(attention_mask[:, None, None].bool(), copy)
     # The skips would return None, which here means "no padding", not "local".
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": attention_mask}
     mask = sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from linearize.attention.cache import LinearStateLayer, Recorded, mapped
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.earlier import mask_earlier
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.shape import HeadShape
@@ -93,29 +95,42 @@ class LinearAttention(nn.Module):
         cache = self._handed.get(_thread()) if self._handed else None
         return 0 if cache is None else cache.tokens - new
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, scaling: float) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Mask, scaling: float, known: Mask = None
+    ) -> Tensor:
         """Mix q [B, H, T, D], k [B, K, S, D], v [B, K, S, V] -> [B, H, T, V] in v's dtype.
 
         S > T if there is a cache of plain keys; the queries are then the last T tokens. A state that was handed over
-        holds the tokens before these, and the state after them is stored in it.
+        holds the tokens before these, and the state after them is stored in it. `known` is the mask on the CPU, if the
+        caller has it: it spares a wait for the device.
+
+        Raises:
+            ConfigError: if the mask differs from earlier ones at a token that the state cannot forget or take in.
         """
         if self._breaks_graph():
-            return _untraced(self.forward, q, k, v, key_padding_mask, scaling)
+            return _untraced(self.forward, q, k, v, key_padding_mask, scaling, known)
         if torch.is_autocast_enabled(q.device.type):
             # Sums and features are fp32 by design; autocast would lower their precision silently.
             with torch.autocast(device_type=q.device.type, enabled=False):
-                return self.forward(q, k, v, key_padding_mask, scaling)
+                return self.forward(q, k, v, key_padding_mask, scaling, known)
         cache = self._handed.pop(_thread(), None) if self._handed else None
         if not is_tracing() and q.numel() == 0:
             # No tokens, or no rows (a batch without images): there is nothing to mix or to remember.
             if cache is not None:
                 cache.store(cache.state)
             return v.new_zeros(*q.shape[:3], v.shape[3])
+        if cache is not None and not is_tracing() and (key_padding_mask is not None or cache.padding is not None):
+            known = key_padding_mask if known is None else known.expand(k.shape[0], -1)
+            known = None if known is None else known.cpu().bool()
+            mask_earlier(cache, known, k.shape[2], self.shape.key_heads, functools.partial(self._fold, scaling))
         if key_padding_mask is not None:
-            # A cache of states passes only the new keys, but the mask covers all tokens so far. Without a cache, a mask
-            # that is too long covers tokens that are read later.
-            own = slice(k.shape[2]) if cache is None else slice(-k.shape[2], None)
-            key_padding_mask = key_padding_mask[:, own].bool()
+            # A cache of states passes only the new keys, but the mask covers all tokens so far. It may be too long and
+            # also cover tokens that are read later.
+            if cache is None:
+                key_padding_mask = key_padding_mask[:, : k.shape[2]].bool()
+            else:
+                covered = key_padding_mask if is_tracing() else key_padding_mask[:, : cache.tokens]
+                key_padding_mask = covered[:, -k.shape[2] :].bool()
             # Reading the mask costs little on the CPU; on other devices it would force a synchronisation.
             readable = key_padding_mask.device.type == "cpu" and not is_tracing()
             if readable and bool(key_padding_mask.all()):
@@ -126,19 +141,18 @@ class LinearAttention(nn.Module):
             return self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))[0][:, :, missing:]
         state = cache.state
         if cache.is_croppable:
-
-            def fold(state: MixerState | None, tokens: Recorded) -> MixerState:
-                q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
-                state = mapped(state, torch.clone)
-                folded = AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, state, True)
-                after: MixerState = self.mixer(folded)[1]
-                return after
-
+            fold = functools.partial(self._fold, scaling)
             state = cache.before(fold)
             cache.record(Recorded(k, v, real_tokens(k, key_padding_mask)), state, fold)
         out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, state, True))
         cache.store(after)
         return out
+
+    def _fold(self, scaling: float, state: MixerState | None, tokens: Recorded) -> MixerState:
+        q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
+        state = mapped(state, torch.clone)
+        after: MixerState = self.mixer(AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, state, True))[1]
+        return after
 
     def extra_repr(self) -> str:
         """Show the kernel and sizes in `print(model)`."""

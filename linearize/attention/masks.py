@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from linearize.ops.state import is_tracing
+
+_ON_CPU = WeakIdKeyDictionary()
 
 _HIDDEN = -1e4
 """Mask values up to this one hide a key; it is high enough for fp16 masks."""
@@ -47,6 +52,17 @@ def key_padding(mask: Tensor, causal: bool) -> Tensor | None:
     asked = real[:, keys - count :, None]
     same = (visible == (past & real[:, None])) | ~asked
     return real if bool(same.all()) else None
+
+
+def keep_on_cpu(mask: Tensor, copy: Tensor) -> Tensor:
+    """Return a mask, and remember its copy on the CPU for as long as it exists."""
+    _ON_CPU[mask] = copy
+    return mask
+
+
+def kept_on_cpu(mask: Tensor | None) -> Tensor | None:
+    """Return the copy of a mask that `keep_on_cpu` remembers, or None."""
+    return None if mask is None or mask.is_cpu or is_tracing() else _ON_CPU.get(mask)
 
 
 def past_keys(q: Tensor, k: Tensor) -> Tensor:
