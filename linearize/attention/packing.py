@@ -32,16 +32,18 @@ Bucket = tuple[Tensor, Tensor | None, list[tuple[int, int, int]]]
 true at tokens, or None if there is no padding; and the row, first token and length of each document."""
 
 
-def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any], *, cached: bool = False) -> Tensor | None:
     """Number the documents of packed rows.
 
     As in transformers for softmax, positions matter only for causal models without an attention mask; a document begins
-    wherever they do not increase by one.
+    wherever they do not increase by one. Where the forward makes a cache, they are mere positions in transformers; here
+    they still count if each document begins at 0, as the rows of collators do.
 
     Args:
         causal: whether the model is causal.
         tokens: its tokens [B, T], or their embeddings [B, T, X].
         kwargs: keyword arguments of the model's forward.
+        cached: whether the forward makes a generation cache.
 
     Returns:
         [B, T] document numbers from 1; None if no row is packed.
@@ -74,7 +76,10 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any]) -> Te
         positions = positions[0] if positions.ndim == 3 and positions.shape[0] == 4 else positions
         if positions.ndim != 2 or positions.shape[1] != count:
             return None
-        begins = (positions.diff(prepend=positions[:, :1] - 1) != 1).expand(batch, count)
+        begins = positions.diff(prepend=positions[:, :1] - 1) != 1
+        if cached and bool((begins & (positions != 0)).any()):
+            return None
+        begins = begins.expand(batch, count)
     begins = begins.clone()
     begins[:, 0] = True
     if bool((begins.sum() == batch).item()):
@@ -130,7 +135,8 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
         positions = kwargs.get("position_ids")
         if positions is None or positions.ndim != 2 or not bool((positions.diff() < 0).any()):
             return None
-    segments = find_segments(causal, tokens, kwargs)
+    taken = inspect.signature(root.forward).parameters
+    segments = find_segments(causal, tokens, kwargs, cached="use_cache" in taken and _caches(root, kwargs))
     if segments is None:
         return None
     if cache is not None or root.config.is_encoder_decoder:
@@ -140,7 +146,6 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
             "expected one document per row; pad them (DataCollatorWithPadding)"
         )
     SEGMENTS.set(segments)
-    taken = inspect.signature(root.forward).parameters
     changed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
     if causal and "position_ids" in taken and not _given(kwargs, "position_ids"):
         changed["position_ids"] = positions_of(segments)
@@ -151,6 +156,13 @@ def forget_documents(root: object, args: object, output: object) -> None:
     """Clear `SEGMENTS` after a converted model's forward, even if it failed."""
     if not is_tracing():
         SEGMENTS.set(None)
+
+
+def _caches(root: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a forward makes a generation cache by itself."""
+    asked = kwargs.get("use_cache")
+    asked = getattr(root.config.get_text_config(), "use_cache", False) if asked is None else asked
+    return bool(asked) and not (root.training and root.is_gradient_checkpointing)
 
 
 def _given(kwargs: Mapping[str, Any], name: str) -> bool:
