@@ -100,6 +100,6 @@ def held_tokens(state: State, key_heads: int, mask: Tensor) -> Recorded | None:
             parts.insert(0, (k, state["sink_v"], torch.arange(k.shape[2], device=k.device) < left[:, None]))
     if not parts:
         return None
-    k, v, there = zip(*parts, strict=True)
-    found = Recorded(torch.cat(k, dim=2), torch.cat(v, dim=2), torch.cat(there, dim=1))
+    keys, values, there = zip(*parts, strict=True)
+    found = Recorded(torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat(there, dim=1))
     return found if torch.equal(found.mask.sum(dim=1).cpu(), mask.sum(dim=1)) else None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny import converted, inputs_of, outputs
 
-from linearize.attention.masks import key_padding
+from linearize.attention.masks import key_padding, visible_keys
 from linearize.core.errors import UnsupportedModelError
 
 LOW = torch.finfo(torch.float32).min
@@ -85,3 +85,26 @@ def test_a_mask_changed_in_place_is_read_again(name, additive):
     # Through memory that is shared, no version counter tells of it.
     first.numpy()[:] = second.numpy()
     assert torch.equal(outputs(model, {**inputs, "attention_mask": first})[0], expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries", [1, 2, 4, 6])
+@pytest.mark.parametrize("padded", ["left", "right", "middle", "all", None])
+def test_what_softmax_sees(padded, queries, causal):
+    """Key by key: the past of each query, without padding; where that is nothing, the query itself (or every key)."""
+    real = torch.ones(2, 6, dtype=torch.bool)
+    places = {"left": slice(0, 4), "right": slice(4, 6), "middle": slice(2, 4), "all": slice(0, 6), None: slice(0, 0)}
+    real[0, places[padded]] = False
+    q, k = torch.zeros(2, 1, queries, 4), torch.zeros(2, 1, 6, 4)
+    mask, flag = visible_keys(q, k, real[:, None, None] if padded else None, causal=causal)
+    found = torch.ones(2, 1, queries, 6, dtype=torch.bool) if mask is None else mask.expand(2, 1, queries, 6)
+    found = found.tril() if flag else found
+    for row in range(2):
+        for i in range(queries):
+            at = i + 6 - queries
+            seen = [j for j in range(6) if real[row, j] and (j <= at or not causal)]
+            alone = [at] if causal and queries > 1 else list(range(6))
+            if seen and not real[row, at]:
+                # Rows of padding may hold anything.
+                continue
+            assert found[row, 0, i].nonzero().flatten().tolist() == (seen or alone), (row, i)

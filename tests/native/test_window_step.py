@@ -223,3 +223,9 @@ def test_of_equal_exact_keys_the_older_stays(switch):
                 _, state = decode(mixer, *(x[:, :, i : i + 1] for x in (q, k, v)), state)
             held = state["kept_k"][:, :, : len(order)]
             torch.testing.assert_close(held, k[:, :, sorted(order)])
+
+
+def test_it_fades_like_the_ops_in_pytorch(switch):
+    mixer = learned("hedgehog", {}, causal=True, window=4, scale="linear", trained_length=CUT + 3)
+    (ours, _), (theirs, _) = both_ways(switch, mixer, tokens(COUNT))
+    close(ours, theirs)
