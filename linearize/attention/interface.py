@@ -17,7 +17,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
-from linearize.attention.masks import keep_on_cpu, kept_on_cpu, key_padding, past_keys, softmax_weights, visible_keys
+from linearize.attention.mask_functions import without_window
+from linearize.attention.masks import (
+    is_local,
+    keep_on_cpu,
+    kept_on_cpu,
+    key_padding,
+    past_keys,
+    softmax_weights,
+    visible_keys,
+)
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.core.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -153,11 +162,15 @@ def _check_call(
     # The mask of a window that this layer no longer has hides padding and tokens before the window alike. A layer with
     # a state needs it only for the new tokens.
     windowed = layer.local_as_full and mask is not None and mask.ndim == 4 and mask.shape[2] < key.shape[2]
-    if windowed and getattr(getattr(module, "config", None), "_attn_implementation", None) != LOCAL_AS_FULL:
+    if windowed and _implementation(module) != LOCAL_AS_FULL:
         raise ConfigError(
             f"{type(module).__name__}: got a generation cache of all keys, but this layer was converted as full "
             "attention and gets the mask of layers that kept their window; use model.new_cache() or use_cache=False"
         )
+
+
+def _implementation(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | None) -> Tensor | None:
@@ -168,7 +181,10 @@ def _key_padding_mask(module: nn.Module, layer: LinearAttention, mask: Tensor | 
         return mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
     if layer.local_as_full and mask.dtype == torch.bool and (is_tracing() or SEGMENTS.get() is None):
         # Other layers need the mask with the window. In it, padding does not see itself.
-        return mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=1, dim2=2)
+        real = mask[:, 0, :, -mask.shape[2] :].diagonal(dim1=1, dim2=2)
+        # If no layer kept its window, `mask_without_window` has left it out of a traced mask.
+        if _implementation(module) != LOCAL_AS_FULL if is_tracing() else is_local(mask[:, 0], real, layer.shape.causal):
+            return real
     if not is_tracing() and SEGMENTS.get() is None:
         padding = key_padding(mask, layer.shape.causal)
         if padding is not None:
@@ -246,8 +262,9 @@ def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
 
 def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
     """Return the mask of `mask_function` for a model whose local layers were all converted as full attention."""
-    if local_size is not None and not kwargs.get("use_vmap"):
-        kwargs["mask_function"] = causal_mask_function
+    if local_size is not None:
+        packed = not is_tracing() and SEGMENTS.get() is not None
+        kwargs["mask_function"] = without_window(kwargs.get("mask_function", causal_mask_function), packed=packed)
     return mask_function(*args, **kwargs)
 
 
@@ -291,6 +308,13 @@ def mask_function(
         # One wait for the device, for all layers.
         copy = attention_mask.cpu()
         return None if bool(copy.all()) else keep_on_cpu(attention_mask[:, None, None].bool(), copy)
+    local = kwargs.get("local_size") is not None
+    if local and is_tracing() and without_window(mask_function, packed=True) is mask_function:
+        # A traced layer that ignores its window takes all that the mask hides for the window.
+        raise UnsupportedModelError(
+            "got a sliding window with other changes of the mask (such as images read in both directions), expected a "
+            "sliding window alone in a compiled model; do not compile"
+        )
     # The skips would return None, which here means "no padding", not "local".
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "attention_mask": attention_mask}
     mask = sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, **kwargs)

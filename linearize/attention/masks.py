@@ -65,6 +65,29 @@ def kept_on_cpu(mask: Tensor | None) -> Tensor | None:
     return None if mask is None or mask.is_cpu or is_tracing() else _ON_CPU.get(mask)
 
 
+def is_local(visible: Tensor, real: Tensor, causal: bool) -> bool:
+    """Tell whether a mask hides nothing but padding and keys far from the query, as sliding windows and chunks do.
+
+    Args:
+        visible: [B, T, S] bool, true where a query sees a key; the queries are the last T of the keys.
+        real: [B, T] bool, true at tokens.
+        causal: whether later keys must be hidden.
+    """
+    count, keys = visible.shape[1:]
+    before = visible[:, :, : keys - count].any(dim=1)
+    real = torch.cat([before, real], dim=1)
+    asked = real[:, keys - count :, None]
+    later = ~torch.ones(count, keys, dtype=torch.bool, device=visible.device).tril(keys - count)
+    if causal and bool((visible & later & asked).any()):
+        return False
+    # Every token that a query sees lies in one run of tokens around it.
+    hidden = (~visible & real[:, None]).int()
+    past = hidden.masked_fill(later, 0).flip(-1).cumsum(-1).flip(-1)
+    ahead = hidden.masked_fill(~later, 0).cumsum(-1)
+    apart = visible & asked & torch.where(later, ahead > 0, past > 0)
+    return not bool(apart.any())
+
+
 def past_keys(q: Tensor, k: Tensor) -> Tensor:
     """Return [T, S] bool, true at keys up to each query's position; q [B, H, T, D] are the last T of k's S tokens."""
     tokens, keys = q.shape[2], k.shape[2]

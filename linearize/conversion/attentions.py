@@ -31,16 +31,26 @@ from linearize.attention.packing import blocks
 from linearize.attention.redirect import REDIRECTED
 from linearize.attention.shape import HeadShape
 from linearize.conversion import timm
-from linearize.conversion.inputs import Call, Inputs, candidates
+from linearize.conversion.inputs import BOTH_WAYS, CAUSALLY, Call, Inputs, candidates, optional_inputs
 from linearize.core.errors import UnsupportedModelError, first_line
 from linearize.modeling.compat import configs_of, implementation_of, set_implementation
 from linearize.modeling.model import evaluating
-from linearize.modeling.plan import CALLED, LOCAL, MASKED, OWN, SOFTMAX, UNKNOWN, LayerPlan, host_facts
+from linearize.modeling.plan import CALLED, LOCAL, MASKED, OUTSIDE, OWN, SOFTMAX, UNKNOWN, LayerPlan, host_facts
 
 CROSS = "cross-attention"
 LOCAL_KEPT = "local attention (sliding window or chunks), already linear"
+HEAD = "outside of the body, and only attentions of the body are converted"
+_NOT_HONOURED = "which a kernel cannot honour"
 _NAME = "linearize_probe"
 _UNION = or_masks().__code__
+_ATTENTION = re.compile(r"(attention|attn)(v?\d+)?$", re.I)
+_PROJECTIONS = tuple(
+    {f"{side}{name}" for name in names for side in ("", "w", "to_")}
+    | {f"{name}{side}" for name in names for side in ("_proj", "_lin", "_linear", "_layer")}
+    for names in (("q", "query", "queries"), ("k", "key", "keys", "kv", "key_value"))
+)
+_JOINT = {"qkv", "qkv_proj", "to_qkv", "wqkv", "query_key_value", "in_proj_weight", "c_attn"}
+_RECURRENT = {"a_log", "dt_bias", "conv1d", "q_conv1d"}
 
 
 Run = tuple[PreTrainedModel, Inputs]
@@ -122,20 +132,53 @@ class _Recorder:
                 set_implementation(config, _NAME)
             # Masks are made even if they hide nothing, so that their kind is known. But some models pass a mask on to
             # layers of another length (Informer), which only works if no mask is made.
-            for always in (True, False):
-                self.always = always
-                self.calls: list[Call] = []
-                # Kind, window and mask of the masks that transformers made.
-                self.masks: list[tuple[str, int | None, Tensor]] = []
-                # Kept, so that no later ones lie in the same place.
-                self.keys: list[Tensor] = []
-                try:
-                    part(**inputs)
-                    break
-                except Exception as error:
-                    if not always or "ask" not in str(error):
-                        raise
+            try:
+                calls = self._run(part, inputs, always=True)
+            except Exception as error:
+                if "ask" not in str(error):
+                    raise
+                return self._run(part, inputs)
+            with contextlib.suppress(Exception):
+                self._note(calls, self._run(part, inputs), "without a mask")
+            for name, (zeros, mixed) in optional_inputs(part, inputs).items():
+                with contextlib.suppress(Exception):
+                    differ = self._differing(calls, self._run(part, inputs | {name: mixed}, always=True))
+                    for call, _ in differ:
+                        call.optional = name
+                    if differ:
+                        # Texts alone have zeros.
+                        self._note(calls, self._run(part, inputs | {name: zeros}, always=True), f"with {name}")
+            return calls
+
+    def _run(self, part: PreTrainedModel, inputs: Inputs, *, always: bool = False) -> list[Call]:
+        """Run a part once; `always` says whether to make masks that hide nothing."""
+        self.always = always
+        self.calls: list[Call] = []
+        # Kind, window and mask of the masks that transformers made.
+        self.masks: list[tuple[str, int | None, Tensor]] = []
+        # Kept, so that no later ones lie in the same place.
+        self.keys: list[Tensor] = []
+        part(**inputs)
         return self.calls
+
+    def _differing(self, calls: list[Call], others: list[Call]) -> list[tuple[Call, Call]]:
+        """Return the self-attentions that read other tokens in another run of the same part."""
+        queues: dict[nn.Module, list[Call]] = {}
+        for other in others:
+            queues.setdefault(other.module, []).append(other)
+        pairs = [(call, queues[call.module].pop(0)) for call in calls if queues.get(call.module)]
+        return [
+            (call, other)
+            for call, other in pairs
+            if call.query[2] == call.key[2]
+            and call.reads not in (other.reads, other.here)
+            and not (other.mask == "none" and call.module in self.eager)
+        ]
+
+    def _note(self, calls: list[Call], others: list[Call], when: str) -> None:
+        for call, other in self._differing(calls, others):
+            reads = other.here or other.reads
+            call.varies = call.varies or f"{when} it reads its tokens {reads}, else {call.reads}, {_NOT_HONOURED}"
 
     def mask_function(self, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
         """Build SDPA's mask, and remember its kind."""
@@ -146,7 +189,9 @@ class _Recorder:
         if mask is None:
             return None
         kind = {causal_mask_function: "causal", bidirectional_mask_function: "bidirectional"}.get(function)
-        if kind is None and (window is not None or _sees_far(function) is False):
+        if kind is None and window is not None:
+            kind = "own"
+        if _sees_far(function) is False:
             kind = "local"
             lengths = range(1, mask.shape[-1] + 1)
             window = window or max(n for n in lengths if n == 1 or _kind_by_values(mask[..., :n, :n]))
@@ -182,6 +227,9 @@ class _Recorder:
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
         call.keys = key.data_ptr()
+        if kind == "own" and mask is not None and mask.ndim == 4:
+            directions = {True: CAUSALLY, False: BOTH_WAYS}
+            call.here = next((words for way, words in directions.items() if key_padding(mask, way) is not None), "")
         self.calls.append(call)
         self.keys.append(key)
         # Score modifications are left out: only shapes matter from here.
@@ -234,21 +282,22 @@ def find_attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bo
     Returns:
         The layers without a kernel or number, in the order of their first calls; those with a reason stay softmax.
     """
-    names: dict[nn.Module, str] = {module: name for name, module in model.base_model.named_modules()}
-    first: dict[nn.Module, Call] = {}
+    names = plan_names(model)
+    by_module: dict[nn.Module, list[Call]] = {}
     for call in calls:
-        if call.module in names:
-            first.setdefault(call.module, call)
+        by_module.setdefault(call.module, []).append(call)
+    first = {module: found[0] for module, found in by_module.items()}
     times = Counter(call.module for call in calls)
     sharing = _sharing(calls)
     reasons = {
-        module: _why_kept(call, names[module], local_as_full, module in sharing) for module, call in first.items()
+        module: _why_any_kept(found, names[module], local_as_full, module in sharing)
+        for module, found in by_module.items()
     }
     # A cache keeps the keys of layers that stay softmax, and BLT numbers its global layers like its local ones.
     kept = {
         getattr(module, "layer_idx", None)
         for module, call in first.items()
-        if reasons[module] not in ("", CROSS) and call.query[2] == call.key[2]
+        if reasons[module] not in ("", CROSS, HEAD) and call.query[2] == call.key[2]
     }
     layers = []
     for module, call in first.items():
@@ -256,13 +305,14 @@ def find_attentions(model: PreTrainedModel, calls: list[Call], local_as_full: bo
         # One running state serves one call per token: if an attention runs more often, its keys are kept.
         if cache_index in kept or times[module] > 1 or module in sharing or (cache_index or 0) < 0:
             cache_index = None
-        causal = call.mask != "bidirectional" and (call.mask == "causal" or call.is_causal)
+        causal = call.causal
         shape = HeadShape(call.query[1], call.key[1], call.query[3], call.value[3], causal)
         facts = host_facts(module, shape, cache_index)
         if "is_causal" not in facts:
             # The direction comes from the call, or from the mask.
             facts = (CALLED if call.declared == causal else MASKED, *facts)
         host = (*facts, LOCAL) if local_as_full and call.mask == "local" else facts
+        host = (*host, OWN) if reasons[module] and reasons[module] == call.varies else host
         layers.append(LayerPlan(names[module], None, SOFTMAX, shape, {}, reasons[module], cache_index, host=host))
     return layers
 
@@ -276,21 +326,31 @@ def _sharing(calls: list[Call]) -> set[nn.Module]:
     return readers | read | {call.module for call in calls if any(getattr(call.module, x, False) for x in stated)}
 
 
+def plan_names(model: PreTrainedModel) -> dict[nn.Module, str]:
+    """Return the names that a plan has for a model's modules: from the body, and `OUTSIDE` before those of the head."""
+    outside = {module: f"{OUTSIDE}{name}" for name, module in model.named_modules()}
+    return outside | {module: name for name, module in model.base_model.named_modules()}
+
+
+def _projects(module: nn.Module) -> bool:
+    """Tell whether a module has projections to queries and keys, and is no linear recurrence."""
+    own = {name.lower() for name in (*dict(module.named_children()), *module._parameters)}
+    return not own & _RECURRENT and bool(own & _JOINT or all(own & names for names in _PROJECTIONS))
+
+
 def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
-    """List the attentions of the body that no trial run called, found by class name; they stay softmax."""
-    if model.config.model_type in REDIRECTED:
-        return []
-    root = model.base_model
-    named = {
+    """List the attentions that no trial run called, found by class or projections; they stay softmax."""
+    names = plan_names(model)
+    found = {
         name: module
-        for name, module in root.named_modules()
-        if re.search(r"(attention|attn)(v?\d+)?$", type(module).__name__, re.I)
+        for module, name in names.items()
+        if (_ATTENTION.search(type(module).__name__) or _projects(module))
         and next(module.parameters(), None) is not None
     }
-    seen = [name for name, module in root.named_modules() if any(call.module is module for call in calls)]
+    seen = [names[call.module] for call in calls]
     layers = []
-    for name, module in named.items():
-        around = any(other.startswith(f"{name}.") for other in (*named, *seen))
+    for name, module in found.items():
+        around = any(other.startswith(f"{name}.") for other in (*found, *seen))
         inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
         if around or inside:
             continue
@@ -304,10 +364,22 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
     return layers
 
 
+def _why_any_kept(calls: list[Call], name: str, local_as_full: bool, shares_keys: bool) -> str:
+    """Return why an attention cannot be converted, looking at all its calls; empty if it can."""
+    reason = next(filter(None, (_why_kept(call, name, local_as_full, shares_keys) for call in calls)), "")
+    if not reason and len({call.causal for call in calls}) > 1:
+        return f"it reads its tokens causally in some calls and in both directions in others, {_NOT_HONOURED}"
+    return reason
+
+
 def _why_kept(call: Call, name: str, local_as_full: bool, shares_keys: bool) -> str:
     """Return why an attention cannot be converted; empty if it can."""
+    if name.startswith(OUTSIDE):
+        return HEAD
     if call.refused:
         return call.refused
+    if call.varies:
+        return call.varies
     if call.altered:
         return f"scores carry {call.altered}, which a kernel cannot honour"
     if call.mask == "bias":
@@ -318,11 +390,9 @@ def _why_kept(call: Call, name: str, local_as_full: bool, shares_keys: bool) -> 
         return CROSS
     if call.query[2] != call.key[2]:
         return "cross-attention, or queries or keys that are pooled or chosen (their numbers differ)"
-    if call.mask == "local" and shares_keys:
+    if call.mask == "local" and (shares_keys or not local_as_full):
         # A cache keeps no keys beyond the window for the layers that share them.
-        return f"{LOCAL_KEPT}, with keys that several layers share"
-    if call.mask == "local" and not local_as_full:
-        return LOCAL_KEPT
+        return LOCAL_KEPT + ", with keys that several layers share" * shares_keys
     if hasattr(call.module, "indexer"):
         return "an indexer chooses the keys of every query, which a kernel cannot honour"
     if call.mask == "own":

@@ -57,9 +57,6 @@ def record(runs: Iterable[Run], longest: int | None = None, *, padded: bool = Tr
                 continue
             known = _without_those_of_padding(module, inputs, outputs) if inputs is with_padding else outputs
             recorded.append((module, inputs, known))
-            # Outputs that come from a padding token are compared on rows without padding.
-            if all(output is not None for output in known):
-                break
     return recorded
 
 

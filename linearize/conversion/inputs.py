@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ TOKENS, DECODER_TOKENS = 7, 5
 MAIN = ("input_ids", "pixel_values", "pixel_values_videos", "input_values", "input_features", "past_values")
 _SAMPLES, _FRAMES = 4000, 64
 _SIZED = ("encoder", "backbone_config", "prompt_encoder_config")
+
+_PER_TOKEN = re.compile(r"(_ids|_masks?|_types?|_seq|_segments?|_groups?)$")
+_HANDLED = re.compile(r"^((en|de)coder_)?(attention_mask|position_ids|input_ids)$")
+"""Inputs of every model, and those whose masks are followed when they are given."""
+
+CAUSALLY, BOTH_WAYS = "causally", "in both directions"
 
 Inputs = dict[str, Tensor | bool]
 """Keyword arguments of a forward: tensors, and whether to use a cache."""
@@ -51,6 +58,9 @@ class Call:
         window: largest length at which a local mask hides no more than a full one; None without a local mask.
         refused: why this attention cannot be converted, if the trial run shows that; empty if no reason is known.
         keys: where its keys lie in memory, so that layers that share keys are known; 0 if unknown.
+        here: how the queries read the keys in this run, if the mask is the model's own; empty if in another way.
+        varies: why it cannot be converted, if its mask is another one without padding, or with an optional argument.
+        optional: name of an optional argument that changes the mask; empty if no argument does.
     """
 
     module: nn.Module
@@ -64,6 +74,21 @@ class Call:
     window: int | None = None
     refused: str = ""
     keys: int = 0
+    here: str = ""
+    varies: str = ""
+    optional: str = ""
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees later keys."""
+        return self.mask != "bidirectional" and (self.mask == "causal" or self.is_causal)
+
+    @property
+    def reads(self) -> str:
+        """How the queries read the keys, in words."""
+        if self.mask in ("own", "bias"):
+            return "by its own mask"
+        return CAUSALLY if self.causal else BOTH_WAYS
 
 
 def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
@@ -107,6 +132,25 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
         if dummy:
             inputs = {key: x if x.is_floating_point() else x % vocabulary for key, x in dummy.items()}
             yield {**inputs, **more}
+
+
+def optional_inputs(part: PreTrainedModel, made: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """Make up values of optional arguments with one number per token, which may change masks.
+
+    Returns:
+        By the argument's name, zeros [B, T], as texts alone have, and runs of different numbers.
+    """
+    tokens = made.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return {}
+    zeros = torch.zeros_like(tokens)
+    # The highest number is 1, because many models know no more types of tokens.
+    mixed = (torch.arange(tokens.shape[1], device=tokens.device) // 2 % 2).expand_as(tokens).contiguous()
+    return {
+        name: (zeros, mixed)
+        for name, argument in inspect.signature(part.forward).parameters.items()
+        if argument.default is None and name not in made and _PER_TOKEN.search(name) and not _HANDLED.search(name)
+    }
 
 
 def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:

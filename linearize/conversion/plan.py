@@ -13,7 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
-from linearize.conversion.attentions import CROSS, LOCAL_KEPT, Run, find_attentions, find_unreached, trial_runs
+from linearize.conversion.attentions import (
+    CROSS,
+    LOCAL_KEPT,
+    Run,
+    find_attentions,
+    find_unreached,
+    plan_names,
+    trial_runs,
+)
 from linearize.conversion.check import check, keep_parts, record, why_not_built
 from linearize.conversion.inputs import Call
 from linearize.conversion.layers import Choice, ConversionConfig, choose, complete
@@ -67,23 +75,23 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
     unreached = find_unreached(model, calls)
     convertible = [layer for layer in layers if not layer.reason]
     if not convertible:
-        raise UnsupportedModelError(_why_none(model, [*layers, *unreached] if layers else [], calls))
-    _name_others(model, calls)
+        inside = [layer for layer in (*layers, *unreached) if layer.in_body]
+        raise UnsupportedModelError(_why_none(model, inside if any(x.in_body for x in layers) else [], calls))
+    _name_optional(model, layers, calls)
     chosen = choose(model, config, len(convertible))
     numbered = [dataclasses.replace(layer, index=index) for index, layer in enumerate(convertible)]
     found = Plan(type(model).__name__, model.config.model_type, (*layers, *unreached), config.seed)
     return found.with_layers(_decide(layer, *choice) for layer, choice in zip(numbered, chosen, strict=True))
 
 
-def _name_others(model: PreTrainedModel, calls: list[Call]) -> None:
-    """Warn if attentions outside of the body stay softmax: a plan does not list them."""
-    body = model.base_model
-    others = {call.module for call in calls}.difference(body.modules())
-    names = [name for name, module in model.named_modules() if module in others]
+def _name_optional(model: PreTrainedModel, layers: list[LayerPlan], calls: list[Call]) -> None:
+    """Warn about optional arguments whose masks the converted layers will refuse."""
+    hosts = {model.base_model.get_submodule(layer.module) for layer in layers if not layer.reason}
+    names = sorted({call.optional for call in calls if call.optional and call.module in hosts})
     if names:
         warnings.warn(
-            f"{type(model).__name__}: {len(names)} attentions outside of its body ({type(body).__name__}) stay softmax "
-            f"({names[0]} ...): only those of the body are converted",
+            f"{type(model).__name__}: {', '.join(names)} can ask for a mask that linear attention cannot follow "
+            "(such as images read in both directions); the converted model refuses such calls",
             stacklevel=4,
         )
 
@@ -298,7 +306,8 @@ def _check_plan(
         raise ConfigError(f"got a plan of type {type(plan).__name__}, expected one from linearize.plan")
     _check_original(model)
     Plan.from_dict(plan.to_dict())  # Checks types, numbers and names.
-    hosts = dict(model.base_model.named_modules())
+    names = plan_names(model)
+    hosts = {name: module for module, name in names.items()}
     for layer in plan.layers:
         known = layer.module in hosts
         why = contradiction(hosts[layer.module], layer) if known else f"it has no module {layer.module!r}"
@@ -310,10 +319,9 @@ def _check_plan(
     calls: list[Call] = []
     with contextlib.suppress(UnsupportedModelError):
         runs, calls = trial_runs(model, inputs)
-    names = {module: name for name, module in hosts.items()}
     listed = {layer.module for layer in plan.layers}
     for call in calls:
-        if (name := names.get(call.module)) not in (None, *listed):
+        if (name := names[call.module]) not in listed:
             raise _other_model(plan, model, f"it does not list {name!r}")
     return runs, calls
 

@@ -80,7 +80,7 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
         if name == IMPLEMENTATION and not part._supports_sdpa:
             set_implementation(part.config, EAGER)
     converted = [_part_of(root, layer.module, parts) for layer in plan.converted]
-    original = [_part_of(root, layer.module, parts) for layer in plan.layers if OWN in layer.host]
+    original = [_part_of(root, layer.module, parts) for layer in plan.layers if OWN in layer.host and layer.in_body]
     for part in dict.fromkeys(part for part in original if part not in converted):
         config = part.config
         if any(one.config is config for one in converted):

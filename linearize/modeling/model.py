@@ -329,6 +329,7 @@ def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
     """
     root: nn.Module = model.base_model
     hosts, name = dict(root.named_modules()), type(model).__name__.removeprefix("Linearized")
+    plan = dataclasses.replace(plan, layers=tuple(layer for layer in plan.layers if layer.in_body))
     absent = [layer.module for layer in plan.layers if layer.module not in hosts]
     missing = (next(x for x in accumulate(one.split("."), "{}.{}".format) if x not in hosts) for one in absent)
     # A part is lacking as a whole; one layer of a list was taken out.
@@ -358,7 +359,7 @@ def remaining(model: PreTrainedModel, plan: Plan) -> tuple[Plan, list[str]]:
     """
     root: nn.Module = model.base_model
     live, hosts = linear_attentions(root), {name for name, _ in root.named_modules(remove_duplicate=False)}
-    layers = [layer for layer in plan.layers if layer.module in hosts]
+    layers = [layer for layer in plan.layers if not layer.in_body or layer.module in hosts]
     planned = {layer.module: layer for layer in layers if layer.converted}
     other = [name for name in {**live, **planned} if name not in live or name not in planned]
     other += [name for name in planned if name in live and not _is_as_planned(live[name], planned[name])]
@@ -370,7 +371,8 @@ def remaining(model: PreTrainedModel, plan: Plan) -> tuple[Plan, list[str]]:
         )
     numbers = itertools.count()
     layers = [layer if layer.index is None else dataclasses.replace(layer, index=next(numbers)) for layer in layers]
-    return dataclasses.replace(plan, layers=tuple(layers)), [x.module for x in plan.layers if x.module not in hosts]
+    absent = [layer.module for layer in plan.layers if layer.in_body and layer.module not in hosts]
+    return dataclasses.replace(plan, layers=tuple(layers)), absent
 
 
 def _is_as_planned(attention: LinearAttention, layer: LayerPlan) -> bool:

@@ -20,6 +20,8 @@ LOCAL = "local mask"
 """Marks a host that attends inside a sliding window or chunks, and may be converted as full attention."""
 OWN = "own attention"
 """Marks a host that keeps softmax because of its own code or masks; a part with only such hosts runs unchanged."""
+OUTSIDE = "../"
+"""Begins the name of an attention outside of the body, before its name in the whole model; it always stays softmax."""
 ABSENT = "absent"
 """Key in config.json's section for the weights that the saved model was built without."""
 UNKNOWN = HeadShape(1, 1, 1, 1, False)
@@ -36,7 +38,8 @@ class LayerPlan:
     """The plan for one attention.
 
     Attributes:
-        module: dotted name, from the base model (without the head).
+        module: dotted name, from the base model (without the head); `OUTSIDE` and the name in the whole model for
+            attentions in the head.
         index: number among the self-attentions that can be converted, in the order in which they run; None for others.
         kernel: the kernel's name, or "softmax" if the layer is not converted.
         shape: sizes and direction.
@@ -63,6 +66,11 @@ class LayerPlan:
     def converted(self) -> bool:
         """Whether the layer gets a kernel."""
         return self.kernel != SOFTMAX
+
+    @property
+    def in_body(self) -> bool:
+        """Whether it is in the body, the part of the model that a plan can change."""
+        return not self.module.startswith(OUTSIDE)
 
     @property
     def mixer(self) -> tuple[str, dict[str, Any], HeadShape, Hybrid]:

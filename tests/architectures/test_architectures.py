@@ -10,9 +10,11 @@ import transformers
 from architectures.shrink import tiny_config, tiny_model
 from architectures.sweep import apart, modeling_files, try_one
 from architectures.table import RESULTS, ROOT, by_name, page
-from architectures.trial import build, try_model
+from architectures.trial import build, example_inputs, try_model
+from torch.overrides import TorchFunctionMode
 
 import linearize
+from linearize.conversion.attentions import plan_names, trial_runs
 from linearize.core.errors import CheckpointError
 
 FOUND = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -84,6 +86,89 @@ def test_every_attention_stands_in_the_plan(name, kind, why):
     assert wanted and set(wanted) <= reasons.keys() | {layer.module for layer in plan.converted}
     assert any(why in reasons.get(name, "") for name in wanted)
     assert linearize.Plan.from_dict(plan.to_dict()) == plan
+
+
+class _Attends(TorchFunctionMode):
+    """Records in which module each attention of a forward is computed, whatever its class."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.stack, self.names = model, [], set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        softmax = func in (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax) and args[0].ndim == 4
+        if softmax or func in (
+            torch.nn.functional.scaled_dot_product_attention,
+            torch.nn.functional.multi_head_attention_forward,
+        ):
+            self.names.add(self.stack[-1])
+        return func(*args, **(kwargs or {}))
+
+    def run(self, part, inputs):
+        handles = []
+        for name, module in self.model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self.stack.append(name)))
+            handles.append(module.register_forward_hook(lambda *_: self.stack.pop() and None, always_call=True))
+        # Without it, PyTorch's own attention may run as one operation.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad(), self:
+                part(**inputs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            for handle in handles:
+                handle.remove()
+
+
+def _missing(model, plan, runs):
+    """List modules that attend and stand in no line of a plan."""
+    watch = _Attends(model)
+    for part, inputs in runs:
+        watch.run(part, inputs)
+    prefix = next((f"{name}." for name, one in model.named_modules() if one is model.base_model and name), "")
+    listed = [x.module.removeprefix("../") if not x.in_body else f"{prefix}{x.module}" for x in plan.layers]
+    return {
+        name
+        for name in watch.names
+        if not any(f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.") for one in listed)
+    }
+
+
+HEADS = (
+    "clipseg detr siglip2 git",
+    "maskformer sam2 blip_2 vit d_fine xcodec2 pix2struct eomt deepseek_ocr2 owlvit aria idefics2 t5gemma2 moshi",
+)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(names, id=names.split()[0], marks=[pytest.mark.slow] * (names != HEADS[0])) for names in HEADS],
+)
+def test_every_module_that_attends_stands_in_the_plan(names):
+    for name in names.split():
+        model = build(f"{name}.modeling_{name}")
+        plan = linearize.plan(model)
+        assert not _missing(model, plan, trial_runs(model)[0]), name
+        wanted = {id(one) for one in model.modules() if isinstance(one, torch.nn.MultiheadAttention)}
+        names_of = plan_names(model)
+        listed = {id(one) for one, known in names_of.items() if known in {layer.module for layer in plan.layers}}
+        assert wanted <= listed, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_module_that_attends_stands_in_the_plan_of_every_model(part):
+    broken = {}
+    for result in [result for result in FOUND if result["status"] == "works" and "timm/" not in result["file"]][
+        part::PARTS
+    ]:
+        inputs = example_inputs(result["file"])
+        model = build(result["file"])
+        plan = linearize.plan(model, local_as_full="--local-as-full" in result["message"], example_inputs=inputs)
+        if missing := _missing(model, plan, trial_runs(model, inputs)[0]):
+            broken[result["file"]] = sorted(missing)
+    assert not broken
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_parts_that_do_not_run_with_tokens_alone_run_by_themselves():
     plan = linearize.plan(model)
     assert [layer.shape.causal for layer in plan.converted] == [True, True, False, False]
     recorded = record(trial_runs(model)[0])
-    assert len(recorded) == 2
+    assert len(recorded) == 3
     check(linearize.convert(model), recorded)
 
 
@@ -182,16 +182,22 @@ def test_attention_in_the_head_alone_is_refused_for_that():
         linearize.plan(Head(config).eval())
 
 
-def test_attentions_of_a_head_that_stay_softmax_are_named():
+def test_attentions_of_a_head_that_stay_softmax_are_named(tmp_path):
     sizes = {"reduce_dim": 16, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 20, "projection_dim": 16}
     config = transformers.CLIPSegConfig(
         text_config=CLIP_TEXT, vision_config=IMAGE, **sizes, extract_layers=[0, 1], conditional_layer=0
     )
-    with pytest.warns(
-        UserWarning, match=r"2 attentions outside of its body .*decoder.layers.0.self_attn \.\.\."
-    ) as caught:
-        plan = linearize.plan(transformers.CLIPSegForImageSegmentation(config).eval())
-    assert len(plan.converted) == len(plan.layers) == 4 and caught[0].filename == __file__
+    model = transformers.CLIPSegForImageSegmentation(config).eval()
+    plan = linearize.plan(model)
+    kept = {layer.module: layer.reason for layer in plan.layers if not layer.converted}
+    assert len(plan.converted) == 4 and list(kept) == [f"../decoder.layers.{i}.self_attn" for i in range(2)]
+    assert all(reason.startswith("outside of the body") for reason in kept.values())
+    linearize.save(linearize.apply(model, plan).eval(), tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert linearize.Plan.from_dict(loaded.config.linearize) == plan
+    # The body alone has no such modules.
+    model.base_model.save_pretrained(tmp_path / "body")
+    assert transformers.AutoModel.from_pretrained(tmp_path / "body").config.linearize["layers"]
 
 
 def test_an_image_encoder_tells_the_size_of_its_model():
