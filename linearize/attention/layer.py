@@ -129,7 +129,9 @@ class LinearAttention(nn.Module):
             if cache is None:
                 key_padding_mask = key_padding_mask[:, : k.shape[2]].bool()
             else:
-                covered = key_padding_mask if is_tracing() else key_padding_mask[:, : cache.tokens]
+                # An exported graph is given a state whose tokens nobody counted.
+                longer = not is_tracing() and (cache.state is None or cache.tokens > k.shape[2])
+                covered = key_padding_mask[:, : cache.tokens] if longer else key_padding_mask
                 key_padding_mask = covered[:, -k.shape[2] :].bool()
             # Reading the mask costs little on the CPU; on other devices it would force a synchronisation.
             readable = key_padding_mask.device.type == "cpu" and not is_tracing()
