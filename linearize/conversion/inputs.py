@@ -98,7 +98,8 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
         UnsupportedModelError: if the model's inputs are of an unknown kind.
     """
     names = set(inspect.signature(model.forward).parameters)
-    if not names & set(MAIN):
+    known = bool(names & set(MAIN))
+    if not known:
         # A wrapper may take only **kwargs.
         names.add(model.main_input_name)
     text, images, sounds = _texts(model, names), list(_images(model, names)), list(_sounds(model, names))
@@ -107,6 +108,8 @@ def candidates(model: PreTrainedModel) -> Iterator[Inputs]:
     if "inputs_embeds" in names and not names & set(MAIN) and isinstance(width, int):
         # A part that takes nothing else, such as an encoder without embeddings.
         others.append({"inputs_embeds": _floats(model, 1, TOKENS, width)})
+    if not known:
+        others += _states(model)
     if not text and not images and not sounds and not others:
         raise UnsupportedModelError(
             f"{type(model).__name__} takes {', '.join(sorted(names)) or 'nothing'}, expected input_ids, pixel_values, "
@@ -211,6 +214,20 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
     return extra
 
 
+def _states(model: PreTrainedModel) -> Iterator[Inputs]:
+    """Make up the first argument of a part that reads the states of another part, whatever its name."""
+    taken = inspect.signature(model.forward).parameters
+    name = next((key for key, x in taken.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD), None)
+    if name is None or name in MAIN:
+        return
+    width, across = _setting(model.config, "hidden_size", "d_model"), _setting(model.config, "encoder_hidden_size")
+    if isinstance(width, int):
+        states: Inputs = {name: _floats(model, 1, TOKENS, width)}
+        if "encoder_hidden_states" in taken and isinstance(across, int):
+            states["encoder_hidden_states"] = _floats(model, 1, DECODER_TOKENS, across)
+        yield states
+
+
 def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     """Make up the past values of a time series, and the time features that some forecasters take."""
     if "past_values" not in names:
@@ -284,6 +301,32 @@ def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
         # The row and column of each patch come first (Pix2Struct).
         width = getattr(vision, "patch_embed_hidden_size", 768)
         yield {"flattened_patches": _floats(model, 1, TOKENS, 2 + width).abs()}
+    size, pooled = _setting(vision, "patch_size"), _setting(vision, "pooling_kernel_size") or 1
+    if "pixel_position_ids" in names and isinstance(size, int) and isinstance(pooled, int):
+        # Patches with the column and row of each (Gemma 4).
+        side = torch.arange(2 * pooled, device=model.device)
+        channels = _setting(vision, "num_channels") or 3
+        yield {
+            "pixel_values": _floats(model, 1, len(side) ** 2, channels * size**2).sigmoid(),
+            "pixel_position_ids": torch.cartesian_prod(side, side).flip(-1)[None],
+        }
+    count, device, patch = 2 * 2, model.device, size if isinstance(size, int) else 1
+    row = functools.partial(_floats, model, 1)
+    if {"spatial_shapes", "pixel_attention_mask"} <= names:
+        # Images of any shape, as rows of patches (SigLIP 2).
+        yield {
+            "pixel_values": row(count, (_setting(vision, "num_channels") or 3) * patch**2),
+            "pixel_attention_mask": torch.ones(1, count, dtype=torch.long, device=device),
+            "spatial_shapes": torch.tensor([[2, 2]], device=device),
+        }
+    if {"aspect_ratio_ids", "aspect_ratio_mask"} <= names and isinstance(edge := _setting(vision, "image_size"), int):
+        # Tiles of one image (Mllama).
+        tiles = _setting(vision, "max_num_tiles") or 1
+        yield {
+            "pixel_values": row(1, tiles, _setting(vision, "num_channels") or 3, edge, edge),
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long, device=device),
+            "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long, device=device),
+        }
     patched = next((x for x in ("hidden_states", "pixel_values") if x in names), None)
     reads_text = "input_ids" in inspect.signature(model.forward).parameters
     grid_name = next((x for x in ("grid_thw", "image_grid_thw") if x in names and not reads_text), None)
@@ -294,6 +337,10 @@ def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
         patches = 4 * merge * merge
         yield {patched: _floats(model, patches, channels * depth * size**2), grid_name: grid}
         yield {patched: _floats(model, 1, patches, channels, size, size), grid_name: grid}
+        yield {patched: _floats(model, patches, channels, size, size), grid_name: grid}
+        first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
+        if first is not None and first.in_features % size**2 == 0:
+            yield {patched: _floats(model, patches, first.in_features), grid_name: grid}
 
 
 def _sounds(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:

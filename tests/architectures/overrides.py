@@ -135,6 +135,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kyutai_speech_to_text": {"codec_config.upsample_groups": 32},
     "lightglue": {"keypoint_detector_config": DEFAULT, "descriptor_dim": 256, "hidden_size": 256},
     "mistral4": {"head_dim": 16},
+    "mllama": {"vision_config.intermediate_layers_indices": [0, 1], "vision_config.vision_output_dim": 96},
     "mobilebert": {"true_hidden_size": 32, "intra_bottleneck_size": 32},
     "neomme": {"rope_parameters.full_attention.partial_rotary_factor": 0.5},
     "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 2, "router_jitter_noise": 0.0},

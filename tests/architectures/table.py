@@ -53,8 +53,9 @@ def shortened(text: str) -> str:
 
 def outcome(result: dict[str, Any]) -> str:
     """Return whether a model works, and if not, why."""
+    softmax = f"; {result['softmax']} stays softmax" if result.get("softmax") else ""
     return {
-        "works": "works" + (f" {result['message']}" if result["message"] else "").replace(" ;", ";"),
+        "works": "works" + (f" {result['message']}" if result["message"] else "").replace(" ;", ";") + softmax,
         "refused": f"refused: {reason(result)}",
         "failed": f"fails at {result['step']}",
         "not tried": "not tried: the rule for tiny configs does not fit it",
@@ -74,12 +75,14 @@ def render(results: list[dict[str, Any]]) -> str:
     for result in results:
         status = result["status"]
         groups[order[status], outcome(result)].append(result["name"].removeprefix("timm/"))
-    counts = {status: sum(r["status"] == status for r in results) for status in order}
+    counts = Counter((r["status"], r.get("softmax", "") if r["status"] == "works" else "") for r in results)
+    words = {"": "work", "a tower": "work but keep a tower softmax", "a part": "work but keep a part softmax"}
+    said = {("works", part): text for part, text in words.items()} | {(x, ""): x for x in order if x != "works"}
     commits = Counter(result["commit"] for result in results if "commit" in result)
     at = "; ".join(f"{count} tried at commit {commit}" for commit, count in sorted(commits.items()))
     lines = [
         f"{len(results)} models: "
-        + ", ".join(f"{count} {status.replace('works', 'work')}" for status, count in counts.items() if count)
+        + ", ".join(f"{counts[kind]} {text}" for kind, text in said.items() if counts[kind])
         + (f"; {at}." if at else "."),
         "",
         "| outcome | models | which |",

@@ -10,7 +10,7 @@ import transformers
 from architectures.shrink import tiny_config, tiny_model
 from architectures.sweep import apart, modeling_files, try_one
 from architectures.table import RESULTS, ROOT, by_name, page
-from architectures.trial import build, example_inputs, try_model
+from architectures.trial import build, example_inputs, softmax_left, try_model
 from torch.overrides import TorchFunctionMode
 
 import linearize
@@ -71,11 +71,11 @@ def test_a_load_gives_every_tensor_that_was_saved(names, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "why"),
     [
-        ("siglip2", "Siglip2Attention", "did not run in the trial run"),
+        ("kimi_k25", "Kimi_K25VisionAttention", "did not run in the trial run"),
         ("siglip2", "MultiheadAttention", "its own attention code"),
         ("qwen3_asr", "Qwen3ASRAudioAttention", "did not run in the trial run"),
         ("minimax", "MiniMaxLightningAttention", "its own attention code"),
-        ("phi4_multimodal", "Phi4MultimodalVisionAttention", "computes something else"),
+        ("phi4_multimodal", "Phi4MultimodalVisionAttention", "without a mask it reads its tokens causally"),
     ],
 )
 def test_every_attention_stands_in_the_plan(name, kind, why):
@@ -177,6 +177,10 @@ def test_every_module_that_attends_stands_in_the_plan_of_every_model(part):
         ("pix2struct", "encoder.encoder.layer.0.attention"),
         ("xcodec2", "acoustic_decoder.layers.0.self_attn"),
         ("deformable_detr", "decoder.layers.0.self_attn"),
+        ("siglip2", "vision_model.encoder.layers.0.self_attn"),
+        ("blip_2", "qformer.encoder.layer.0.attention.attention"),
+        ("muse_glimmer", "vision_tower.layers.0.attn"),
+        ("diffusion_gemma", "encoder.vision_tower.encoder.layers.0.self_attn"),
     ],
 )
 def test_made_up_inputs_reach_attentions(name, module):
@@ -192,6 +196,17 @@ def test_a_host_with_a_generation_of_its_own():
     model = linearize.convert(tiny_model(transformers.DiffusionGemmaForBlockDiffusion, config))
     # It would compile itself for the first call, which takes longer than all the rest.
     assert len(model.generate(torch.arange(3, 10)[None], max_new_tokens=4, disable_compile=True)[0]) == 1
+
+
+def test_a_softmax_tower_is_counted_apart():
+    for name, left in {"clip": "", "git": "a part", "mllama": "a tower"}.items():
+        model = build(f"{name}.modeling_{name}")
+        assert softmax_left(model, linearize.plan(model)) == left, name
+    found = [
+        {"file": "x", "name": "x", "status": "works", "step": "", "message": "", "softmax": part}
+        for part in ("", "a tower")
+    ]
+    assert page(found).startswith("### transformers\n\n2 models: 1 work, 1 work but keep a tower softmax.")
 
 
 def test_the_sweep_tries_a_model():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from transformers.models.auto import modeling_auto
 
 import linearize
 from linearize.attention.interface import linear_attentions
-from linearize.conversion.attentions import LOCAL_KEPT, trial_runs
+from linearize.conversion.attentions import LOCAL_KEPT, plan_names, trial_runs
 from linearize.conversion.check import _difference, _outputs, check, record
 from linearize.conversion.inputs import candidates
 from linearize.conversion.layers import ConversionConfig
@@ -42,6 +43,8 @@ class Result:
         message: why.
         kept: how many attentions stay softmax beside those that were converted.
         converted: how many were.
+        softmax: "a tower" if all self-attentions of a model inside it stay softmax, "a part" if others do; those that
+            are linear already, and cross-attention, do not count.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Result:
     message: str = ""
     converted: int = 0
     kept: int = 0
+    softmax: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -144,8 +148,24 @@ def try_model(name: str, make: Callable[[], Any], inputs: dict[str, Tensor] | No
             return result
         finally:
             result.converted, result.kept = trial.counts
+            result.softmax = trial.softmax
     result.status, result.step, result.message = WORKS, "", trial.note
     return result
+
+
+LINEAR = re.compile(r"^cross-attention|already linear|\(\w*(Linear|Lightning|Delta|Deformable)\w*\)")
+"""Reasons of attentions that are no softmax self-attention."""
+
+
+def softmax_left(model: PreTrainedModel, plan: Plan) -> str:
+    """Return "a tower", "a part" or nothing, as in `Result.softmax`."""
+    hosts = {name: module for module, name in plan_names(model).items()}
+    kept = {hosts[layer.module] for layer in plan.layers if not layer.converted and not LINEAR.search(layer.reason)}
+    converted = {hosts[layer.module] for layer in plan.converted}
+    if not kept:
+        return ""
+    towers = [set(part.modules()) for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return "a tower" if any(kept & tower and not converted & tower for tower in towers) else "a part"
 
 
 def _auto_classes(model: PreTrainedModel) -> list[Any]:
@@ -190,6 +210,7 @@ class _Trial:
         self.offered, self.inputs = inputs, None
         self.batch: dict[str, Any] = {}
         self.counts = (0, 0)
+        self.softmax = ""
         self.planned: Any = None
         self.note = ""
         self.generates = False
@@ -201,6 +222,7 @@ class _Trial:
         plan = self._plan()
         self.planned = plan
         self.counts = len(plan.converted), len(plan.layers) - len(plan.converted)
+        self.softmax = softmax_left(self.model, plan)
         self.generates = self._original_generates()
         # Where it cannot be run whole, its parts were.
         recorded = record(trial_runs(self.model, self.inputs)[0], padded=self.inputs is None)
