@@ -179,6 +179,7 @@ class Objective:
         scales: divisors of squared errors, from `measure_scales`: the teacher's variances per token, summed over
             channels, of the states by their names, of the attentions' outputs after the output projection
             (`ATTENTION` and the block's name), and of regression logits by the names of their terms.
+        padded: whether the batches' mask is that of a block, by name, as far as known (`pair.noting`).
     """
 
     def __init__(
@@ -191,11 +192,12 @@ class Objective:
         self.student, self.teacher, self.config = student, teacher, config
         self.blocks = find_blocks(student) if blocks is None else blocks
         self.scales: dict[str, float] = {}
+        self.padded: dict[str, bool] = {}
 
     @torch.no_grad()
     def teach(self, batch: Mapping[str, Tensor]) -> Outputs:
         """Run the teacher on a batch (such as `input_ids` [B, T])."""
-        with noting(self.teacher, self.blocks) as masks:
+        with noting(self.teacher, self.blocks, batch, self.padded) as masks:
             outputs = run(self.teacher, self.blocks, batch, head=self.config.logits_weight > 0)
         outputs.masks = masks
         if outputs.last_mask is not None:
@@ -333,7 +335,7 @@ class Objective:
 
         teacher, blocks = self.teacher, self.blocks
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
-        softmax = noting(teacher, blocks)
+        softmax = noting(teacher, blocks, batch, self.padded)
         with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax as masks, torch.no_grad():
             run_body(teacher, batch)
         return terms

@@ -93,18 +93,34 @@ def find_blocks(model: PreTrainedModel) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def noting(model: nn.Module, blocks: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+def noting(
+    model: nn.Module, blocks: Iterable[str], batch: Mapping[str, Tensor], padded: dict[str, bool]
+) -> Iterator[dict[str, Tensor]]:
     """Let a model compute softmax (`frozen_output`) and note the padding masks [B, T] of its blocks by their names.
 
-    Each block has its own: the towers of a model may have equally many tokens.
+    Each block has its own: the towers of a model may have equally many tokens. Attentions get no mask in a batch
+    without padding, so whether its mask is theirs is known from batches with padding, until then from its length.
+
+    Args:
+        model: the model.
+        blocks: names of its blocks.
+        batch: what it will read.
+        padded: whether the batch's mask is that of a block, by name; kept from batch to batch.
     """
     masks: dict[str, Tensor] = {}
     hosts = linear_attentions(model)
     block_of = {hosts[host]: name for name in blocks for host in hosts if f"{host}.".startswith(f"{name}.")}
+    given = batch.get("attention_mask")
+    whole = given is not None and given.ndim == 2 and bool(given.all())
 
     def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor | None:
-        if mask is not None and layer in block_of:
-            masks[block_of[layer]] = mask
+        if (name := block_of.get(layer)) is not None:
+            if given is not None and not whole:
+                padded[name] = mask is not None
+            elif given is not None and given.shape == (q.shape[0], q.shape[2]) and padded.get(name, True):
+                mask = given
+            if mask is not None:
+                masks[name] = mask
         return frozen_output(layer, q, k, v, mask, scaling)
 
     with observed(model, observe):
