@@ -168,7 +168,7 @@ class _Step(_Writer):
                 layer.lazy_initialization(state["keys"], state["values"])
                 layer.keys, layer.values = state["keys"], state["values"]
             else:
-                layer.store(state)
+                layer.state = state
         out, kept = self._run(input_ids, mask, count[:, None], cache)
         return (out, count + 1, *([mask] if mask is not None else []), *kept)
 

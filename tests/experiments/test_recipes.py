@@ -87,7 +87,7 @@ def test_models_from_scratch_can_be_built(name):
             if kernel.name != SOFTMAX:
                 # Of the two layers that are left, no more than one stays.
                 kernel = dataclasses.replace(kernel, keep_softmax=kernel.keep_softmax and (0,))
-                assert type(convert(model, kernel, 0)).__name__.startswith("Linearized")
+                assert type(convert(model, kernel, 0)).__qualname__.startswith("Linearized")
 
 
 def load(tiny, write, **changes):

@@ -37,7 +37,7 @@ class Other(transformers.PreTrainedModel):
         self.layer = torch.nn.Linear(2, 2)
 
     def forward(self, something):
-        return something
+        return self.layer(something)
 
 
 def test_parts_that_do_not_run_with_tokens_alone_run_by_themselves():
@@ -70,6 +70,9 @@ def test_tokens_of_a_meaning_are_left_out():
 
 def test_a_model_of_unknown_inputs_names_the_option():
     with pytest.raises(UnsupportedModelError, match=r"takes something, expected .*--example-inputs FILE"):
+        trial_runs(Other(transformers.PreTrainedConfig()))
+    # States of the config's size were made up, which it does not take.
+    with pytest.raises(UnsupportedModelError, match="--example-inputs FILE"):
         trial_runs(Other(transformers.BertConfig(**TEXT)))
 
 
