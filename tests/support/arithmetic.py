@@ -6,8 +6,10 @@ Processors round differently, and each brings its own; so a failure under the de
 
 from __future__ import annotations
 
+import getpass
 import os
 import platform
+import tempfile
 
 SETTINGS = {
     "default": {
@@ -38,4 +40,7 @@ def unset() -> dict[str, str]:
     """Return the variables of the chosen setting that are not set; torch and the tests' native op read them."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     setting = os.environ.get("LINEARIZE_TEST_ISA", "avx2" if is_x86 else "own")
-    return {name: value for name, value in SETTINGS[setting].items() if name not in os.environ}
+    # Code that torch.compile made for other instructions hangs or crashes, and its cache does not tell them apart.
+    cache = os.path.join(tempfile.gettempdir(), f"linearize-compiled-{getpass.getuser()}-{setting}")
+    values = {**SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": cache}
+    return {name: value for name, value in values.items() if name not in os.environ}
