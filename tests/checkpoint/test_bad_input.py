@@ -417,7 +417,7 @@ def test_every_side_file_that_is_broken_is_one_line(kind, tmp_path):
             with pytest.raises(CheckpointError, match="cannot be read as a log"):
                 read(tmp_path)
         elif file != "log.jsonl":
-            assert read(tmp_path, "cola") is None
+            assert read(tmp_path, "cola", "rows") is None
 
 
 def test_an_original_without_a_layer_or_with_other_sizes_is_refused(tmp_path):
