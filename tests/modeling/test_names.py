@@ -58,7 +58,8 @@ def test_in_memory_it_has_the_names_of_its_original(name, tmp_path):
     for one in (model, loaded, *copies):
         assert names(one) == names(stock)
         assert isinstance(one, type(stock)) and isinstance(one, LinearizedModel)
-        assert one.config.architectures == [type(stock).__name__]
+        # A save changes nothing in memory, so only a loaded model has what its file says.
+        assert one.config.architectures == (None if one is model else [type(stock).__name__])
         assert "model_type" not in vars(one.config)
     if stock.can_generate():
         expected = GenerationConfig.from_model_config(stock.config).to_dict()
