@@ -202,7 +202,7 @@ def test_interrupt_leaves_nothing_behind(folders, tmp_path, capsys, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nan_in_stage_one_names_layer_and_step(folders, tmp_path, capsys):
+def test_nan_in_stage_one_names_the_layer(folders, tmp_path, capsys):
     model = original("gpt2", "AutoModelForCausalLM")
     with torch.no_grad():
         # Every weight is a number, but the scores are none.
@@ -215,8 +215,8 @@ def test_nan_in_stage_one_names_layer_and_step(folders, tmp_path, capsys):
         capsys, "convert", tmp_path / "model", "--dataset", folders / "data.jsonl", "--output", out, "--holdout", 8
     )
     assert code == 2
-    assert "layer transformer.h.0.attn at step 0" in err
-    assert "--learning-rate" in err
+    # The measurement before the first step sees it.
+    assert "layer transformer.h.0.attn" in err and "NaN or infinity in 4 of 4 heads" in err
     assert len(err.strip().splitlines()) == 1
     assert not out.exists()
 

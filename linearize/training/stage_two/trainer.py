@@ -92,12 +92,14 @@ def finetune(
     check_options(config, adapter_of)
     check_trainable(model, data, config)
     data = hold_out(data, config.selection_rows, seed=config.seed)
+    if teacher is not None:
+        check_teacher(model, teacher)
+    # It stays, so it is set before the config that is restored is kept.
+    fade_beyond(model, data)
     with unchanged(model, teacher):
         if teacher is not None:
-            check_teacher(model, teacher)
             teacher = freeze(teacher, model)
         started = describe(model, data, config, teacher)
-        fade_beyond(model, data)
         last = resumed_from(Path(folder), started) if resume else None
         # Low-rank updates begin with random numbers; a resumed run must draw the same ones.
         set_seed(config.seed)
