@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from linearize.kernel_search.result import SearchStep
     from linearize.training.alignment.loop import AlignStep
     from linearize.training.stage_one.loop import DistillResult, StepReport
-    from linearize.training.stage_two.tuner import TuneStep
+    from linearize.training.stage_two.progress import TuneStep
 
     Report = StepReport | AlignStep | TuneStep | SearchStep
 

@@ -129,7 +129,7 @@ class LinearAttention(nn.Module):
             if cache is None:
                 key_padding_mask = key_padding_mask[:, : k.shape[2]].bool()
             else:
-                # An exported graph is given a state whose tokens nobody counted.
+                # An exported graph is given a state whose tokens were not counted.
                 longer = not is_tracing() and (cache.state is None or cache.tokens > k.shape[2])
                 covered = key_padding_mask[:, : cache.tokens] if longer else key_padding_mask
                 key_padding_mask = covered[:, -k.shape[2] :].bool()

@@ -12,7 +12,7 @@ from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
 from linearize.checkpoint.loading import load_processor
-from linearize.training.stage_two import tuner
+from linearize.training.stage_two import hooks
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.prepare import prepare
@@ -60,8 +60,8 @@ def test_every_step_is_reported_with_its_loss(place, tmp_path):
 
 def test_measuring_the_start_says_nothing_about_the_time_left(place, tmp_path, monkeypatch):
     clock = iter(range(9))
-    monkeypatch.setattr(tuner, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(tuner.Tuner, "keep_start", lambda self: [next(clock) for _ in range(2)])
+    monkeypatch.setattr(hooks, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(hooks.Tuner, "keep_start", lambda self: [next(clock) for _ in range(2)])
     _, steps, _ = tuned(place, tmp_path / "a", selection_rows=8)
     assert [(one.seconds, one.left) for one in steps] == [(step, 6 - step) for step in range(1, 7)]
 

@@ -170,6 +170,9 @@ def in_fresh_process(suite: Suite | Reading, variant: str, tokens: int) -> int:
         LinearizeError: if the process fails in another way.
     """
     environment = os.environ | MALLOC | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if (module := sys.modules[type(suite).__module__.partition(".")[0]]).__name__ != __name__.partition(".")[0]:
+        # A suite of another package, which the new interpreter may not find by itself.
+        environment["PYTHONPATH"] = str(Path(str(module.__file__)).parents[1])
     done = subprocess.run(
         # -P: without it, a module in the current folder, such as a checkpoint's, would be imported.
         [sys.executable, "-P", "-c", "from linearize.evaluation.bench.memory import serve; serve()"],

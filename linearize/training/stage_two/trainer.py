@@ -32,13 +32,14 @@ from linearize.training.stage_one.processes import under_fsdp
 from linearize.training.stage_one.run import fade_beyond
 from linearize.training.stage_one.states import unreadable_state
 from linearize.training.stage_two.config import TuneConfig
+from linearize.training.stage_two.hooks import Hooks
 from linearize.training.stage_two.intervals import Measured, measured
 from linearize.training.stage_two.load import freeze
 from linearize.training.stage_two.prepare import hold_out
 from linearize.training.stage_two.progress import TuneStep
 from linearize.training.stage_two.save import TuneResult, describe, finished, resumed_from, write_started
 from linearize.training.stage_two.task_types.base import ClassLabels, TaskData
-from linearize.training.stage_two.tuner import Hooks, Tuner
+from linearize.training.stage_two.tuner import Tuner
 from linearize.training.trackers import callbacks_for
 
 

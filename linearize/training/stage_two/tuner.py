@@ -7,7 +7,6 @@ every layer and the logits; the labels join later.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import ConcatDataset, Sampler
-from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from transformers.utils import ModelOutput
@@ -31,11 +30,10 @@ from linearize.checkpoint.loading import quiet
 from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
-from linearize.training.stage_one.processes import Interrupts
 from linearize.training.stage_one.run import check_moments
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
-from linearize.training.stage_two.progress import LossMeter, TuneStep, meter_of
+from linearize.training.stage_two.progress import LossMeter, meter_of
 from linearize.training.stage_two.rows import IGNORED, Chosen, Predictions, by_length
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 
@@ -446,64 +444,3 @@ def training_arguments(data: TaskData, config: TuneConfig, folder: str | Path, d
         seed=config.seed,
         data_seed=config.seed,
     )
-
-
-class Hooks(TrainerCallback):
-    """Acts around the steps of a run: keeps the start, delays Ctrl-C, asks for states, and reports every step.
-
-    Args:
-        trainer: the trainer of the run.
-        on_step: called after every step, or None.
-
-    Attributes:
-        interrupts: to be entered while the trainer runs; it raises once the state is written completely.
-        began: whether a step began, so that a resumed run has read its state.
-    """
-
-    def __init__(self, trainer: Tuner, on_step: Callable[[TuneStep], None] | None) -> None:
-        self.trainer, self.on_step, self.interrupts = trainer, on_step, Interrupts()
-        self.began = False
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Note the first step, which is a later one in a resumed run; keep the start of a run that is not resumed."""
-        self.first = state.global_step
-        if self.first and state.best_global_step is not None:
-            # transformers would look for it under the path that the run had when it was saved.
-            best = Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            state.best_model_checkpoint = str(best)
-        self.before = float(meter_of(self.trainer).total)
-        if self.first == 0 and self.trainer.selection is not None:
-            self.trainer.keep_start()
-        self.start = time.perf_counter()
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let the epoch decide masks, crops and groups of similar length, so that a resumed run has the same ones."""
-        epoch = self.trainer.data.type.epoch = int(state.epoch or 0)
-        self.trainer.groups.manual_seed(args.seed + epoch)
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Delay Ctrl-C during the step; several processes would have to agree on the step."""
-        self.began = True
-        if args.world_size == 1:
-            self.interrupts.hold()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Report the step, and ask for a state if one is due."""
-        step, steps = state.global_step, state.max_steps
-        if self.on_step is not None:
-            total, seconds = float(meter_of(self.trainer).total), time.perf_counter() - self.start
-            left = seconds / (step - self.first) * (steps - step)
-            self.on_step(TuneStep(step, steps, total - self.before, seconds, left))
-            self.before = total
-        if args.eval_strategy == "epoch" and (control.should_training_stop or float(state.epoch or 0.5).is_integer()):
-            # The epoch ends: the trainer measures and saves now. A run resumed from an earlier state would not measure.
-            return
-        save_every = self.trainer.tune.save_every
-        if self.interrupts.waiting or (save_every and step % save_every == 0):
-            control.should_save = True
-        else:
-            self.interrupts.release()
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let Ctrl-C through."""
-        self.interrupts.release()
