@@ -20,7 +20,7 @@ from linearize.jobs import events
 from linearize.jobs.evaluate import Evaluation, SideResult, Times, evaluate_checkpoint
 from linearize.jobs.events import Event
 from linearize.jobs.task_config import EvaluateJob, LongdocJob
-from linearize.training.stage_two.tasks import Task
+from linearize.training.stage_two.tasks import Task, several_labels
 
 FEW = 60
 """With fewer rows, intervals of skewed figures are noticeably too narrow."""
@@ -103,6 +103,8 @@ def sides_table(
     title: str, sides: Sequence[SideResult], task: Task, times: Times | None, *, chance: float | None = None
 ) -> RenderableType:
     """Build the table of a comparison, one row per side."""
+    if not {*task.score} <= {*sides[0].metrics}:
+        task = several_labels(task)
     more = [name for name in sides[0].metrics if (name,) != task.score and name != "tokens"]
     costs = {} if times is None else {one.name: one for one in times.sides}
     memory = any(one.peak_bytes is not None for one in costs.values())

@@ -27,9 +27,11 @@ KINDS = {
     "text": ("text", "words"),
     "pair": ("text", "words"),
     "image": ("binary", "image", "text"),
-    "label": ("class", "number", "text"),
+    "label": ("class", "number", "text", "classes", "numbers", "words"),
 }
 """What a column may hold, by its purpose."""
+LISTS = {"class": "classes", "number": "numbers", "text": "words"}
+"""What a column of lists holds, by what is in the lists."""
 
 
 def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str, label: str | None = None) -> Dataset:
@@ -77,7 +79,7 @@ def uniform(table: Dataset, config: DataConfig, modality: Modality, origin: str,
     renamed = {name: role for role, name in asked.items() if name != role}
     table = table.select_columns(list(asked.values())).rename_columns(renamed)
     for role, name in asked.items():
-        if kinds[name] == "words":
+        if kinds[name] == "words" and role != "label":
             text = Features(table.features | {role: Value("string")})
             table = table.map(_joined, input_columns=role, fn_kwargs={"role": role}, features=text)
     return table.cast_column("image", Image(decode=False)) if modality == "image" else table
@@ -88,7 +90,7 @@ def _joined(words: list[str | None] | None, role: str) -> dict[str, str]:
 
 
 def column_kinds(table: Dataset) -> dict[str, str]:
-    """Name what each column holds: ``text``, ``words``, ``image``, ``number``, ``class`` or the type's own name."""
+    """Name what each column holds: ``text``, ``image``, ``number``, ``class``, a value of `LISTS`, or its type."""
     return {name: _feature_kind(feature) for name, feature in table.features.items()}
 
 
@@ -137,8 +139,8 @@ def _feature_kind(feature: object) -> str:
 
     if isinstance(feature, ClassLabel):
         return "class"
-    if isinstance(feature, List | LargeList) and _feature_kind(feature.feature) == "text":
-        return "words"
+    if isinstance(feature, List | LargeList) and (kind := LISTS.get(_feature_kind(feature.feature))) is not None:
+        return kind
     if isinstance(feature, Image) or (isinstance(feature, dict) and "bytes" in feature):
         return "image"
     if not isinstance(feature, Value):

@@ -149,8 +149,12 @@ def make_part(
     names, labels = None, column_kinds(table).get("label")
     if labels == "class":
         names = tuple(table.features["label"].names)
+    elif labels == "classes":
+        names = tuple(table.features["label"].feature.names)
     elif labels == "text":
         names = in_order(name for name in table.unique("label") if name)
+    elif labels == "words":
+        names = in_order(name for row in table.select_columns("label")[:]["label"] for name in row or () if name)
     records = TextRecords(table, names) if modality == "text" else ImageTable(table, names)
     if not len(records.sizes):
         raise DataError(f"{origin} is empty: all {records.skipped} rows are blank or unlabelled, expected a usable one")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,12 +19,16 @@ SCAN_ROWS = 10_000
 FETCH_ROWS = 1_000
 
 
+Label: TypeAlias = "str | float | tuple[str | float | None, ...] | None"
+"""A class, a number, or several of them."""
+
+
 class Example(NamedTuple):
     """One example as read: ``value`` is a text, a PIL image or a packed row of token ids."""
 
     value: Any
     pair: str | None = None
-    label: str | float | None = None
+    label: Label = None
 
 
 class Records(Protocol):
@@ -37,6 +41,8 @@ class Records(Protocol):
     sizes: np.ndarray
     skipped: int = 0
     names: tuple[str, ...] | None = None
+    lists: bool = False
+    """Whether labels are lists."""
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         """Read the examples with these numbers, in this order."""
@@ -46,7 +52,7 @@ class Records(Protocol):
         for begin in range(0, len(rows), FETCH_ROWS):
             yield from self.fetch(rows[begin : begin + FETCH_ROWS])
 
-    def labels(self, rows: Sequence[int]) -> list[str | float | None]:
+    def labels(self, rows: Sequence[int]) -> list[Label]:
         """Return the labels of these examples."""
         return [example.label for example in self.fetch(rows)]
 
@@ -70,7 +76,7 @@ class TableRecords(Records):
     def __init__(self, table: Dataset, names: tuple[str, ...] | None = None) -> None:
         import pyarrow as pa
         import pyarrow.compute as pc
-        from datasets import ClassLabel
+        from datasets import ClassLabel, LargeList, List
 
         parts = []
         for batch in table.with_format("arrow").iter(batch_size=SCAN_ROWS):
@@ -90,13 +96,14 @@ class TableRecords(Records):
         usable, sizes = map(np.concatenate, zip(*parts, strict=True))
         self.table = table if usable.all() else table.select(np.flatnonzero(usable))
         self.sizes, self.skipped, self.names = sizes[usable], int((~usable).sum()), names
+        self.lists = isinstance(table.features.get("label"), List | LargeList)
 
     @staticmethod
     def measure(batch: pa.Table) -> tuple[np.ndarray, np.ndarray]:
         """Return which rows [N] are complete, regardless of labels, and their sizes [N]."""
         raise NotImplementedError
 
-    def labels(self, rows: Sequence[int]) -> list[str | float | None]:
+    def labels(self, rows: Sequence[int]) -> list[Label]:
         return named_labels(self.table.select_columns(["label"])[list(rows)]["label"], self.names)
 
 
@@ -147,9 +154,15 @@ class PackedRecords(Records):
         return (bytes_digest(self.rows[row].tobytes()) for row in rows)
 
 
-def named_labels(labels: Sequence[str | float | None], names: tuple[str, ...] | None) -> list[str | float | None]:
+def named_labels(labels: Sequence[Any], names: tuple[str, ...] | None) -> list[Any]:
     """Turn class numbers into class names, as the parts of a mixture may number their classes differently."""
-    return [names[label] if names is not None and isinstance(label, int) else label for label in labels]
+
+    def named(label: Any) -> Any:
+        if isinstance(label, list):
+            return tuple(map(named, label))
+        return names[label] if names is not None and isinstance(label, int) and label >= 0 else label
+
+    return [named(label) for label in labels]
 
 
 NEIGHBOURS = 6

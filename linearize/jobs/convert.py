@@ -355,8 +355,6 @@ def put_in_kernels(context: Context) -> None:
     """Carry out the plan, and extend the positions if longer inputs were requested."""
     job, loaded = context.job, context.loaded
     assert isinstance(job, ConvertJob)
-    if getattr(loaded.model.config, "problem_type", None) == "multi_label_classification":
-        context.on_event(Noted("The head gives several labels per row; evaluate and finetune read rows with one label"))
     longest, inputs = longest_input(job, loaded), context.example_inputs
     config = ConversionConfig(max_length=longest, positions=job.positions, example_inputs=inputs)
     report = convert_model(loaded.model, context.plan, config)

@@ -180,9 +180,10 @@ class Sides:
         """
         task = self.task
         self.on_event(Started(f"measuring: {name}"))
-        data = prepare(
-            task, load_processor(checkpoint, task.modality), replace(options, trains=False), data=self.dataset
-        )
+        processor, shape = load_processor(checkpoint, task.modality), replace(options, trains=False)
+        # All sides read the same rows, as the first one's head needs them.
+        head = self.read[0].result.model if self.read else checkpoint
+        data = prepare(task, processor, shape, data=self.dataset, head_of=head)
         model = next((read.model for read in self.read if read.result.model == checkpoint), None)
         if model is None:
             load.check_trained(checkpoint, task)
@@ -221,7 +222,7 @@ class Sides:
 
         Sides with other rows (windows of another length) are left out.
         """
-        task, differences = self.task, []
+        task, differences = ours.data.task, []
         for other in (read for read in self.read if read is not ours and _same_rows(read, ours)):
             names, pair = (ours.result.name, other.result.name), (ours.measured, other.measured)
             balanced = (ours.measured.balanced, other.measured.balanced)

@@ -114,7 +114,8 @@ def open_tuning(
     saving.check_work(work_folder(job), resume=job.resume, overwrite=job.overwrite)
     # A damaged log is refused before the first slow step; the output may be the same folder.
     earlier = read_log(job.model)
-    data = prepare(job.task, load_processor(job.model, job.task.modality), data_options, data=job.dataset)
+    processor, head = load_processor(job.model, job.task.modality), None if job.new_head else job.model
+    data = prepare(job.task, processor, data_options, data=job.dataset, head_of=head)
     on_event(DataOpened(data.description))
     model = move(load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed), device)
     fitted = fit_positions(model, data.type.processor, job.task, data_options.max_length)

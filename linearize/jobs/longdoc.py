@@ -351,7 +351,7 @@ def examine(job: LongdocJob) -> tuple[TaskData, Lengths]:
         )
     options = replace(job.rows, max_length=job.max_length or NO_LIMIT, seed=job.seed)
     evaluate.chunk_options(job.model, options, job.chunk_length)
-    data = prepare(job.task, load_processor(job.model, "text"), options, data=job.dataset)
+    data = prepare(job.task, load_processor(job.model, "text"), options, data=job.dataset, head_of=job.model)
     longest = data.facts["longest_row"]
     if job.max_length is None and longest > limit:
         power = 1 << (longest - 1).bit_length()

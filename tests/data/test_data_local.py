@@ -132,7 +132,7 @@ def test_the_text_column_is_found(
         ({"text": "x", "n": 1}, {"text_column": "n"}, r"got number in column 'n', expected text"),
         ({"text": "x"}, {"text_pair_column": "p"}, r"got no column 'p'"),
         ({"text": "x"}, {"text_pair_column": "text"}, r"the same column for two purposes"),
-        ({"text": "x", "l": [1, 2]}, {"label": "l"}, r"got list in column 'l'"),
+        ({"text": "x", "l": [[1], [2]]}, {"label": "l"}, r"got list in column 'l'"),
     ],
 )
 def test_wrong_columns_are_named(

@@ -10,7 +10,6 @@ from support.tiny import original
 from transformers import AutoModelForSequenceClassification, ViTImageProcessor
 
 import linearize
-from linearize.cli.main import main
 from linearize.core.errors import ConfigError, DataError
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.load import label_order, load_for_task, other_classes
@@ -228,27 +227,14 @@ def test_recall_reads_the_columns_that_the_user_names(tokenizer):
     assert data.train[0]["labels"] == [-100, 6, -100, 6]
 
 
-def test_a_head_for_several_labels_learns_one_class_per_image(tmp_path):
-    """The loss of its config was kept, which takes other labels: a traceback at the first step."""
+def test_a_new_head_instead_of_one_for_several_labels_learns_one_class_per_image(tmp_path):
+    """Asked for a new head, it kept the loss of its config, which takes other labels: a traceback at the first step."""
     head = original("vit", "AutoModelForImageClassification", problem_type="multi_label_classification")
     head.config.architectures = [type(head).__name__]
     head.save_pretrained(tmp_path)
-    model = load_for_task(str(tmp_path), rows("image-classification", labels=("red", "blue")))
+    model = load_for_task(str(tmp_path), rows("image-classification", labels=("red", "blue")), new_head=True)
     loss = model(pixel_values=torch.zeros(3, 3, 30, 30), labels=torch.tensor([0, 1, 1])).loss
     assert model.config.problem_type == "single_label_classification" and loss.isfinite()
-
-
-def test_a_conversion_says_that_several_labels_per_row_are_not_measured(tmp_path, tokenizer, capsys):
-    """It converts, and only a measurement said that rows with several labels cannot be read."""
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 32, "num_labels": 3}
-    for problem in ("multi_label_classification", "single_label_classification"):
-        model = original("bert", "AutoModelForSequenceClassification", problem_type=problem, **sizes)
-        model.save_pretrained(tmp_path / problem)
-        tokenizer.save_pretrained(tmp_path / problem)
-        line = ["convert", str(tmp_path / problem), "--distill-steps", "0", "--device", "cpu"]
-        assert main([*line, "--output", str(tmp_path / f"{problem}-linear")]) == 0
-        said = " ".join("".join(capsys.readouterr()).split())
-        assert ("evaluate and finetune read rows with one label" in said) == problem.startswith("multi")
 
 
 def test_a_class_given_twice_is_refused():

@@ -204,8 +204,8 @@ class Pixels(MadeSet):
         def rows(view: View) -> Iterable[dict[str, object]]:
             for place in range(len(view)):
                 example = view.fetch([place])[0]
-                # Reading leaves out rows without a label.
-                assert example.label is not None
+                # Reading leaves out rows without a label, and refuses lists.
+                assert example.label is not None and not isinstance(example.label, tuple)
                 number = names.index(example.label) if isinstance(example.label, str) else int(example.label)
                 yield {"text": pixel_text(example.value, self.side), "label": number}
 

@@ -165,12 +165,16 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
                 continue
             if name == "logits" and value.ndim == 2 and value.shape[1] == getattr(model.config, "num_labels", None):
                 if getattr(model.config, "problem_type", None) == "multi_label_classification":
-                    # Each label is a separate choice, between it and nothing: [B V, 1, 2].
-                    value = torch.stack([value, torch.zeros_like(value)], dim=-1).flatten(0, 1)
+                    value = label_choices(value)
                 # [B, V] as [B, 1, V], which cannot be taken for logits over V tokens.
                 value = value[:, None]
             outputs.logits[name] = value
     return outputs
+
+
+def label_choices(logits: Tensor) -> Tensor:
+    """Return the logits [B V, 2] of separate choices, each between a label and nothing, from those of labels [B, V]."""
+    return torch.stack([logits, torch.zeros_like(logits)], dim=-1).flatten(0, 1)
 
 
 def first_tensor(output: object) -> Tensor:

@@ -85,7 +85,7 @@ def measured(data: TaskData, metrics: dict[str, float], predictions: Predictions
         )
 
     balanced = None
-    if BALANCED in metrics and BALANCED not in data.task.score:
+    if BALANCED in metrics and BALANCED not in data.task.score and not data.type.several:
         classes, counts = len(data.task.labels or ()), np.bincount(np.asarray(labels))
         if counts.max() > UNEVEN * counts.sum() / classes:
             score = score_of((BALANCED,))

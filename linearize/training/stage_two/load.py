@@ -26,8 +26,8 @@ from linearize.data.encode import copy_tokenizer
 from linearize.fidelity.teacher import run_module
 from linearize.modeling.model import evaluating, is_linearized
 from linearize.training.alignment.pair import check_teacher
-from linearize.training.stage_two.task_types.base import TaskData
-from linearize.training.stage_two.tasks import Task
+from linearize.training.stage_two.task_types.base import TaskData, is_named
+from linearize.training.stage_two.tasks import Task, several_labels
 
 RECORD = "finetuning.json"
 """The file of a tuned checkpoint that records what it was tuned for, and how."""
@@ -99,9 +99,31 @@ def load_for_task(
     return ready(model)
 
 
-def is_named(labels: Sequence[str]) -> bool:
-    """Tell whether labels have names, rather than numbers or transformers' `LABEL_0`."""
-    return not all(label.removeprefix("LABEL_").isdigit() for label in labels)
+SEVERAL = "multi_label_classification"
+"""The `problem_type` of a head whose outputs are separate choices."""
+
+
+def task_of_head(name: str, task: Task) -> Task:
+    """Return the task as a checkpoint's trained head decides it: rows have several labels if the head gives several.
+
+    Raises:
+        CheckpointError: if the checkpoint has no config that can be read.
+    """
+    if task.several_kind is None or task.type.several:
+        return task
+    values = read_config(name)
+    if values.get("problem_type") != SEVERAL or not _has_head(values, task):
+        return task
+    names = values.get("id2label") or {}
+    own = [names[key] for key in sorted(names, key=int)] if isinstance(names, dict) else []
+    return several_labels(task, list(map(str, own)))
+
+
+def _has_head(values: Mapping[str, Any], task: Task) -> bool:
+    """Tell from a checkpoint's config whether it has a trained head for a task."""
+    # timm's configs have other names, and no class of transformers if timm wrote them.
+    of_timm = task.modality == "image" and values.get("architecture") and not values.get("architectures")
+    return task.head.is_of((values.get("architectures") or [""])[0]) or bool(of_timm and values.get("num_classes"))
 
 
 def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None:
@@ -113,10 +135,14 @@ def _trained_labels(name: str, task: Task, count: int) -> tuple[str, ...] | None
         CheckpointError: if the checkpoint has no config that can be read.
     """
     values = read_config(name)
-    # timm's configs have other names, and no class of transformers if timm wrote them.
-    of_timm = task.modality == "image" and values.get("architecture") and not values.get("architectures")
-    if not task.head.is_of((values.get("architectures") or [""])[0]) and not (of_timm and values.get("num_classes")):
+    if not _has_head(values, task):
         return None
+    if task.several_kind is not None and task.type.several != (values.get("problem_type") == SEVERAL):
+        got, expected = ("one label", "several") if task.type.several else ("several labels", "one")
+        raise ConfigError(
+            f"{Path(name).name!r} has a trained head that gives {got} per row, but rows of task {task.name} have "
+            f"{expected}; choose data that fits the head, or tune a new head (finetune --new-head)"
+        )
     names = values.get("id2label") or dict(enumerate(values.get("label_names") or ()))
     has = len(names) or values.get("num_labels") or values.get("num_classes") or 2
     own = [str(label).casefold() for label in names.values()] if isinstance(names, dict) else []
@@ -208,8 +234,9 @@ def label_options(task: Task, count: int) -> dict[str, object]:
     # timm's config takes the number from its file unless it is given.
     options: dict[str, object] = {"id2label": dict(enumerate(names)), "label2id": numbers, "num_labels": count}
     if task.head.name in ("text-classification", "image-classification"):
-        # Without it, a head for several labels per row would keep its loss.
-        options["problem_type"] = "regression" if task.type.numeric else "single_label_classification"
+        # It decides the loss; a head for several labels per row would keep its own.
+        one = "regression" if task.type.numeric else "single_label_classification"
+        options["problem_type"] = SEVERAL if task.type.several else one
     return options
 
 

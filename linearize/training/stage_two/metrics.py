@@ -68,6 +68,25 @@ def f1_macro(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
 
 
 @_of_finite
+def multi_label(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """Return the F1 of labels over all rows and labels, its mean over labels, and the share of rows without an error.
+
+    Labels that are neither predicted nor occur do not count. Without any label the F1 is 0.
+
+    Args:
+        guess: predicted labels, bool [N, C].
+        true: labels, bool [N, C].
+    """
+    hits, total = (guess & true).sum(axis=0), guess.sum(axis=0) + true.sum(axis=0)
+    known = total > 0
+    return {
+        "f1_micro": float(2 * hits.sum() / total.sum()) if known.any() else 0.0,
+        "f1_macro": float(np.mean(2 * hits[known] / total[known])) if known.any() else 0.0,
+        "subset_accuracy": float((guess == true).all(axis=1).mean()) if len(true) else math.nan,
+    }
+
+
+@_of_finite
 def matthews(guess: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """Return the correlation of predicted and true classes [N], CoLA's metric; 0 if either of them is constant.
 
@@ -296,32 +315,41 @@ def label_losses(outputs: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
     Args:
         outputs: logits of classes [N, C], or numbers [N, 1].
-        labels: classes, or numbers of a floating-point type, whose loss is the squared error [N].
+        labels: classes [N]; numbers of a floating-point type [N], whose loss is the squared error; or of every label
+            whether a row has it [N, C], whose loss is the binary cross-entropy.
 
     Returns:
         Also `excess`: how much one temperature for all rows lowers the mean, in nats; 0 for numbers.
     """
     logits, true, excess = torch.as_tensor(outputs).double(), torch.as_tensor(labels), 0.0
-    if true.is_floating_point():
+    several = true.ndim == 2
+    if true.is_floating_point() and not several:
         losses = (logits.reshape(-1) - true).square()
     else:
+        true = true.double() if several else true
         low, high = torch.tensor([-7.0, 7.0], dtype=torch.float64)
         # The loss is convex in the factor of the logits, so its derivative tells on which side the best one is.
         for _ in range(40):
             middle = (low + high) / 2
-            expected = ((middle.exp() * logits).softmax(dim=-1) * logits).sum(dim=-1)
-            rises = (expected - logits.gather(1, true[:, None])[:, 0]).mean() > 0
+            if several:
+                rises = (((middle.exp() * logits).sigmoid() - true) * logits).mean() > 0
+            else:
+                expected = ((middle.exp() * logits).softmax(dim=-1) * logits).sum(dim=-1)
+                rises = (expected - logits.gather(1, true[:, None])[:, 0]).mean() > 0
             low, high = (low, middle) if rises else (middle, high)
-        cross_entropy = torch.nn.functional.cross_entropy
-        losses = cross_entropy(middle.exp() * logits, true, reduction="none")
-        excess = float(cross_entropy(logits, true) - losses.mean())
+        functional = torch.nn.functional
+        loss: Callable[..., Tensor] = functional.cross_entropy
+        loss = functional.binary_cross_entropy_with_logits if several else loss
+        losses = loss(middle.exp() * logits, true, reduction="none")
+        excess = float(loss(logits, true) - losses.mean())
+        losses = losses.mean(dim=1) if several else losses
     return {"excess": excess, "error": float(losses.std(correction=0)) / math.sqrt(len(losses))}
 
 
 METRICS: dict[str, Callable[..., dict[str, float]]] = {
     metric.__name__: metric
     for metric in (
-        *(accuracy, f1, f1_macro, matthews),
+        *(accuracy, f1, f1_macro, multi_label, matthews),
         *(pearson, spearman, mse, roc_auc),
         *(perplexity, copying, entities, spans, retrieval),
     )

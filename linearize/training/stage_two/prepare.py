@@ -10,6 +10,7 @@ import numpy as np
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import Processor
 from linearize.training.stage_two.config import DataOptions
+from linearize.training.stage_two.load import task_of_head
 from linearize.training.stage_two.rows import Chosen
 from linearize.training.stage_two.splits import Given, located
 from linearize.training.stage_two.task_types.base import TaskData, TaskType
@@ -22,7 +23,12 @@ _STREAM = 0x5E1E
 
 
 def prepare(
-    task: Task, processor: Processor, options: DataOptions | None = None, *, data: Given | None = None
+    task: Task,
+    processor: Processor,
+    options: DataOptions | None = None,
+    *,
+    data: Given | None = None,
+    head_of: str | None = None,
 ) -> TaskData:
     """Open a task's data set and make its rows, to train on and to measure on.
 
@@ -32,6 +38,8 @@ def prepare(
         options: lengths, limits and seeds.
         data: data to read instead of the task's Hub data set: a Hub name, a file, a folder, a folder of data sets with
             one folder per task, or tables by the name of their split.
+        head_of: checkpoint whose trained head decides whether rows have several labels; by default the data decides,
+            which then has lists of them.
 
     Raises:
         DataError: if there is no data, or it does not fit the task.
@@ -44,6 +52,7 @@ def prepare(
         raise DataError(f"task {task.name} has no data set; name one (--dataset NAME_OR_PATH)")
     if given == "":
         raise DataError("data: got an empty data set name, expected a Hub name, a file or a folder")
+    task = task if head_of is None else task_of_head(head_of, task)
     reads = cast("type[TaskType]", task.type)
     return reads(task, processor, options).prepare(located(task, given))
 

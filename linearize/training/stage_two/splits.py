@@ -189,6 +189,11 @@ def _view(task: Task, given: Given, split: str) -> View:
         records, _ = open_records(given, config, task.modality, label=task.label)
     else:
         records, _ = make_part([raw_table(given, split)], config, task.modality, "table", label=task.label)
+    if records.lists and task.several_kind is None:
+        raise DataError(
+            f"task {task.name}: got lists in label column {task.label!r}, expected one label per row; name another "
+            "column (--label-column), or use task text-classification or image-classification"
+        )
     return View(records, np.arange(len(records.sizes)))
 
 

@@ -34,6 +34,7 @@ class Kind:
         label_fields: the fields of a batch that hold the labels.
         next_token: whether the prediction at a position is of the next token.
         numeric: whether labels are numbers, rather than classes.
+        several: whether a row has any number of the classes, also none, rather than one.
         row_labels: whether each row is a text, or a pair, with one class or number; rows without a label may then be
             added for a teacher to label.
         lists: whether a row's column holds a list of messages, which stage one cannot read.
@@ -48,6 +49,7 @@ class Kind:
     label_fields: ClassVar[tuple[str, ...]] = ("labels",)
     next_token: ClassVar[bool] = False
     numeric: ClassVar[bool] = False
+    several: ClassVar[bool] = False
     row_labels: ClassVar[bool] = False
     lists: ClassVar[bool] = False
     trains: ClassVar[bool] = True
@@ -76,6 +78,8 @@ class Task:
         train: name of the split to train on.
         validation: names of the split to measure on; the first that exists is used.
         exact_validation: whether the user named that split, so that no other rows may replace it.
+        several_kind: `kind` for rows with several labels each (`several_labels`); None if a row has at most one.
+        head_labels: names of the outputs of a trained head that gives several labels per row.
     """
 
     name: str
@@ -93,6 +97,8 @@ class Task:
     train: str = "train"
     validation: tuple[str, ...] = ("validation", "test")
     exact_validation: bool = False
+    several_kind: str | None = None
+    head_labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "score", self.score or self.metrics)
@@ -164,7 +170,13 @@ _ALL = (
     _glue("mnli", "does a premise entail a hypothesis?", _PREMISE, _NLI, validation=_MATCHED),
     _glue("qnli", "does a sentence answer a question?", ("question", "sentence"), _RTE),
     _glue("rte", "does a text entail another?", _PAIR, _RTE),
-    Task("text-classification", "text:TextClassification", "any text, or pair of texts, with a class", **_CLASSES),
+    Task(
+        "text-classification",
+        "text:TextClassification",
+        "any text, or pair of texts, with a class, or several",
+        several_kind="multi_label:MultiLabelText",
+        **_CLASSES,
+    ),
     Task(
         "text-regression",
         "text:TextRegression",
@@ -219,7 +231,13 @@ _ALL = (
         "conversations: the assistant's next tokens, in the tokenizer's chat template",
         columns=("messages",),
     ),
-    Task("image-classification", "images:ImageClassification", "any images with a class", **_CLASSES),
+    Task(
+        "image-classification",
+        "images:ImageClassification",
+        "any images with a class, or several",
+        several_kind="multi_label:MultiLabelImages",
+        **_CLASSES,
+    ),
     Task(
         "cifar10",
         "images:ImageClassification",
@@ -293,6 +311,22 @@ def task(
     if validation is not None:
         changes |= {"validation": (validation,), "exact_validation": True}
     return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+
+
+MULTI_LABEL = ("f1_micro", "f1_macro", "subset_accuracy")
+
+
+def several_labels(chosen: Task, head_labels: Sequence[str] = ()) -> Task:
+    """Return the task whose rows have several labels each; micro F1 is its score unless another of its metrics was.
+
+    Args:
+        chosen: a task with `several_kind`.
+        head_labels: names of the outputs of the trained head, if there is one.
+    """
+    assert chosen.several_kind is not None
+    score = tuple(name for name in chosen.score if name in MULTI_LABEL) or MULTI_LABEL[:1]
+    changes = {"kind": chosen.several_kind, "metrics": ("multi_label",), "score": score}
+    return dataclasses.replace(chosen, **changes, head_labels=tuple(head_labels))  # type: ignore[arg-type]
 
 
 def recovery(

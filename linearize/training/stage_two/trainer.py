@@ -34,7 +34,7 @@ from linearize.training.stage_one.states import unreadable_state
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.hooks import Hooks
 from linearize.training.stage_two.intervals import Measured, measured
-from linearize.training.stage_two.load import freeze
+from linearize.training.stage_two.load import SEVERAL, freeze
 from linearize.training.stage_two.prepare import hold_out
 from linearize.training.stage_two.progress import TuneStep
 from linearize.training.stage_two.save import TuneResult, describe, finished, resumed_from, write_started
@@ -260,6 +260,14 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
             "`linearize align`, and measure it with `linearize evaluate`"
+        )
+    problem = getattr(model.config, "problem_type", None)
+    if data.task.several_kind is not None and problem is not None and data.type.several != (problem == SEVERAL):
+        expected = SEVERAL if data.type.several else "single_label_classification"
+        raise ConfigError(
+            f"stage two: got a model with problem_type {problem!r} in its config, but rows with "
+            f"{'several labels' if data.type.several else 'one label'} each, expected {expected!r}; load it with "
+            "load_for_task"
         )
     if config.group_by_length and data.task.modality == "image":
         raise ConfigError("group_by_length: got images, which have no length, expected texts; leave it out")

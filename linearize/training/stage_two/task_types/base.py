@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
 from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Predictions, Row, RowSet, pad_with_labels
 from linearize.training.stage_two.splits import Given, View
-from linearize.training.stage_two.tasks import Kind, Task
+from linearize.training.stage_two.tasks import Kind, Task, several_labels
 
 MOST_CLASSES = 100_000
 """Labels must be below this number: a head with a million outputs would be a mistake."""
@@ -42,9 +43,11 @@ class TaskType(Kind):
     Attributes:
         epoch: the pass over the training rows, from 0, which random changes of a row (masks, crops) depend on.
         absent: the classes of a trained head that the data has no row of; they are the last of the task's.
+        unlabelled: the label of a row without one.
     """
 
     absent: tuple[str, ...] = ()
+    unlabelled: Any = IGNORED
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
         self.task, self.processor, self.options, self.epoch = task, processor, options or DataOptions(), 0
@@ -77,9 +80,17 @@ class TaskType(Kind):
     def read_labels(self, view: View) -> None:
         """Find the names of the labels; numbers have no names."""
 
-    def numbered(self, examples: Sequence[Example]) -> Sequence[float]:
+    def numbered(self, examples: Sequence[Example]) -> Sequence[Any]:
         """Return the labels of examples as numbers."""
         raise NotImplementedError
+
+    def label_tensor(self, labels: Sequence[Any]) -> Tensor:
+        """Return the labels of rows, as `numbered` gives them, as one tensor [B, ...]."""
+        return torch.tensor(labels)
+
+    def fitted(self, view: View) -> TaskType:
+        """Return what reads a data set whose training rows these are: by default this type of task."""
+        return self
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the module that is measured: by default the model itself."""
@@ -241,6 +252,27 @@ def first_output(outputs: Any) -> Any:
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
+def is_named(labels: Sequence[str]) -> bool:
+    """Tell whether labels have names, rather than numbers or transformers' `LABEL_0`."""
+    return not all(label.removeprefix("LABEL_").isdigit() for label in labels)
+
+
+SEPARATORS = "|;,"
+"""Characters that may be between the labels of a row if they are one text."""
+
+
+def separator_of(texts: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the character that separates the names of classes in texts that are not all such names; None if none does.
+
+    A character that occurs in a name does not separate names.
+    """
+    others = [text for text in texts if text not in names]
+    for mark in SEPARATORS if others and not any(mark in name for mark in SEPARATORS for name in names) else "":
+        if all(part.strip() in names for text in others for part in text.split(mark)):
+            return mark
+    return None
+
+
 def class_numbers(names: Sequence[str]) -> dict[object, int]:
     """Return the numbers of classes: by their names, and by the numbers themselves, of any type.
 
@@ -253,6 +285,17 @@ def class_numbers(names: Sequence[str]) -> dict[object, int]:
 
 class ClassLabels(TaskType):
     """Rows that each have a class."""
+
+    def fitted(self, view: View) -> TaskType:
+        """Return the type that reads several labels per row if labels are lists, or texts that name several classes."""
+        records, names = view.records, self.task.labels or ()
+        if self.several or self.task.several_kind is None:
+            return self
+        if not records.lists and (not records.names or separator_of(records.names, names) is None):
+            return self
+        several = several_labels(self.task)
+        reader: TaskType = several.type(several, self.processor, self.options)  # type: ignore[call-arg, assignment]
+        return reader
 
     def read_labels(self, view: View) -> None:
         """Find the class names in the order of their numbers: the task's, the data's, or the numbers that occur.
@@ -287,7 +330,7 @@ class ClassLabels(TaskType):
             )
         self.task = dataclasses.replace(self.task, labels=names)
 
-    def numbered(self, examples: Sequence[Example]) -> list[int]:
+    def numbered(self, examples: Sequence[Example]) -> Sequence[Any]:
         """Return the class numbers of examples.
 
         Raises:
@@ -318,6 +361,7 @@ class NumberLabels(TaskType):
     """Rows that each have a number."""
 
     numeric = True
+    unlabelled = math.nan
     distance = "squared error to the teacher"
 
     def numbered(self, examples: Sequence[Example]) -> list[float]:
@@ -329,13 +373,17 @@ class NumberLabels(TaskType):
         name, column = self.task.name, self.task.label
         numbers = []
         for label in (example.label for example in examples):
-            if label is None or isinstance(label, str) or not math.isfinite(label):
+            if not isinstance(label, int | float) or not math.isfinite(label):
                 raise DataError(
                     f"task {name}: got {label!r} in label column {column!r}, expected finite numbers; repair it, name "
                     "another column, or use task text-classification for names"
                 )
             numbers.append(float(label))
         return numbers
+
+    def label_tensor(self, labels: Sequence[float]) -> Tensor:
+        """Return numbers [B], fp32."""
+        return torch.tensor(labels, dtype=torch.float32)
 
     def units(self, predictions: Predictions, labels: Predictions) -> tuple[np.ndarray, ...]:
         """Return predicted numbers, from [N, 1], and true ones."""

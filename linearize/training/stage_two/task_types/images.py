@@ -55,6 +55,8 @@ class ImageClassification(ClassLabels):
             DataError: if the images or their classes cannot be read.
         """
         splits = open_splits(self.task, given, self.options)
+        if (reader := self.fitted(splits.train)) is not self:
+            return reader.prepare(given)
         self.read_labels(splits.train)
         train, validation = ImageRows(splits.train, self.options.augment), ImageRows(splits.validation, False)
         return TaskData(self, train, validation, splits.description)
@@ -65,7 +67,7 @@ class ImageClassification(ClassLabels):
         pixels = self.encoder(examples, slice(None))["pixel_values"]
         if rows[0]["augment"]:
             pixels = shifted(pixels, stable_seed(self.options.seed, [row["place"] for row in rows], self.epoch))
-        return {"pixel_values": pixels, "labels": torch.tensor(self.numbered(examples))}
+        return {"pixel_values": pixels, "labels": self.label_tensor(self.numbered(examples))}
 
 
 def shifted(pixels: Tensor, seed: int) -> Tensor:

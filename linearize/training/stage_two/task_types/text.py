@@ -6,7 +6,6 @@ A text's chunks do not overlap, and each has the tokenizer's special tokens arou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -159,7 +158,9 @@ class Texts(TaskType):
         return pad(self.tokenizer, rows)
 
 
-class _TextRows(Texts):
+class TextRows(Texts):
+    """Texts, or pairs of texts, each with a label."""
+
     head = HEADS["text-classification"]
     columns = 2
     row_labels = True
@@ -172,6 +173,8 @@ class _TextRows(Texts):
             ConfigError: if pairs of texts are asked for in chunks, or new pairs of texts without a pair.
         """
         splits = open_splits(self.task, given, self.options)
+        if (reader := self.fitted(splits.train)) is not self:
+            return reader.prepare(given)
         self.read_labels(splits.train)
         examples = splits.train.fetch(range(len(splits.train)))
         held = splits.validation.fetch(range(len(splits.validation)))
@@ -194,18 +197,19 @@ class _TextRows(Texts):
             sources = paired_anew(firsts, seconds, round(share * len(examples)), self.options.seed)
             texts = [firsts[first] for first, _ in sources], [seconds[second] for _, second in sources]
             pairs = tokenise(self.tokenizer, *texts, self.options.max_length)
-            label = math.nan if self.numeric else IGNORED
             # Each has the training rows that it shares a text with.
-            extra = [{**row, "sources": places, "labels": label} for row, places in zip(pairs, sources, strict=True)]
+            extra = [
+                {**row, "sources": places, "labels": self.unlabelled}
+                for row, places in zip(pairs, sources, strict=True)
+            ]
         note = f", {len(extra):,} new pairs" if extra else ""
         chunkable = getattr(self.tokenizer, "is_fast", False) and not paired
         description = splits.description + note
         return TaskData(self, train, validation, description, facts=facts, extra=extra, chunkable=chunkable)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return padded token fields, of chunks if the rows are read as chunks, and labels [B]."""
-        dtype = torch.float32 if self.numeric else torch.long
-        return {**self.padded(rows), "labels": torch.tensor([row["labels"] for row in rows], dtype=dtype)}
+        """Return padded token fields, of chunks if the rows are read as chunks, and labels [B] (several: [B, C])."""
+        return {**self.padded(rows), "labels": self.label_tensor([row["labels"] for row in rows])}
 
     def wrap(self, model: PreTrainedModel) -> nn.Module:
         """Return the model, or the mean of its logits over each text's chunks."""
@@ -233,9 +237,9 @@ def _columns(examples: Sequence[Example]) -> tuple[list[str], list[str] | None]:
     return [example.value for example in examples], second
 
 
-class TextClassification(ClassLabels, _TextRows):
+class TextClassification(ClassLabels, TextRows):
     """Texts, or pairs of texts, each with a class."""
 
 
-class TextRegression(NumberLabels, _TextRows):
+class TextRegression(NumberLabels, TextRows):
     """Texts, or pairs of texts, each with a number."""
