@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from linearize.attention.native.gradient import MappedTokens
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
 from linearize.kernels.base import MAP_WEIGHTS, FeatureMap, Features, Inputs
-from linearize.ops import LinearOptions, Mapped, Window, kernel_weights, window_weights
+from linearize.ops import LinearOptions, Mapped, Unmapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS
 
 SIGNED_EPS = 1e-6
@@ -105,14 +106,36 @@ class FeatureMapMixer(Mixer):
             learned: the result of `log_scales` for them, if already computed.
             rows: tokens [R] whose queries are wanted, [B, H, R, F]; None for all.
         """
-        q, k = call.without_padding()
-        if self.inputs is not None:
-            q, k = self.inputs(q.float(), k.float(), call.key_padding_mask)
+        q, k = self.prepared(call)
         places = of_queries = call.places if self.counts else None
         if rows is not None:
             q, of_queries = q[:, :, rows], None if places is None else places[:, rows]
         queries = self.map_tokens(q, call.scaling, of_queries, learned[0], queries=True)
         return queries, self.map_tokens(k, call.scaling, places, learned[1])
+
+    def prepared(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Return queries [B, H, T, D] and keys [B, K, T, D] with zeros at padding, after the kernel's `inputs`."""
+        q, k = call.without_padding()
+        return (q, k) if self.inputs is None else self.inputs(q.float(), k.float(), call.key_padding_mask)
+
+    def sides(self, call: AttentionCall) -> tuple[Mapped, Mapped | Unmapped]:
+        """Return the queries and keys of a call with a window; after a state, keys are mapped when they leave it."""
+        places = call.places if self.info.positional else None
+        if call.state is None:
+            queries, keys = self.features(call)
+            return Mapped(call.q, *queries), Mapped(call.k, *keys, places)
+        q = self.prepared(call)[0]
+        queries = self.map_tokens(q, call.scaling, call.places if self.counts else None, queries=True)
+        return Mapped(call.q, *queries), Unmapped(call.k, functools.partial(self._map_later, call.scaling), places)
+
+    def _map_later(self, scaling: float, k: Tensor, places: Tensor | None) -> Features:
+        k = k if self.inputs is None else self.inputs.keys(k.float())
+        if places is None or places.ndim == 2:
+            return self.map_tokens(k, scaling, places)
+        # A map takes the same places for all heads; of each head's own, only that head is used.
+        phi, scale = self.map_tokens(k.repeat_interleave(k.shape[1], 0), scaling, places.flatten(0, 1))
+        phi = phi.unflatten(0, k.shape[:2]).diagonal(dim1=1, dim2=2).movedim(-1, 1)
+        return Features(phi, None if scale is None else scale.unflatten(0, k.shape[:2]).diagonal(dim1=1, dim2=2).mT)
 
     def options(self, call: AttentionCall, log_scale: Tensor | None) -> LinearOptions:
         """Return the options of an op that computes the call, given the log-scales [B, K, T] of the keys' features."""

@@ -74,8 +74,7 @@ class Standardise(Inputs):
 
     def forward(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normalise with the statistics so far; in training mode, also update them from the batch."""
-        queries = self._normal(q, self.query_mean, self.query_variance)
-        keys = self._normal(k, self.key_mean, self.key_variance)
+        queries, keys = self._normal(q, self.query_mean, self.query_variance), self.keys(k)
         if self.training and torch.is_grad_enabled():
             real = torch.ones_like(q[:, :1, :, :1]) if key_padding_mask is None else key_padding_mask[:, None, :, None]
             real = real.float()
@@ -87,6 +86,10 @@ class Standardise(Inputs):
             else:
                 self._learn(batch, real.sum())
         return queries, keys
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Normalise keys with the statistics so far."""
+        return self._normal(k, self.key_mean, self.key_variance)
 
     @staticmethod
     def _normal(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

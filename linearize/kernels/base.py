@@ -93,6 +93,10 @@ class Inputs(nn.Module, abc.ABC):
     def forward(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Transform q [B, H, T, D] and k [B, K, T, D] of the same tokens in fp32, token by token; mask [B, T]."""
 
+    @abc.abstractmethod
+    def keys(self, k: Tensor) -> Tensor:
+        """Transform keys [B, K, T, D] that `forward` has already learned from."""
+
 
 class Kernel:
     """Modules that a kernel may add before and after the attention."""

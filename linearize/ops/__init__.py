@@ -6,7 +6,7 @@ from linearize.ops.causal import advance, causal_attention, recurrent_attention
 from linearize.ops.floored import floored_attention, kernel_weights
 from linearize.ops.state import LinearOp, LinearOptions, State, empty_state
 from linearize.ops.window import window_attention
-from linearize.ops.window_parts import Mapped, Window, WindowState, window_weights
+from linearize.ops.window_parts import Mapped, Unmapped, Window, WindowState, window_weights
 
 __all__ = [
     "BlockState",
@@ -15,6 +15,7 @@ __all__ = [
     "LinearOptions",
     "Mapped",
     "State",
+    "Unmapped",
     "Window",
     "WindowState",
     "advance",

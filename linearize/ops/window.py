@@ -25,12 +25,23 @@ from torch import Tensor
 
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
-from linearize.ops.window_parts import Keys, Mapped, Window, WindowState, collect, join, pick, places_of, strongest
+from linearize.ops.window_parts import (
+    Keys,
+    Mapped,
+    Unmapped,
+    Window,
+    WindowState,
+    collect,
+    join,
+    pick,
+    places_of,
+    strongest,
+)
 
 
 def window_attention(
     queries: Mapped,
-    keys: Mapped,
+    keys: Mapped | Unmapped,
     v: Tensor,
     window: Window,
     *,
@@ -41,7 +52,7 @@ def window_attention(
 
     Args:
         queries: mapped queries of H heads.
-        keys: mapped keys of K heads, K divides H.
+        keys: keys of K heads, K divides H; after a state they must be unmapped, as the state holds keys to map.
         v: values [B, K, T, V].
         window: the form of the attention: size, direction, sinks and exact keys.
         key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
@@ -51,23 +62,25 @@ def window_attention(
         Output [B, H, T, V] in `v`'s dtype, and the state after the last token; None if not causal.
     """
     mask = real_tokens(v, key_padding_mask)
-    q, k, v, phi_k = (without_padding(x, key_padding_mask) for x in (queries.x, keys.x, v, keys.phi.float()))
-    side, run = queries._replace(x=q), Keys(k, v, phi_k, keys.scale(), mask)
+    q, k, v = (without_padding(x, key_padding_mask) for x in (queries.x, keys.x, v))
+    side, run = queries._replace(x=q), Keys(k, v, mask)
     order = real_first(mask) if key_padding_mask is not None and v.shape[2] > 1 else None
     if order is not None:
-        side, run = side.taken(order), run.taken(order)
+        side, keys, run = side.taken(order), keys.taken(order), run.taken(order)
     state = None
     if window.causal:
-        parts, state = causal_parts(side, run, window, initial_state)
+        parts, state = causal_parts(side, keys, run, window, initial_state)
     else:
-        parts = bidirectional_parts(side, run, window)
+        assert isinstance(keys, Mapped)
+        parts = bidirectional_parts(side, keys, run, window)
     out = divide(join(parts), window.eps)
     return (out if order is None else put_back(out, order)).to(v.dtype), state
 
 
-def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tuple[Tensor, Tensor]]:
+def bidirectional_parts(queries: Mapped, given: Mapped, keys: Keys, window: Window) -> list[tuple[Tensor, Tensor]]:
     """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
-    tokens, far, columns = queries.x.shape[2], keys, []
+    tokens, columns = queries.x.shape[2], []
+    phi, scale, mask = given.phi, given.scale(), keys.mask
     # A window wider than the text is cut to the text: no key is further away than T - 1 tokens.
     half = window.size // 2 if isinstance(tokens, torch.SymInt) else min(window.size // 2, tokens - 1)
     place = torch.arange(tokens, device=keys.mask.device)
@@ -76,9 +89,9 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tup
         # A slice of `place` would do, but an exported graph would then refuse rows with fewer tokens than sinks.
         outside = (place[:, None] - torch.arange(window.sinks, device=place.device)).abs() > half
         columns.append((k, v, (outside & there[:, None])[:, None]))
-        far = far._replace(mask=far.mask & (place >= window.sinks))
+        mask = mask & (place >= window.sinks)
     if window.exact_keys:
-        chosen = strongest(keys.scale.detach(), far.mask[:, None].expand_as(keys.scale), window.exact_keys)
+        chosen = strongest(scale.detach(), mask[:, None].expand_as(scale), window.exact_keys)
         # A row may have fewer tokens than exact keys; a traced graph does not know the length of its rows.
         slots = window.exact_keys if isinstance(tokens, torch.SymInt) else min(window.exact_keys, tokens)
         there = F.pad(chosen, (0, slots))
@@ -86,8 +99,7 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tup
         visible = ((place[:, None] - index[:, :, None]).abs() > half) & there.gather(2, index)[:, :, None]
         index = index.clamp(max=tokens - 1)
         columns.append((pick(keys.k, index), pick(keys.v, index), visible))
-        phi, scale = far.phi.masked_fill(chosen[..., None], 0.0), far.scale.masked_fill(chosen, FLOOR)
-        far = far._replace(phi=phi, scale=scale)
+        phi, scale = phi.masked_fill(chosen[..., None], 0.0), scale.masked_fill(chosen, FLOOR)
     near = softmax_part(queries.x, keys, half, 2 * half + 1, window.scaling, columns)
 
     # Both ways at once: the keys after a query are those before it in the reversed order.
@@ -99,7 +111,7 @@ def bidirectional_parts(queries: Mapped, keys: Keys, window: Window) -> list[tup
         ends = (0, 0) * (x.ndim - 1 - tokens) + (half + 1, 0)
         return F.pad(both(x, tokens), ends).narrow(tokens, 0, x.shape[tokens])
 
-    phi, v, scale, mask = gone(far.phi), gone(far.v), gone(far.scale), gone(far.mask, 1)
+    phi, v, scale, mask = gone(phi), gone(keys.v), gone(scale), gone(mask, 1)
     (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, empty_state(phi, v, scaled=True))
     # ONNX has no translation for `chunk` along an axis of unknown size.
     mixed, level = (x.unflatten(0, (2, -1)) for x in (mixed, both(queries.scale()) + level))

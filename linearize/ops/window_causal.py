@@ -11,7 +11,7 @@ https://arxiv.org/abs/2505.23666, keeps the keys that the state recalls badly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,12 +25,23 @@ from linearize.ops.state import (
     State,
     empty_state,
     group_queries,
-    take,
     weigh,
     with_ones,
     without_padding,
 )
-from linearize.ops.window_parts import Columns, Keys, Mapped, Part, Window, WindowState, collect, pick, places_of, ranks
+from linearize.ops.window_parts import (
+    Columns,
+    Keys,
+    Mapped,
+    Part,
+    Unmapped,
+    Window,
+    WindowState,
+    collect,
+    pick,
+    places_of,
+    ranks,
+)
 
 
 class Contest(NamedTuple):
@@ -92,46 +103,73 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
 
 
 def causal_parts(
-    queries: Mapped, keys: Keys, window: Window, initial_state: WindowState | None
+    queries: Mapped, given: Mapped | Unmapped, keys: Keys, window: Window, old: WindowState | None
 ) -> tuple[list[Part], WindowState]:
-    """Return the parts beyond the window and inside it, with sinks and exact keys, and the state after these tokens."""
-    tokens = queries.x.shape[2]
+    """Return the parts beyond the window and inside it, with sinks and exact keys, and the state after these tokens.
+
+    The candidates for the linear part are the exact keys so far and, for each token, the key that leaves the window.
+    After the state `old`, all of them are mapped at once; before it, those that are tokens are given with features.
+    """
+    tokens, slots = queries.x.shape[2], window.exact_keys
     none = keys.part(slice(0, 0))
-    if initial_state is None:
-        ring, kept = none.padded(window.size), none.padded(window.exact_keys)
-        past = empty_state(keys.phi, keys.v, scaled=True)
-    else:
-        old = initial_state
-        ring = Keys(old.ring_k, old.ring_v, old.ring_phi, old.ring_scale, old.ring_mask)
-        exact = (old.kept_k, old.kept_v, old.kept_phi, old.kept_scale, old.kept_mask)
-        held = [x for x in exact if x is not None]
-        kept, past = Keys(*held) if held else none, State(old.kv, old.log_scale)
+    ring, kept = none.padded(window.size), none.padded(slots)
+    if old is not None:
+        ring = Keys(old.ring_k, old.ring_v, old.ring_mask)
+        held = [x for x in (old.kept_k, old.kept_v, old.kept_mask) if x is not None]
+        kept = Keys(*held) if held else none
     whole = ring.then(keys)
-    # The key that leaves the window when a token enters it; no key leaves for padding at the end.
+    # No key leaves for padding at the end.
     leaving = whole.part(slice(0, tokens))
     leaving = leaving._replace(mask=leaving.mask & keys.mask)
-    count, columns, sinks = keys.mask.sum(dim=1), [], {}
+    count, columns, more = keys.mask.sum(dim=1), [], {}
     if window.sinks:
-        k, v, there, before = collect(keys, window.sinks, initial_state)
-        sinks = {"sink_k": k, "sink_v": v, "tokens": before + count}
+        k, v, there, before = collect(keys, window.sinks, old)
+        more = {"sink_k": k, "sink_v": v, "tokens": before + count}
         place = before[:, None] + torch.arange(tokens, device=keys.mask.device)
         leaving = leaving._replace(mask=leaving.mask & (place - window.size >= window.sinks))
         left = place[:, :, None] - torch.arange(window.sinks, device=place.device) >= window.size
         columns.append((k, v, (left & there[:, None])[:, None]))
-    chosen = None
-    if window.exact_keys:
-        candidates = kept.then(leaving)
-        result = contest(candidates.scale, candidates.mask, window.exact_keys, _block(tokens, window.size))
-        kept = candidates.picked(result.kept[:, :, -1], result.is_kept[:, -1])
-        leaving = candidates.picked(result.loser, result.has_loser)
-        chosen = candidates, result
-    (far, level), after = kernel_part(queries.phi, leaving.phi, leaving.v, leaving.scale, leaving.mask, past)
+    candidates = kept.then(leaving)
+    (phi, scale), places = _map(given, candidates.k, window, old)
+    past = empty_state(phi, keys.v, scaled=True) if old is None else State(old.kv, old.log_scale)
+    chosen, lost = None, candidates
+    if slots:
+        result = contest(scale, candidates.mask, slots, _block(tokens, window.size))
+        chosen, stays = (candidates, result), result.kept[:, :, -1]
+        more |= _keeping(candidates.picked(stays, result.is_kept[:, -1]), pick(scale, stays))
+        if places is not None:
+            more["kept_place"] = pick(places, stays)
+        lost = candidates.picked(result.loser, result.has_loser)
+        phi, scale = pick(phi, result.loser), pick(scale, result.loser)
+    (mixed, level), after = kernel_part(queries.phi, phi, lost.v, scale, lost.mask, past)
     near = softmax_part(queries.x, whole.part(slice(1, None)), 0, window.size, window.scaling, columns, chosen)
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
-    state = WindowState(*after, *whole.taken(end), **sinks)
-    if window.exact_keys:
-        state = _keeping(state, kept)
-    return [(far, queries.scale() + level), near], state
+    return [(mixed, queries.scale() + level), near], WindowState(*after, *whole.taken(end), **more)
+
+
+def _map(
+    given: Mapped | Unmapped, k: Tensor, window: Window, old: WindowState | None
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """Return the features and log-scales of the candidates k [B, K, S + T, D], and their places [B, (K,) S + T]."""
+    slots, places = window.exact_keys, given.places
+    tokens = k.shape[2] - slots
+    if places is not None:
+        places = (places[:, :1] - window.size + torch.arange(tokens, device=k.device)).clamp(min=0)
+        if slots:
+            own = places[:, None].expand(-1, k.shape[1], -1)
+            empty = own.new_zeros(*own.shape[:2], slots)
+            places = torch.cat([empty if old is None or old.kept_place is None else old.kept_place, own], dim=2)
+    if isinstance(given, Mapped):
+        # The first candidates are empty places, and the last tokens are no candidates.
+        ends = (slots + window.size, 0)
+        phi, scale = F.pad(given.phi, (0, 0, *ends)), F.pad(given.scale(), ends)
+        return (phi[:, :, : slots + tokens], scale[:, :, : slots + tokens]), places
+    far = Mapped(k, *given.map(k, places))
+    scale = far.scale()
+    if old is not None and old.kept_scale is not None:
+        # As they won before: computed again, they could be rounded otherwise.
+        scale = torch.cat([old.kept_scale, scale[:, :, slots:]], dim=2)
+    return (far.phi, scale), places
 
 
 def state_after(
@@ -140,8 +178,8 @@ def state_after(
     mask: Tensor,
     window: Window,
     past: State,
-    features: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     kept: Tensor | None = None,
+    priority: Tensor | None = None,
 ) -> WindowState:
     """Return the state after the tokens k [B, K, T, D], v [B, K, T, V] of a whole sequence.
 
@@ -151,34 +189,31 @@ def state_after(
         mask: [B, T] bool.
         window: the form of the attention.
         past: the linear state of the tokens that have left the window.
-        features: maps keys [B, K, W, D] -> features [B, K, W, F] and log-scales [B, K, W] or None.
         kept: [B, K, T] bool, the exact keys after these tokens, the same number for each head; None without exact keys.
+        priority: [B, K, T], the log-scales of the keys; needed with exact keys.
     """
-    k, v = without_padding(k, mask), without_padding(v, mask)
+    keys = Keys(without_padding(k, mask), without_padding(v, mask), mask)
     count = mask.sum(dim=1)
     place = count[:, None] - window.size + torch.arange(window.size, device=k.device)
-    there, order = place >= 0, place.clamp(min=0)
-
-    def remember(k: Tensor, v: Tensor, there: Tensor) -> Keys:
-        k, v = without_padding(k, there), without_padding(v, there)
-        phi, scale = features(k)
-        phi = without_padding(phi.float(), there)
-        scale = torch.zeros(phi.shape[:3], device=k.device) if scale is None else scale.float()
-        return Keys(k, v, phi, scale.masked_fill(~there[:, None], 0.0), there)
-
-    state = WindowState(*past, *remember(take(k, order), take(v, order), there))
-    if kept is not None:
+    more: dict[str, Tensor] = {}
+    if window.sinks:
+        sink_k, sink_v, _, _ = collect(keys, window.sinks, None)
+        more = {"sink_k": sink_k, "sink_v": sink_v, "tokens": count}
+    if kept is not None and priority is not None:
         index = F.pad(places_of(kept, window.exact_keys), (0, max(0, window.exact_keys - kept.shape[-1])))
         there = torch.arange(window.exact_keys, device=k.device) < kept[:, 0].sum(dim=-1, keepdim=True)
-        state = _keeping(state, remember(pick(k, index), pick(v, index), there))
-    if not window.sinks:
-        return state
-    sink_k, sink_v, _, _ = collect(Keys(k, v, k, k[..., 0], mask), window.sinks, None)
-    return state._replace(sink_k=sink_k, sink_v=sink_v, tokens=count)
+        more |= _keeping(_cleared(keys.picked(index, there)), pick(priority, index).masked_fill(~there[:, None], 0.0))
+    ring = keys.taken(place.clamp(min=0))._replace(mask=place >= 0)
+    return WindowState(*past, *_cleared(ring), **more)
 
 
-def _keeping(state: WindowState, kept: Keys) -> WindowState:
-    return state._replace(**{f"kept_{name}": tensor for name, tensor in kept._asdict().items()})
+def _cleared(keys: Keys) -> Keys:
+    k, v = (without_padding(x, keys.mask) for x in keys[:2])
+    return keys._replace(k=k, v=v)
+
+
+def _keeping(kept: Keys, scale: Tensor) -> dict[str, Tensor]:
+    return {"kept_k": kept.k, "kept_v": kept.v, "kept_mask": kept.mask, "kept_scale": scale}
 
 
 def kernel_part(

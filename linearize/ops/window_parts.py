@@ -55,15 +55,18 @@ class Mapped(NamedTuple):
         x: [B, H, T, D].
         phi: [B, H, T, F].
         log_scale: [B, H, T] or None (all 0).
+        places: [B, T], the places of keys, counted without padding; None if features do not depend on them.
     """
 
     x: Tensor
     phi: Tensor
     log_scale: Tensor | None = None
+    places: Tensor | None = None
 
     def taken(self, order: Tensor) -> Mapped:
         """Return the tokens `order` [B, N]."""
-        return Mapped(take(self.x, order), take(self.phi, order), take(self.scale(), order))
+        places = None if self.places is None else self.places.gather(1, order)
+        return Mapped(take(self.x, order), take(self.phi, order), take(self.scale(), order), places)
 
     def scale(self) -> Tensor:
         """Return the log-scale [B, H, T] in fp32."""
@@ -72,42 +75,60 @@ class Mapped(NamedTuple):
         return self.log_scale.float()
 
 
+KeyMap = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Maps keys [B, K, N, D] -> features [B, K, N, F] and log-scales [B, K, N] or None (all 0).
+
+The second argument is None or their places, [B, N] or, if each head has keys of its own, [B, K, N].
+"""
+
+
+class Unmapped(NamedTuple):
+    """Keys [B, K, T, D] after a state, which are mapped when they leave the window; `places` as in `Mapped`."""
+
+    x: Tensor
+    map: KeyMap
+    places: Tensor | None = None
+
+    def taken(self, order: Tensor) -> Unmapped:
+        """Return the tokens `order` [B, N]."""
+        places = None if self.places is None else self.places.gather(1, order)
+        return Unmapped(take(self.x, order), self.map, places)
+
+
 class WindowState(NamedTuple):
     """The state for decoding: a linear state of the tokens beyond the window, the last W tokens, sinks and exact keys.
+
+    It holds keys without features: a key is mapped when it leaves.
 
     Attributes:
         kv: as in `linearize.ops.state.State`.
         log_scale: as in `linearize.ops.state.State`.
         ring_k: [B, K, W, D], the newest token last.
         ring_v: [B, K, W, V].
-        ring_phi: [B, K, W, F] fp32.
-        ring_scale: [B, K, W] fp32.
         ring_mask: [B, W] bool, true at tokens.
         sink_k: [B, K, S, D]; None without sinks.
         sink_v: [B, K, S, V]; None without sinks.
         tokens: [B] number of tokens so far; None without sinks.
         kept_k: [B, K, S, D] the exact keys outside the window; this and all attributes below are None without them.
         kept_v: [B, K, S, V].
-        kept_phi: [B, K, S, F] fp32.
-        kept_scale: [B, K, S] fp32.
+        kept_scale: [B, K, S] fp32, their log-scales.
         kept_mask: [B, S] bool, true at exact keys.
+        kept_place: [B, K, S] fp32, their places; None too if features do not depend on them.
     """
 
     kv: Tensor
     log_scale: Tensor
     ring_k: Tensor
     ring_v: Tensor
-    ring_phi: Tensor
-    ring_scale: Tensor
     ring_mask: Tensor
     sink_k: Tensor | None = None
     sink_v: Tensor | None = None
     tokens: Tensor | None = None
     kept_k: Tensor | None = None
     kept_v: Tensor | None = None
-    kept_phi: Tensor | None = None
     kept_scale: Tensor | None = None
     kept_mask: Tensor | None = None
+    kept_place: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WindowState:
@@ -120,38 +141,33 @@ class WindowState(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys [B, K, T, D] with their values, features, log-scales and mask [B, T]."""
+    """Keys [B, K, T, D] with their values [B, K, T, V] and mask [B, T]."""
 
     k: Tensor
     v: Tensor
-    phi: Tensor
-    scale: Tensor
     mask: Tensor
 
     def part(self, tokens: slice) -> Keys:
         """Return some of the tokens."""
-        return self._each(lambda x: x[:, :, tokens], self.mask[:, tokens])
+        return Keys(self.k[:, :, tokens], self.v[:, :, tokens], self.mask[:, tokens])
 
     def then(self, other: Keys) -> Keys:
         """Return these tokens followed by others."""
-        k, v, phi, scale = (torch.cat([x, y], dim=2) for x, y in zip(self[:4], other[:4], strict=True))
-        return Keys(k, v, phi, scale, torch.cat([self.mask, other.mask], dim=1))
+        k, v = torch.cat([self.k, other.k], dim=2), torch.cat([self.v, other.v], dim=2)
+        return Keys(k, v, torch.cat([self.mask, other.mask], dim=1))
 
     def picked(self, tokens: Tensor, mask: Tensor) -> Keys:
         """Return tokens [B, K, N] that each head chose for itself; `mask` [B, N] is false where there is no token."""
-        return self._each(lambda x: pick(x, tokens), mask)
+        return Keys(pick(self.k, tokens), pick(self.v, tokens), mask)
 
     def taken(self, order: Tensor) -> Keys:
         """Return the tokens `order` [B, N]."""
-        return self._each(lambda x: take(x, order), self.mask.gather(1, order))
+        return Keys(take(self.k, order), take(self.v, order), self.mask.gather(1, order))
 
     def padded(self, before: int) -> Keys:
         """Return these tokens after `before` empty places."""
         ends = (before, 0)
-        return self._each(lambda x: F.pad(x, ends if x.ndim == 3 else (0, 0, *ends)), F.pad(self.mask, ends))
-
-    def _each(self, change: Callable[[Tensor], Tensor], mask: Tensor) -> Keys:
-        return Keys(change(self.k), change(self.v), change(self.phi), change(self.scale), mask)
+        return Keys(F.pad(self.k, (0, 0, *ends)), F.pad(self.v, (0, 0, *ends)), F.pad(self.mask, ends))
 
 
 def pick(x: Tensor, tokens: Tensor) -> Tensor:

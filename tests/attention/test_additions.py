@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from support.kernel_cases import ADDED, make_inputs, naive, run, stepwise, stirred
+from support.kernel_cases import ADDED, DIM, WIDTH, make_inputs, make_mixer, naive, run, stepwise, stirred
 from support.numerics_cases import ENGINES
 
+from linearize.attention.factory import state_bytes
+from linearize.core.registry import kernel_info
 from linearize.ops.causal import parallel_sums
 
 TOKENS = 20
@@ -106,3 +110,48 @@ def test_no_row_sees_what_a_later_token_holds(
         assert torch.equal(one[:, :, :first], other[:, :, :first])
         assert torch.equal(one[0], other[0])
         assert one[1, :, first].isnan().any()
+
+
+PIECES = (0, 1, 2, 8, 9, 10, 11, 17, 18, 19, 20)
+"""Where the calls of the next test begin and end: single tokens and several, before and after the window is full."""
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@ENGINES
+@CAUSAL
+@torch.no_grad()
+@pytest.mark.sampled("pairs", "info", "hybrid", "native", "padded")
+def test_pieces_equal_the_whole(switch, info, arguments, direction, hybrid, native, padded):
+    """Rows of different lengths, and calls of one or more tokens after a state, which maps keys when they leave it."""
+    if not info.streamable:
+        pytest.skip("its state grows")
+    switch(native)
+    mixer, mask, inputs = stirred(info, arguments, direction, **hybrid), padding() if padded else None, make_inputs(20)
+    want, outputs, state = run(mixer, *inputs, mask)[0], [], None
+    for start, end in itertools.pairwise(PIECES):
+        part = None if mask is None else mask[:, start:end]
+        out, state = run(mixer, *(x[:, :, start:end] for x in inputs), part, state=state, needs_state=True)
+        outputs.append(out)
+    real = padding()[:, None].expand(2, inputs[0].shape[1], -1) if padded else slice(None)
+    got, want = torch.cat(outputs, dim=2)[real], want[real]
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * max(1.0, float(want.abs().max())))
+    # The linear part's sums are all that has the size of features.
+    assert {x.shape[3] for name, x in state.items() if x.ndim == 4 and name != "kv"} <= {DIM, WIDTH}
+
+
+@ENGINES
+@pytest.mark.parametrize("exact", [0, 16])
+@torch.no_grad()
+def test_the_numbers_of_a_state(switch, exact, native):
+    """Of one row: sums, and keys and values of the window, sinks and exact keys; it was 83,587 with features."""
+    switch(native)
+    features, dim, heads, window, sinks = 128, 64, 2, 128, 4
+    hybrid = {"window": window, "sinks": sinks, "scale": "linear", "exact_keys": exact}
+    mixer = make_mixer(kernel_info("hedgehog"), causal=True, dim=dim, width=dim, **hybrid)
+    state = run(mixer, *make_inputs(3, batch=1, dim=dim, width=dim), needs_state=True)[1]
+    held, places = heads * 2 * dim, window + sinks + exact
+    floats = heads * (features * (dim + 1) + 1) + places * held + exact * heads
+    assert sum(x.numel() for x in state.values()) == floats + window + exact + 1
+    assert exact or floats + window + 1 == 50_563 <= 51_000
+    # Masks have one byte for a token, and the count of tokens eight.
+    assert state_bytes("hedgehog", {}, mixer.shape, mixer.hybrid) == 4 * floats + window + exact + 8

@@ -88,7 +88,7 @@ def test_compiled_decoding_with_a_window_finds_its_state(exact_keys):
 
 
 def softmax_with_sinks(q, k, v):
-    keys, place = Keys(k, v, k, k[..., 0], torch.ones_like(k[:, 0, :, 0], dtype=torch.bool)), torch.arange(k.shape[2])
+    keys, place = Keys(k, v, torch.ones_like(k[:, 0, :, 0], dtype=torch.bool)), torch.arange(k.shape[2])
     sink_k, sink_v, there, _ = collect(keys, 2, None)
     left = place[:, None] - torch.arange(2) >= 8
     column = sink_k, sink_v, (left & there[:, None])[:, None]

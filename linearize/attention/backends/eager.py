@@ -8,7 +8,7 @@ from torch import Tensor
 from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.ops import Mapped, WindowState, advance, bidirectional_attention, floored_attention, window_attention
+from linearize.ops import WindowState, advance, bidirectional_attention, floored_attention, window_attention
 
 NO_WINDOW = "it does not support a softmax window"
 NO_FLOOR = "it does not support a floor for denominators"
@@ -51,11 +51,10 @@ class Windowed:
         """Return the output [B, H, T, V] and the state after, with softmax for near keys."""
         window = mixer.form(call.scaling)
         assert window is not None
-        queries, keys = mixer.features(call)
-        sides = Mapped(call.q, *queries), Mapped(call.k, *keys)
+        queries, keys = mixer.sides(call)
         mask, before = call.key_padding_mask, None if call.state is None else WindowState.of(call.state)
         # Stay in fp32 until the output, like all sums.
-        out, state = window_attention(*sides, call.v, window, key_padding_mask=mask, initial_state=before)
+        out, state = window_attention(queries, keys, call.v, window, key_padding_mask=mask, initial_state=before)
         after = state.present() if call.needs_state and state is not None else None
         return mixer.cast_output(out.float(), call.v.dtype), after
 

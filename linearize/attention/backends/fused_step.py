@@ -28,8 +28,7 @@ MOST_GROUPS = 4
 COUNTED = ("ring_mask", 1), ("sink_k", 2), ("kept_mask", 1)
 """Tensors whose axes tell the sizes of window, sinks and exact keys."""
 
-RING = ("ring_k", "ring_v", "ring_phi", "ring_scale", "ring_mask", "sink_k", "sink_v", "tokens")
-KEPT = ("kept_k", "kept_v", "kept_phi", "kept_scale", "kept_mask")
+HELD = ("ring_k", "ring_v", "ring_mask", "sink_k", "sink_v", "tokens", "kept_k", "kept_v", "kept_scale", "kept_mask")
 
 
 class FusedStep:
@@ -65,7 +64,7 @@ class FusedStep:
         key_heads, groups = k.shape[1], heads // k.shape[1]
         sizes = maps[0].first.shape[1], size, v.shape[3]
         out = v.new_empty(batch, heads, 1, v.shape[3])
-        held = [state.get(name) for name in (*RING, *KEPT)]
+        held = [state.get(name) for name in HELD]
         ring, sinks, slots = (0 if state.get(name) is None else state[name].shape[axis] for name, axis in COUNTED)
         places = {"SLOTS_": padded(slots)}
         arguments = (

@@ -76,17 +76,14 @@ class FusedWindow:
             count = real.sum(dim=1)[:, None, None]
             place = torch.arange(real.shape[1], device=real.device)
             kept = (place >= form.sinks) & (place < count - form.size) & (launcher.lost == len(place))
-
-        def features(k: Tensor) -> tuple[Tensor, Tensor | None]:
-            return mixer.map_tokens(k, call.scaling)
-
-        return out, state_after(call.k, call.v, real, form, State(kv, level), features, kept).present()
+        return out, state_after(call.k, call.v, real, form, State(kv, level), kept, launcher.priority).present()
 
 
 class Launcher:
     """Runs the kernels of one call, whose padding comes last.
 
     Attributes:
+        priority: the log-scales [B, K, T] by which exact keys are chosen; None without exact keys.
         lost: the step at which each key is lost to the state [B, K, T]; None without exact keys.
     """
 
@@ -120,20 +117,22 @@ class Launcher:
         self.options |= {"PRECISION": self.precision, "CHUNK": self.chunk, "SCALED": self.scaled}
         self.width = form.size if form.causal else form.size // 2
         self.segments = -(-self.tokens // self.chunk)
+        self.priority = None
+        if form.exact_keys:
+            self.priority = torch.zeros(self.k.shape[:3], device=self.k.device) if self.c is None else self.c
         self.lost, self.order, self.places = self.choose()
 
     def choose(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Choose the exact keys, if any; the results are those that `window_kernels.contest` describes."""
-        if not self.form.exact_keys:
+        if self.priority is None:
             return None, None, None
         form, shape, device = self.form, self.k.shape[:3], self.k.device
-        priority = torch.zeros(shape, device=device) if self.c is None else self.c
         lost = torch.full(shape, self.tokens, dtype=torch.int32, device=device)
         order = torch.full(shape, -1, dtype=torch.int32, device=device)
         places = order.new_empty(*shape[:2], self.segments + 1, form.sinks + form.exact_keys)
         width = form.size if form.causal else 0
         arguments = (
-            *(priority, self.mask, lost, order, places),
+            *(self.priority, self.mask, lost, order, places),
             *(self.tokens, self.segments, self.key_heads, width, form.sinks, form.exact_keys),
         )
         tiles = {"CHUNK": self.chunk, "TILE": min(64, self.chunk)}

@@ -117,8 +117,7 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
         return out, None
     kept = None if attended.until is None else attended.until == NEVER
     past = State(attended.kv, attended.log_scale)
-    real, features = real_tokens(k, mask), lambda k: mixer.map_tokens(k, call.scaling)
-    return out, state_after(k, v, real, form, past, features, kept).present()
+    return out, state_after(k, v, real_tokens(k, mask), form, past, kept, options.priority).present()
 
 
 def unknown_maps(mixer: FeatureMapMixer) -> str:

@@ -91,39 +91,22 @@ def _softmax_sum(q, k, v, near, scaling, top, total, mixed):
 
 
 @triton.jit
-def _halves(phi, at, real, N, HALVES: tl.constexpr, ROWS: tl.constexpr, N_: tl.constexpr):
-    """Load the two halves of the features `at` [ROWS], which are stored side by side."""
-    p = _picked(phi, HALVES * N, at, real, N, ROWS, N_)
-    m = p
-    if HALVES == 2:
-        m = _picked(phi + N, HALVES * N, at, real, N, ROWS, N_)
-    return p, m
-
-
-@triton.jit
-def _put_key(
-    k_out, v_out, phi_out, scale_out, at, k, v, p, m, c, change, N, D, V,
-    HALVES: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
-):  # fmt: skip
-    """Store keys with their values, features and log-scales at `at`, where they change."""
+def _put_key(k_out, v_out, at, k, v, change, D, V, D_: tl.constexpr, V_: tl.constexpr):
+    """Store keys with their values at `at`, where they change."""
     _put_vectors(k_out, D, at, k, change, D, D_)
     _put_vectors(v_out, V, at, v, change, V, V_)
-    _put_vectors(phi_out, HALVES * N, at, p, change, N, N_)
-    if HALVES == 2:
-        _put_vectors(phi_out + N, HALVES * N, at, m, change, N, N_)
-    tl.store(scale_out + at, c, mask=change)
 
 
 @triton.jit
 def _exact_keys(
-    kept_k, kept_v, kept_phi, kept_scale, taken, kept, k, v, p, m, c, leaves, queries, scaling, top, total, mixed,
-    slots, N, D, V, HALVES: tl.constexpr, SLOTS_: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
+    kept_k, kept_v, kept_scale, taken, kept, k, v, c, leaves, queries, scaling, top, total, mixed,
+    slots, D, V, SLOTS_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
 ):  # fmt: skip
     """Let the key [1, D_] that leaves the window compete with the exact keys; add the exact keys to the queries' sums.
 
     Returns:
-        The sums; the features, the value and the log-scale of the key that goes into the linear state instead; and
-        whether there is such a key.
+        The sums; the key that goes into the linear state instead, its value and its log-scale; and whether there is
+        such a key.
     """
     e, one = tl.arange(0, SLOTS_), tl.arange(0, 1)
     number = tl.sum(taken.to(tl.int32), axis=0)
@@ -139,29 +122,24 @@ def _exact_keys(
     there = (e < slots) & (source < kept + slots)
     keys = tl.where(fresh[:, None], k, _picked(kept_k, D, source, there, D, SLOTS_, D_))
     values = tl.where(fresh[:, None], v, _picked(kept_v, V, source, there, V, SLOTS_, V_))
-    phi_p, phi_m = _halves(kept_phi, source, there, N, HALVES, SLOTS_, N_)
-    phi_p, phi_m = tl.where(fresh[:, None], p, phi_p), tl.where(fresh[:, None], m, phi_m)
     scales = tl.where(fresh, c, tl.load(kept_scale + source, mask=there, other=0.0))
     replaced = enters & full
     gone, dropped = kept + tl.minimum(loser, slots - 1) + one, (one == 0) & replaced
-    old_p, old_m = _halves(kept_phi, gone, dropped, N, HALVES, 1, N_)
-    old_v, old_c = _picked(kept_v, V, gone, dropped, V, 1, V_), tl.load(kept_scale + gone)
+    old_k, old_v = _picked(kept_k, D, gone, dropped, D, 1, D_), _picked(kept_v, V, gone, dropped, V, 1, V_)
+    old_c = tl.load(kept_scale + gone)
     # Wait until all threads have read what is overwritten next.
     tl.debug_barrier()
-    _put_key(
-        kept_k, kept_v, kept_phi, kept_scale, kept + e, keys, values, phi_p, phi_m, scales, moved | fresh,
-        N, D, V, HALVES, N_, D_, V_,
-    )  # fmt: skip
+    _put_key(kept_k, kept_v, kept + e, keys, values, moved | fresh, D, V, D_, V_)
+    tl.store(kept_scale + kept + e, scales, mask=moved | fresh)
     top, total, mixed = _softmax_sum(queries, keys, values, taken | fresh, scaling, top, total, mixed)
-    p, m = tl.where(replaced, old_p, p), tl.where(replaced, old_m, m)
-    v, c = tl.where(replaced, old_v, v), tl.where(replaced, old_c, c)
-    return top, total, mixed, p, m, v, c, leaves & ((enters == 0) | replaced)
+    k, v, c = tl.where(replaced, old_k, k), tl.where(replaced, old_v, v), tl.where(replaced, old_c, c)
+    return top, total, mixed, k, v, c, leaves & ((enters == 0) | replaced)
 
 
 @triton.jit
 def _window(
-    ring_k, ring_v, ring_phi, ring_scale, ring_mask, ring, k, v, p, m, c, live, queries, scaling, top, total, mixed,
-    width, N, D, V, HALVES: tl.constexpr, TILE: tl.constexpr, N_: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
+    ring_k, ring_v, ring_mask, ring, k, v, live, queries, scaling, top, total, mixed,
+    width, D, V, TILE: tl.constexpr, D_: tl.constexpr, V_: tl.constexpr,
 ):  # fmt: skip
     """Shift the window's keys by one place, put the new one at the end, and add them to the queries' sums."""
     for begin in range(0, width, TILE):
@@ -169,16 +147,10 @@ def _window(
         inside, newest, at = w + 1 < width, w == width - 1, ring + w
         keys = tl.where(newest[:, None], k, _picked(ring_k, D, at + 1, inside, D, TILE, D_))
         values = tl.where(newest[:, None], v, _picked(ring_v, V, at + 1, inside, V, TILE, V_))
-        phi_p, phi_m = _halves(ring_phi, at + 1, inside, N, HALVES, TILE, N_)
-        phi_p, phi_m = tl.where(newest[:, None], p, phi_p), tl.where(newest[:, None], m, phi_m)
-        scales = tl.where(newest, c, tl.load(ring_scale + at + 1, mask=inside, other=0.0))
         there = tl.load(ring_mask + w + 1, mask=inside, other=0) != 0
         # Wait until all threads have read what is overwritten next.
         tl.debug_barrier()
-        _put_key(
-            ring_k, ring_v, ring_phi, ring_scale, at, keys, values, phi_p, phi_m, scales, (w < width) & live,
-            N, D, V, HALVES, N_, D_, V_,
-        )  # fmt: skip
+        _put_key(ring_k, ring_v, at, keys, values, (w < width) & live, D, V, D_, V_)
         top, total, mixed = _softmax_sum(queries, keys, values, there | newest, scaling, top, total, mixed)
     return top, total, mixed
 
@@ -226,8 +198,7 @@ def step(
     q, k, v, mask, positions, out,
     q_first, q_second, q_bias, q_magnitude, first, second, bias, magnitude,
     a_weight, a_bias, a_hidden, a_hidden_bias, a_out, c_weight, c_hidden, c_hidden_bias, c_out,
-    kv, levels, ring_k, ring_v, ring_phi, ring_scale, ring_mask, sink_k, sink_v, counts,
-    kept_k, kept_v, kept_phi, kept_scale, kept_mask,
+    kv, levels, ring_k, ring_v, ring_mask, sink_k, sink_v, counts, kept_k, kept_v, kept_scale, kept_mask,
     qs_b, qs_h, ks_b, ks_h, vs_b, vs_h, scaling, scale, eps, trained, fading,
     heads, groups, q_map_group, N, D, V, width, sinks, slots,
     UNITS: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr, TILE: tl.constexpr, SINKS_: tl.constexpr,
@@ -236,7 +207,7 @@ def step(
     """Attend from one token, and add it to the state: grid (B * K).
 
     The state's tensors are those of `linearize.ops.window_parts.WindowState`; all but the first two are None without a
-    window, and the last five without exact keys. `ring_mask`, `counts` and `kept_mask`, which heads share, are only
+    window, and the last four without exact keys. `ring_mask`, `counts` and `kept_mask`, which heads share, are only
     read; `advance` updates them. Beyond `trained` tokens the queries' log-scales fade, if there are `positions`.
     """
     row = tl.program_id(0)
@@ -247,13 +218,11 @@ def step(
         live = tl.load(mask + batch + one) != 0
     key = _picked(k + batch.to(tl.int64) * ks_b + key_head.to(tl.int64) * ks_h, 0, one, live, D, 1, D_)
     value = _picked(v + batch.to(tl.int64) * vs_b + key_head.to(tl.int64) * vs_h, 0, one, live, V, 1, V_)
-    p, m = _mapped(key * scale, first, second, bias, magnitude, key_head + one, always, N, D, KIND, 1, N_, D_)
-    c = _learned(key, c_weight, None, c_hidden, c_hidden_bias, c_out, key_head + one, always, D, UNITS, 1, D_)
     live = tl.max(live.to(tl.int32), axis=0) > 0
     head = key_head * groups + g
     queries = _picked(q + batch.to(tl.int64) * qs_b, qs_h, head, rows & live, D, G_, D_)
     top, total, mixed = tl.full([G_], FLOOR, tl.float32), tl.zeros([G_], tl.float32), tl.zeros([G_, V_], tl.float32)
-    lost_p, lost_m, lost_v, lost_c, leaves = p, m, value, c, live
+    lost_k, lost_v, leaves = key, value, live
     if ring_k is not None:
         ring_mask += batch * width
         # The key that leaves the window.
@@ -262,27 +231,30 @@ def step(
             count = tl.max(tl.load(counts + batch + one), axis=0)
             leaves = leaves & (count - width >= sinks)
         oldest, there = base * width + one, always & leaves
-        lost_p, lost_m = _halves(ring_phi, oldest, there, N, HALVES, 1, N_)
-        lost_v, lost_c = _picked(ring_v, V, oldest, there, V, 1, V_), tl.load(ring_scale + oldest)
+        lost_k, lost_v = _picked(ring_k, D, oldest, there, D, 1, D_), _picked(ring_v, V, oldest, there, V, 1, V_)
+    lost_c = _learned(lost_k, c_weight, None, c_hidden, c_hidden_bias, c_out, key_head + one, always, D, UNITS, 1, D_)
+    if ring_k is not None:
         if kept_k is not None:
             e = tl.arange(0, SLOTS_)
             taken = (e < slots) & (tl.load(kept_mask + batch * slots + e, mask=e < slots, other=0) != 0)
-            lost_k = _picked(ring_k, D, oldest, there, D, 1, D_)
-            top, total, mixed, lost_p, lost_m, lost_v, lost_c, leaves = _exact_keys(
-                kept_k, kept_v, kept_phi, kept_scale, taken, base * slots, lost_k, lost_v, lost_p, lost_m, lost_c,
-                leaves, queries, scaling, top, total, mixed, slots, N, D, V, HALVES, SLOTS_, N_, D_, V_,
+            top, total, mixed, lost_k, lost_v, lost_c, leaves = _exact_keys(
+                kept_k, kept_v, kept_scale, taken, base * slots, lost_k, lost_v, lost_c, leaves, queries, scaling,
+                top, total, mixed, slots, D, V, SLOTS_, D_, V_,
             )  # fmt: skip
         # Wait until all threads have read the oldest key.
         tl.debug_barrier()
         top, total, mixed = _window(
-            ring_k, ring_v, ring_phi, ring_scale, ring_mask, base * width, key, value, p, m, c, live, queries, scaling,
-            top, total, mixed, width, N, D, V, HALVES, TILE, N_, D_, V_,
+            ring_k, ring_v, ring_mask, base * width, key, value, live, queries, scaling, top, total, mixed,
+            width, D, V, TILE, D_, V_,
         )  # fmt: skip
         if sink_k is not None:
             top, total, mixed = _sinks(
                 sink_k, sink_v, base * sinks, count, key, value, live, queries, scaling, top, total, mixed,
                 width, sinks, D, V, SINKS_, D_, V_,
             )  # fmt: skip
+    lost_p, lost_m = _mapped(
+        lost_k * scale, first, second, bias, magnitude, key_head + one, always, N, D, KIND, 1, N_, D_
+    )
     upper, lower, upper_b, lower_b, level = _state(
         kv, levels, row, lost_p, lost_m, lost_v, lost_c, leaves, live, N, V, HALVES, N_, V_
     )

@@ -277,7 +277,7 @@ class Engine:
         """Tell whether it accepts such tensors and can update such a window state in place."""
         if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
             return False
-        types = {"k": k.dtype, "v": v.dtype, "phi": torch.float32, "scale": torch.float32, "mask": torch.bool}
+        types = {"k": k.dtype, "v": v.dtype, "scale": torch.float32, "mask": torch.bool}
         held = ((name.partition("_")[2], x) for name, x in state.items() if name not in ("kv", "log_scale"))
         return all(x.is_contiguous() and x.dtype == types.get(kind, torch.int64) for kind, x in held)
 

@@ -63,9 +63,9 @@ class WindowBuffers(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("size", "sinks", "exact_keys")),
-        *((name, ctypes.c_void_p) for name in ("ring_k", "ring_v", "ring_phi", "ring_scale", "ring_mask")),
+        *((name, ctypes.c_void_p) for name in ("ring_k", "ring_v", "ring_mask")),
         *((name, ctypes.c_void_p) for name in ("sink_k", "sink_v", "tokens")),
-        *((name, ctypes.c_void_p) for name in ("kept_k", "kept_v", "kept_phi", "kept_scale", "kept_mask")),
+        *((name, ctypes.c_void_p) for name in ("kept_k", "kept_v", "kept_scale", "kept_mask")),
         ("scaling", ctypes.c_float),
         ("causal", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("tops", "row_sums", "priority", "until")),

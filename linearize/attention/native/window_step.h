@@ -13,12 +13,11 @@
 typedef struct {
     int64_t size, sinks, exact_keys;
     char *ring_k, *ring_v;        /* [B, K, size, D] and [B, K, size, V], in the types of k and v */
-    float *ring_phi, *ring_scale; /* [B, K, size, F] and [B, K, size] */
     uint8_t *ring_mask;           /* [B, size] */
     char *sink_k, *sink_v;        /* [B, K, sinks, D] and [B, K, sinks, V], or null */
     int64_t *tokens;              /* [B], number of tokens so far, or null */
     char *kept_k, *kept_v;        /* [B, K, exact_keys, D] and [B, K, exact_keys, V]; null without exact keys */
-    float *kept_phi, *kept_scale; /* [B, K, exact_keys, F] and [B, K, exact_keys] */
+    float *kept_scale;            /* [B, K, exact_keys] */
     uint8_t *kept_mask;           /* [B, exact_keys], existing keys first */
     float scaling;                /* factor of the softmax scores */
     int32_t causal;
@@ -125,59 +124,78 @@ INLINE int leaves(const window_t *w, long b) {
     return w->ring_mask[b * w->size] && (!w->sinks || w->tokens[b] - w->size >= w->sinks);
 }
 
-/* The place of the exact key that loses against the oldest token of the ring (of equal keys the newest), or -1. */
-static long weakest_of(const window_t *w, long n) {
+/* The place of the exact key that loses against a key with this log-scale (of equal keys the newest), or -1. */
+static long weakest_of(const window_t *w, long n, float scale) {
     const float *kept = w->kept_scale + n * w->exact_keys;
     long weakest = 0;
     for (long i = 1; i < w->exact_keys; i++)
         if (rank_of(kept[i]) <= rank_of(kept[weakest])) weakest = i;
-    return rank_of(w->ring_scale[n * w->size]) > rank_of(kept[weakest]) ? weakest : -1;
+    return rank_of(scale) > rank_of(kept[weakest]) ? weakest : -1;
 }
 
-/* Put the oldest token of the ring after the exact keys up to `last`, without the one at `place`. */
-static void keep(const call_t *c, const window_t *w, long n, long place, long last) {
-    long to = n * w->exact_keys + place, from = n * w->size, count = last - place + 1, f = c->features * sizeof(float);
+/* Put the oldest token of the ring, with its log-scale, after the exact keys up to `last`, without the one at `place`. */
+static void keep(const call_t *c, const window_t *w, long n, long place, long last, float scale) {
+    long to = n * w->exact_keys + place, from = n * w->size, count = last - place + 1;
     long k = c->keys.size * type_size(c->type), v = c->value_size * type_size(c->value_type);
     push(w->kept_k + to * k, count, k, w->ring_k + from * k);
     push(w->kept_v + to * v, count, v, w->ring_v + from * v);
-    push((char *)w->kept_phi + to * f, count, f, (char *)w->ring_phi + from * f);
-    push((char *)(w->kept_scale + to), count, sizeof(float), w->ring_scale + from);
+    push((char *)(w->kept_scale + to), count, sizeof(float), &scale);
+}
+
+/* Map a key of the state -> tokens->phi. Returns the log-scale of the map. */
+static float map_held(const call_t *c, long n, const char *k, const token_buffers_t *tokens) {
+    float scale;
+    for (long d = 0; d < c->keys.size; d++) tokens->x[d] = number(k, c->type, d) * c->keys.scale;
+    map_tokens(c, &c->keys, n % c->key_heads, tokens, 1, &scale);
+    return scale;
 }
 
 /* Move the oldest token of the ring to the exact keys or the state. The key and value for the state are stored in
    `leaving` and `value`, times their weight in the state; returns the decay of the state. */
-static float take_leaving(const call_t *c, const window_t *w, long n, const window_buffers_t *f) {
+static float take_leaving(const call_t *c, const window_t *w, long n, const token_buffers_t *tokens,
+                          const window_buffers_t *f) {
     long b = n / c->key_heads, v = c->value_size, held = kept_count(w, b), place = -1, full = held == w->exact_keys;
-    int real = leaves(w, b);
-    if (real && w->exact_keys) place = full ? weakest_of(w, n) : held;
-    int from_ring = place < 0;
-    long at = from_ring ? n * w->size : n * w->exact_keys + place;
-    const char *from = (from_ring ? w->ring_v : w->kept_v) + at * v * type_size(c->value_type);
-    int folds = real && full;
-    float own = folds ? (from_ring ? w->ring_scale : w->kept_scale)[at] : FLOOR, before = c->log_scale[n];
+    long k_bytes = c->keys.size * type_size(c->type), v_bytes = v * type_size(c->value_type);
+    const char *k = w->ring_k + n * w->size * k_bytes, *value = w->ring_v + n * w->size * v_bytes;
+    int real = leaves(w, b), folds = real && full, from_ring = 1;
+    float own = FLOOR, scale = 0.0f, before = c->log_scale[n];
+    if (real) {
+        /* With exact keys its log-scale comes first, and few maps have one of their own. */
+        if (!w->exact_keys || c->keys.scaled) scale = map_held(c, n, k, tokens);
+        own = scale = scale + learned_scale(&c->keys, n % c->key_heads, k, c->type);
+    }
+    if (real && w->exact_keys) {
+        place = full ? weakest_of(w, n, scale) : held;
+        from_ring = place < 0;
+        if (!from_ring) {
+            k = w->kept_k + (n * w->exact_keys + place) * k_bytes;
+            value = w->kept_v + (n * w->exact_keys + place) * v_bytes;
+            own = w->kept_scale[n * w->exact_keys + place];
+        }
+        if (folds && !(from_ring && c->keys.scaled)) map_held(c, n, k, tokens);
+    }
+    if (!folds) own = FLOOR;
     float shift = highest(own, before), weight = folds ? expf(own - shift) : 0.0f;
     c->log_scale[n] = shift;
     memset(f->value, 0, (v + 1) * sizeof(float));
     memset(f->leaving, 0, c->features * sizeof(float));
     if (folds) {
-        memcpy(f->leaving, (from_ring ? w->ring_phi : w->kept_phi) + at * c->features, c->features * sizeof(float));
-        for (long d = 0; d < v; d++) f->value[d] = number(from, c->value_type, d) * weight;
+        memcpy(f->leaving, tokens->phi, c->features * sizeof(float));
+        for (long d = 0; d < v; d++) f->value[d] = number(value, c->value_type, d) * weight;
         f->value[v] = weight;
     }
-    if (place >= 0) keep(c, w, n, place, full ? held - 1 : held);
+    if (place >= 0) keep(c, w, n, place, full ? held - 1 : held, scale);
     return folds && shift > before ? expf(before - shift) : 1.0f;
 }
 
 /* Add the head's new token, also to the sinks if it is one of the first. */
-static void take_up(const call_t *c, const window_t *w, long n, long place, const float *phi, float scale) {
+static void take_up(const call_t *c, const window_t *w, long n, long place) {
     long b = n / c->key_heads, h = n % c->key_heads;
     long k_bytes = c->keys.size * type_size(c->type), v_bytes = c->value_size * type_size(c->value_type);
     const void *k = token_at(c->k, c->type, c->k_stride, b, h, 0), *v = token_at(c->v, c->value_type, c->v_stride, b, h, 0);
     long empty = empty_rows(w, b), skip = empty ? empty - 1 : 0, first = n * w->size + skip, count = w->size - skip;
     push(w->ring_k + first * k_bytes, count, k_bytes, k);
     push(w->ring_v + first * v_bytes, count, v_bytes, v);
-    push((char *)(w->ring_phi + first * c->features), count, c->features * sizeof(float), phi);
-    push((char *)(w->ring_scale + first), count, sizeof(float), &scale);
     if (place >= w->sinks) return;
     memcpy(w->sink_k + (n * w->sinks + place) * k_bytes, k, k_bytes);
     memcpy(w->sink_v + (n * w->sinks + place) * v_bytes, v, v_bytes);
@@ -203,11 +221,8 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
         for (long g = 0; g < group; g++) write_row(c, f->exact, 1.0f, c->eps, b, h * group + g, 0);
         return;
     }
-    decay = take_leaving(c, w, n, f);
-    token(c, c->k, c->type, c->k_stride, b, h, c->keys.size, c->keys.scale, tokens->x);
-    map_tokens(c, &c->keys, h, tokens, 1, &scale);
-    scale += learned_scale(&c->keys, h, token_at(c->k, c->type, c->k_stride, b, h, 0), c->type);
-    take_up(c, w, n, place, tokens->phi, scale);
+    decay = take_leaving(c, w, n, tokens, f);
+    take_up(c, w, n, place);
     look(w, b, place, visible);
     const char *k = w->ring_k + n * w->size * c->keys.size * type_size(c->type);
     const char *values = w->ring_v + n * w->size * v * type_size(c->value_type);
