@@ -12,9 +12,10 @@ from linearize.attention.backends.choose import LinearMixer
 from linearize.attention.cache import nbytes
 from linearize.attention.call import AttentionCall
 from linearize.attention.mixer import BlockMixer, Mixer
+from linearize.attention.parts import check_hybrid
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
-from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo, kernel_info, make_config
+from linearize.core.registry import PLAIN, Hybrid, KernelInfo, kernel_info, make_config
 from linearize.kernels.base import BlockKernel, Kernel
 
 
@@ -60,74 +61,6 @@ def check_shape(info: KernelInfo, shape: HeadShape) -> None:
     if not (info.causal if shape.causal else info.bidirectional):
         own, only = ("causal", "bidirectional") if shape.causal else ("bidirectional", "causal")
         raise ConfigError(f"kernel {kernel!r} is {only} only, but this attention is {own}; choose another kernel")
-
-
-def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> None:
-    """Check the sizes of a layer's additions, and that the kernel supports them.
-
-    Raises:
-        ConfigError: if a size is wrong or an addition is not supported; the message says what to choose instead.
-    """
-    window = hybrid.window
-    for name in ("sinks", "exact_keys"):
-        count, shown = getattr(hybrid, name), name.replace("_", "-")
-        if type(count) is not int or count < 0:
-            raise ConfigError(f"{shown}: got {count!r}, expected a number of tokens, 0 or more")
-        if count and window is None:
-            raise ConfigError(f"{shown}: got {count} without a window, expected both; add one, such as window=64")
-    if window is not None and (type(window) is not int or window < 1):
-        raise ConfigError(f"window: got {window!r}, expected a number of tokens, 1 or more; leave it out for none")
-    if hybrid != PLAIN and not info.windowed:
-        addition = "window" if window is not None else next(iter(hybrid.changed)).replace("_", "-")
-        raise ConfigError(
-            f"kernel {info.name!r} takes no {addition}: it has no feature map with a denominator that softmax could "
-            "share; choose another kernel or leave it out"
-        )
-    if info.needs_window and window is None:
-        raise ConfigError(f"kernel {info.name!r}: got no window, so no key would have any weight; add window=64")
-    if hybrid.scale not in SCALES:
-        raise ConfigError(f"scale: got {hybrid.scale!r}, expected one of {', '.join(SCALES)}")
-    if hybrid.scale != SCALES[0] and (info.needs_window or not info.is_positive(config)):
-        reason = "has no features to scale" if info.needs_window else "can have negative weights"
-        raise ConfigError(f"scale: got {hybrid.scale!r}, but kernel {info.name!r} {reason}; leave the scale out")
-    if hybrid.exact_keys and hybrid.scale == SCALES[0] and info.needs_window:
-        raise ConfigError(
-            f"exact-keys: got {hybrid.exact_keys}, but kernel {info.name!r} has no scale by which to choose keys; "
-            "choose another kernel, or use sinks"
-        )
-    length = hybrid.trained_length
-    if length is not None and not (hybrid.can_fade(shape.causal) and type(length) is int and length > 0):
-        raise ConfigError(
-            f"trained-length: got {length!r}, expected a number of tokens, 1 or more, for a causal layer with a window "
-            "and scales; leave it out"
-        )
-    heads = hybrid.softmax_heads
-    if not all(type(h) is int and 0 <= h < shape.heads for h in heads) or sorted(set(heads)) != list(heads):
-        raise ConfigError(
-            f"softmax-heads: got {list(heads)}, expected numbers of heads from 0 to {shape.heads - 1}, each once and "
-            "in order"
-        )
-
-
-def check_exact_keys(info: KernelInfo, config: Any, hybrid: Hybrid) -> None:
-    """Check that exact keys of a new layer have learned scales, by which they are chosen; older checkpoints may not.
-
-    Raises:
-        ConfigError: if they have none; the message says what to choose instead.
-    """
-    if hybrid.exact_keys and hybrid.window is not None and hybrid.scale == SCALES[0]:
-        usual = default_scale(info, config, hybrid.window)
-        other = "choose another kernel" if usual == SCALES[0] else f"use scale={usual}"
-        raise ConfigError(
-            f"exact-keys: got {hybrid.exact_keys} for kernel {info.name!r} without learned scales, by which the keys "
-            f"are chosen; {other}, or use sinks"
-        )
-
-
-def default_scale(info: KernelInfo, config: Any, window: object) -> str:
-    """Return the default kind of a new layer's learned log-scales: linear with a window."""
-    takes = info.windowed and not info.needs_window and info.is_positive(config)
-    return "linear" if takes and window is not None else "none"
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.factory import check_exact_keys, check_hybrid, default_scale
+from linearize.attention.parts import check_exact_keys, check_hybrid, default_scale
 from linearize.attention.shape import HeadShape
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, UnsupportedModelError

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
+from linearize.attention.parts import can_fade
 from linearize.conversion.attentions import (
     CROSS,
     LOCAL_KEPT,
@@ -258,7 +259,7 @@ def set_trained_length(model: PreTrainedModel, tokens: int) -> None:
 def fading_layers(model: PreTrainedModel) -> list[LayerPlan]:
     """Return the layers of a converted model that can have a trained length."""
     converted = Plan.from_dict(model.config.linearize).converted
-    return [layer for layer in converted if layer.hybrid.can_fade(layer.shape.causal)]
+    return [layer for layer in converted if can_fade(layer.hybrid, layer.shape.causal)]
 
 
 def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from linearize.conversion.plan import replan
 from linearize.core.errors import ConfigError
 from linearize.core.options import build, read_values
 from linearize.core.parsing import check_file, write_file
-from linearize.core.registry import SCALES, Hybrid
+from linearize.core.registry import HYBRID, SCALES, Hybrid
 from linearize.modeling.plan import SOFTMAX, Plan
 
 FORMAT = 1
@@ -56,7 +56,8 @@ class PlannedLayer(Hybrid):
     @property
     def all_arguments(self) -> dict[str, Any]:
         """The arguments, including the window and other additions."""
-        values = {**(self.arguments or {}), **self.changed}
+        additions = Hybrid(**{name: getattr(self, name) for name in HYBRID})
+        values = {**(self.arguments or {}), **additions.changed}
         # A file lists all additions; `convert` would add scales to a window.
         return values if values.get("window") is None else {"scale": SCALES[0], **values}
 

@@ -155,28 +155,23 @@ class Hybrid:
     softmax_heads: tuple[int, ...] = ()
     trained_length: int | None = None
 
-    def can_fade(self, causal: bool) -> bool:
-        """Tell whether a layer of this direction can have a trained length."""
-        return causal and self.window is not None and self.scale != SCALES[0]
-
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
         """Pick the additions out of a layer's arguments, which may be text (as typed on a command line)."""
         values = {name: value for name, value in arguments.items() if name in HYBRID}
         for name, value in values.items():
-            if name == "softmax_heads":
+            if isinstance(getattr(cls, name), tuple):
                 several = map(_number, value.split("+")) if isinstance(value, str) else value
                 values[name] = tuple(several) if isinstance(several, Iterable) else (several,)
-            elif name != "scale":
+            elif not isinstance(getattr(cls, name), str):
                 values[name] = _number(value)
         return cls(**values)
 
     @property
     def changed(self) -> dict[str, Any]:
         """The values that differ from the defaults, as plain data."""
-        values = {name: getattr(self, name) for name in HYBRID}
-        values["softmax_heads"] = list(self.softmax_heads)
-        return {name: value for name, value in values.items() if value not in (None, 0, "none", [])}
+        pairs = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        return {n: list(x) if isinstance(default, tuple) else x for n, x, default in pairs if x != default}
 
 
 def _number(value: Any) -> Any:

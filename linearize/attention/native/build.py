@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 
 from linearize.attention.call import AttentionCall
-from linearize.attention.factory import build_mixer, default_scale
+from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import SWITCH, engine, forget, locate, switched
 from linearize.attention.native.calls import Engine
 from linearize.attention.native.locate import FAILED, cache_folder, objection, record_file, write_record
+from linearize.attention.parts import default_scale
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError
 from linearize.core.registry import PLAIN, Hybrid, kernel_info, kernel_infos, make_config

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from linearize.attention.factory import default_scale
+from linearize.attention.parts import default_scale
 from linearize.checkpoint.loading import check_device
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from linearize.attention.factory import check_exact_keys, check_hybrid
+from linearize.attention.parts import check_exact_keys, check_hybrid
 from linearize.attention.shape import HeadShape
 from linearize.conversion.layers import kept_layers, parse_heads
 from linearize.conversion.positions import METHODS

@@ -1,0 +1,229 @@
+"""The additions to a layer's kernel, one class each: what it takes from the kernel, and where it cannot be.
+
+Additions are closed by default. Each backend, and everything else that reads a layer's additions, names the parts that
+it handles: as one of the sets below, or one by one. A layer with another part is refused in one line (`check_parts`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from linearize.attention.shape import HeadShape
+from linearize.core.errors import ConfigError, LinearizeError
+from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
+
+
+class Part:
+    """One addition to a layer's kernel: a field of `Hybrid`, which config.json, plan files and recipes have as well.
+
+    Attributes:
+        name: the field; the layer has the part if its value is not the default.
+        words: what messages call it.
+        takes: what it takes from the kernel: "keys", whose weights are then softmax's, or query "heads". Empty if it
+            only changes the kernel's weights.
+    """
+
+    name = ""
+    words = ""
+    takes = ""
+
+    @property
+    def option(self) -> str:
+        """Its name on the command line and in messages."""
+        return self.name.replace("_", "-")
+
+    def wrong(self, hybrid: Hybrid) -> str:
+        """Return what is wrong with the value itself, whatever the kernel is; empty if it is right."""
+        return ""
+
+    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+        """Return why a layer of this kernel and shape cannot have this value, and what to do; empty if it can."""
+        return ""
+
+
+class Window(Part):
+    """Softmax inside a window of W tokens (`linearize.ops.window`)."""
+
+    name, words, takes = "window", "a softmax window", "keys"
+
+    def wrong(self, hybrid: Hybrid) -> str:
+        """Refuse anything but a size."""
+        window = hybrid.window
+        if window is None or (type(window) is int and window > 0):
+            return ""
+        return f"window: got {window!r}, expected a number of tokens, 1 or more; leave it out for none"
+
+    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+        """Refuse a kernel that gives no key a weight by itself."""
+        if info.needs_window and hybrid.window is None:
+            return f"kernel {info.name!r}: got no window, so no key would have any weight; add window=64"
+        return ""
+
+
+class Sinks(Part):
+    """Softmax for the first tokens as well."""
+
+    name, words, takes = "sinks", "sinks", "keys"
+
+    def wrong(self, hybrid: Hybrid) -> str:
+        """Refuse anything but a count, or a count without a window."""
+        count = getattr(hybrid, self.name)
+        if type(count) is not int or count < 0:
+            return f"{self.option}: got {count!r}, expected a number of tokens, 0 or more"
+        if count and hybrid.window is None:
+            return f"{self.option}: got {count} without a window, expected both; add one, such as window=64"
+        return ""
+
+
+class ExactKeys(Sinks):
+    """Softmax for the keys outside the window with the largest learned scales (`linearize.ops.window_causal`)."""
+
+    name, words = "exact_keys", "exact keys"
+
+    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+        """Refuse a kernel without features, unless it has scales by which to choose."""
+        if not hybrid.exact_keys or hybrid.scale != SCALES[0] or not info.needs_window:
+            return ""
+        return (
+            f"exact-keys: got {hybrid.exact_keys}, but kernel {info.name!r} has no scale by which to choose keys; "
+            "choose another kernel, or use sinks"
+        )
+
+
+class LogScales(Part):
+    """Learned log-scales of queries and keys (`linearize.attention.hybrid`)."""
+
+    name, words = "scale", "learned log-scales"
+
+    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+        """Refuse an unknown kind, and a kernel without features or with negative weights."""
+        if hybrid.scale not in SCALES:
+            return f"scale: got {hybrid.scale!r}, expected one of {', '.join(SCALES)}"
+        if hybrid.scale == SCALES[0] or not (info.needs_window or not info.is_positive(config)):
+            return ""
+        reason = "has no features to scale" if info.needs_window else "can have negative weights"
+        return f"scale: got {hybrid.scale!r}, but kernel {info.name!r} {reason}; leave the scale out"
+
+
+class SoftmaxHeads(Part):
+    """Query heads that keep softmax (`linearize.attention.hybrid`)."""
+
+    name, words, takes = "softmax_heads", "softmax heads", "heads"
+
+    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+        """Refuse heads that do not exist, are named twice or out of order."""
+        heads = hybrid.softmax_heads
+        if all(type(h) is int and 0 <= h < shape.heads for h in heads) and sorted(set(heads)) == list(heads):
+            return ""
+        return (
+            f"softmax-heads: got {list(heads)}, expected numbers of heads from 0 to {shape.heads - 1}, each once and "
+            "in order"
+        )
+
+
+class Fading(Part):
+    """A linear part that fades beyond the trained length (`linearize.attention.hybrid.fade`)."""
+
+    name, words = "trained_length", "a trained length"
+
+    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+        """Refuse anything but a length, and layers that cannot fade."""
+        length = hybrid.trained_length
+        if length is None or (can_fade(hybrid, shape.causal) and type(length) is int and length > 0):
+            return ""
+        return (
+            f"trained-length: got {length!r}, expected a number of tokens, 1 or more, for a causal layer with a window "
+            "and scales; leave it out"
+        )
+
+
+PARTS: tuple[Part, ...] = (Window(), Sinks(), ExactKeys(), LogScales(), SoftmaxHeads(), Fading())
+"""All parts, in the order of the fields of `Hybrid`."""
+
+NEAR = frozenset({"window", "sinks", "exact_keys"})
+"""The parts whose keys get softmax weights next to a window."""
+SCALED = frozenset({"scale", "trained_length"})
+"""The parts that multiply the kernel's weights."""
+HEADS = frozenset({"softmax_heads"})
+"""The parts that compute query heads around the kernel."""
+
+
+def check_parts(hybrid: Hybrid, handled: frozenset[str], where: str, error: type[LinearizeError] = ConfigError) -> None:
+    """Refuse a layer with a part that a consumer of its additions does not handle.
+
+    Args:
+        hybrid: the layer's additions.
+        handled: names of the parts that the consumer handles.
+        where: what the message calls the consumer.
+        error: class of the error.
+
+    Raises:
+        LinearizeError: for the first part that it does not handle.
+    """
+    for name, value in hybrid.changed.items():
+        if name not in handled:
+            known = ", ".join(part.words for part in PARTS if part.name in handled) or "no additions"
+            raise error(f"{where}: got a layer with {name}={value}, expected at most {known}; leave it out")
+
+
+@functools.cache
+def not_supported(missing: frozenset[str]) -> str:
+    """Return why a backend declines a layer whose `missing` parts it does not compute; empty if none is."""
+    words = {part.name: part.words for part in PARTS}
+    names = [*(name for name in words if name in missing), *sorted(missing - set(words))]
+    return f"it does not support {words.get(names[0], names[0])}" if names else ""
+
+
+def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> None:
+    """Check the values of a layer's additions, and that the kernel can have them.
+
+    Raises:
+        ConfigError: if a value is wrong or a part is not possible here; the message says what to choose instead.
+    """
+    check_parts(hybrid, frozenset(part.name for part in PARTS), f"kernel {info.name!r}")
+    for part in PARTS:
+        if problem := part.wrong(hybrid):
+            raise ConfigError(problem)
+    if hybrid != PLAIN and not info.windowed:
+        addition = next(iter(hybrid.changed)).replace("_", "-")
+        raise ConfigError(
+            f"kernel {info.name!r} takes no {addition}: it has no feature map with a denominator that softmax could "
+            "share; choose another kernel or leave it out"
+        )
+    for part in PARTS:
+        if problem := part.limits(info, config, hybrid, shape):
+            raise ConfigError(problem)
+
+
+def check_exact_keys(info: KernelInfo, config: Any, hybrid: Hybrid) -> None:
+    """Check that exact keys of a new layer have learned scales, by which they are chosen; older checkpoints may not.
+
+    Raises:
+        ConfigError: if they have none; the message says what to choose instead.
+    """
+    if hybrid.exact_keys and hybrid.window is not None and hybrid.scale == SCALES[0]:
+        usual = default_scale(info, config, hybrid.window)
+        other = "choose another kernel" if usual == SCALES[0] else f"use scale={usual}"
+        raise ConfigError(
+            f"exact-keys: got {hybrid.exact_keys} for kernel {info.name!r} without learned scales, by which the keys "
+            f"are chosen; {other}, or use sinks"
+        )
+
+
+def default_scale(info: KernelInfo, config: Any, window: object) -> str:
+    """Return the default kind of a new layer's learned log-scales: linear with a window."""
+    takes = info.windowed and not info.needs_window and info.is_positive(config)
+    return "linear" if takes and window is not None else "none"
+
+
+def can_fade(hybrid: Hybrid, causal: bool) -> bool:
+    """Tell whether a layer of this direction can have a trained length."""
+    return causal and hybrid.window is not None and hybrid.scale != SCALES[0]
+
+
+def without(hybrid: Hybrid, takes: str) -> Hybrid:
+    """Return additions without the parts that take "keys" or "heads"."""
+    names = [part.name for part in PARTS if part.takes == takes and part.name in hybrid.changed]
+    return replace(hybrid, **{name: getattr(type(hybrid), name) for name in names})
