@@ -13,6 +13,7 @@ from linearize.attention.hybrid import LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import unreadable
 from linearize.attention.native.gradient import MappedTokens
+from linearize.attention.parts import HEADS
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
 from linearize.kernels.base import MAP_WEIGHTS, FeatureMap, Features, Inputs
@@ -43,6 +44,7 @@ class FeatureMapMixer(Mixer):
         divides: whether the op divides rows by their sums; with a window or a floor this is done elsewhere.
         symmetric: whether queries and keys have the same map, so that both can be mapped at once.
         counts: whether tokens must be counted, because the kernel is positional or its linear part fades.
+        asked: names of the parts that a backend must compute; `LinearMixer` adds the heads that keep softmax.
         memory: a backend's cached results for this mixer, by names that begin with the backend's.
     """
 
@@ -73,6 +75,7 @@ class FeatureMapMixer(Mixer):
         self.floor = self.keys.floor if hybrid.window is None else 0.0
         self.divides = self.keys.normalize and hybrid.window is None and self.floor == 0.0
         self.counts = self.info.positional or hybrid.trained_length is not None
+        self.asked = frozenset(hybrid.changed) - HEADS
         self.memory: dict[str, Any] = {}
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from support.kernel_cases import make_inputs, make_mixer
 from support.scripts import script
 
 from linearize.attention.backends import fused, triton_calls
+from linearize.attention.backends.choose import declined
 from linearize.attention.backends.eager import Eager
 from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.backends.fused_window import CHUNK, TUNING, FusedWindow
@@ -72,7 +73,7 @@ def why_not(
     mixer = make_mixer(kernel_info(name), arguments, **{"causal": True, **options}, dim=dim)
     q, k, v = (x.to(dtype) for x in make_inputs(20, dim=dim))
     with torch.set_grad_enabled(gradient):
-        return backend.why_not(mixer, AttentionCall(q, k, v, 0.25, **(more or {})))
+        return declined(backend, mixer, AttentionCall(q, k, v, 0.25, **(more or {})))
 
 
 def test_it_declines_what_it_cannot_compute(monkeypatch):

@@ -21,6 +21,9 @@ from linearize.attention.backends.streamed import Streamed
 from linearize.attention.call import AttentionCall, MixerState, running_count
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import CACHED
+from linearize.attention.parts import HEADS, not_supported
+from linearize.core.errors import ConfigError
+from linearize.core.registry import Hybrid
 from linearize.kernels.base import FeatureMap
 
 
@@ -30,13 +33,15 @@ class Backend(Protocol):
     Attributes:
         name: its name in `--explain-backend` and tests.
         uses_op: whether its causal calls go through an op of `backends.causal`.
+        supports: names of the parts (`linearize.attention.parts`) that it computes; it gets no layer with another one.
     """
 
     name: str
     uses_op: bool
+    supports: frozenset[str]
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it.
+        """Return why it declines a call of a layer whose parts it supports; empty if it can compute it.
 
         This is called at every decoding step, so do the cheap checks first and return constant texts.
         """
@@ -44,7 +49,7 @@ class Backend(Protocol):
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] in the dtype of the values, and the state after (None without `needs_state`).
 
-        Called only after `why_not` returned an empty text.
+        Called only after `declined` returned an empty text.
         """
 
 
@@ -55,9 +60,28 @@ BACKENDS: tuple[Backend, ...] = (
 """All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
 
+def declined(backend: Backend, mixer: FeatureMapMixer, call: AttentionCall) -> str:
+    """Return why a backend does not compute a call; empty if it does."""
+    if mixer.asked <= backend.supports:
+        return backend.why_not(mixer, call)
+    return not_supported(mixer.asked - backend.supports)
+
+
 def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
-    """Return the backend that computes a call."""
-    return next(backend for backend in BACKENDS if not backend.why_not(mixer, call))
+    """Return the backend that computes a call.
+
+    Raises:
+        ConfigError: if no backend does, because of the layer's additions.
+    """
+    for backend in BACKENDS:
+        if not declined(backend, mixer, call):
+            return backend
+    raise _no_backend(mixer.hybrid)
+
+
+def _no_backend(hybrid: Hybrid) -> ConfigError:
+    parts = ", ".join(f"{name}={value}" for name, value in hybrid.changed.items())
+    return ConfigError(f"got a layer with {parts}, expected those that one backend computes together; leave some out")
 
 
 OWN = (*CACHED, "seen")
@@ -66,6 +90,16 @@ OWN = (*CACHED, "seen")
 
 class LinearMixer(FeatureMapMixer):
     """A feature-map mixer whose calls are computed by the first backend that accepts them."""
+
+    def change(self, hybrid: Hybrid) -> None:
+        """Replace the additions as `FeatureMapMixer.change` does.
+
+        Raises:
+            ConfigError: if no backend computes them together.
+        """
+        if not any(frozenset(hybrid.changed) - HEADS <= backend.supports for backend in BACKENDS):
+            raise _no_backend(hybrid)
+        super().change(hybrid)
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Mix -> [B, H, T, V], as `Mixer.forward` does."""
@@ -121,13 +155,12 @@ def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype 
 
 
 def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Explanation:
-    reasons = [(backend.name, backend.why_not(mixer, call)) for backend in BACKENDS]
-    number = next(number for number, (_, why) in enumerate(reasons) if not why)
-    backend, declined = BACKENDS[number], reasons[:number]
+    backend = choose(mixer, call)
+    before = [(one.name, declined(one, mixer, call)) for one in BACKENDS[: BACKENDS.index(backend)]]
     if not backend.uses_op:
-        return words, backend.name, tuple(declined)
+        return words, backend.name, tuple(before)
     # Bidirectional attention uses no causal op, so it is computed in PyTorch.
     why = why_not_native(call.k, normalize=mixer.divides) if mixer.shape.causal else ""
     op = NATIVE_OP if mixer.shape.causal and not why else PYTORCH_OP
-    declined += [(NATIVE_OP, why)] if why else []
-    return words, f"{backend.name}, {op}", tuple(declined)
+    before += [(NATIVE_OP, why)] if why else []
+    return words, f"{backend.name}, {op}", tuple(before)

@@ -8,20 +8,20 @@ from torch import Tensor
 from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
+from linearize.attention.parts import NEAR, SCALED
 from linearize.ops import WindowState, advance, bidirectional_attention, floored_attention, window_attention
 
-NO_WINDOW = "it does not support a softmax window"
 NO_FLOOR = "it does not support a floor for denominators"
 
 
 class Eager:
-    """All tokens at once; accepts every call without a softmax window."""
+    """All tokens at once; accepts every call of the layers that it supports."""
 
-    name, uses_op = "eager", True
+    name, uses_op, supports = "eager", True, SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
-        return NO_WINDOW if mixer.window is not None else ""
+        return ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the features of all tokens."""
@@ -41,7 +41,7 @@ class Eager:
 class Windowed:
     """Softmax inside a window, with a causal op that sums up the keys outside it."""
 
-    name, uses_op = "window", True
+    name, uses_op, supports = "window", True, NEAR | SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
@@ -62,12 +62,10 @@ class Windowed:
 class OneStep:
     """One decoding step: updates the state in place, without a gradient."""
 
-    name, uses_op = "one step", False
+    name, uses_op, supports = "one step", False, SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
-        if mixer.window is not None:
-            return NO_WINDOW
         if mixer.floor > 0.0:
             return NO_FLOOR
         return "" if call.one_step else "the call is not a decoding step"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
+from linearize.attention.backends.eager import NO_FLOOR
 from linearize.attention.backends.native import maps_of
 from linearize.attention.backends.triton_calls import (
     EXACT,
@@ -31,6 +31,7 @@ from linearize.attention.backends.triton_calls import (
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.native.gradient import first_order
+from linearize.attention.parts import SCALED
 from linearize.kernels.base import MapSpec
 from linearize.ops.state import FLOOR
 
@@ -73,14 +74,12 @@ FEW = 32
 class Fused:
     """Whole calls in one pass on a GPU, map included."""
 
-    name, uses_op = "triton", False
+    name, uses_op, supports = "triton", False, SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
         if why := not_whole(call):
             return why
-        if mixer.window is not None:
-            return NO_WINDOW
         if mixer.floor > 0.0:
             return NO_FLOOR
         if call.needs_state and torch.is_grad_enabled():

@@ -21,6 +21,7 @@ from linearize.attention.backends.triton_calls import (
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING, UNITS
+from linearize.attention.parts import NEAR, SCALED
 
 MOST_GROUPS = 4
 """Most query heads per key head: one program holds the features of all of them."""
@@ -34,7 +35,7 @@ HELD = ("ring_k", "ring_v", "ring_mask", "sink_k", "sink_v", "tokens", "kept_k",
 class FusedStep:
     """One decoding step; updates the state in place, without a gradient."""
 
-    name, uses_op = "triton step", False
+    name, uses_op, supports = "triton step", False, NEAR | SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""

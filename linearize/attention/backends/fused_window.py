@@ -29,6 +29,7 @@ from linearize.attention.backends.triton_calls import (
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING
+from linearize.attention.parts import NEAR, SCALED
 from linearize.ops import State, Window
 from linearize.ops.state import put_back, real_tokens
 from linearize.ops.window_causal import state_after
@@ -44,7 +45,7 @@ CHUNK, SEGMENTS = 128, 512
 class FusedWindow:
     """Whole calls with a softmax window, map included."""
 
-    name, uses_op = "triton window", False
+    name, uses_op, supports = "triton window", False, NEAR | SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""

@@ -16,6 +16,7 @@ from linearize.attention.hybrid import fade
 from linearize.attention.native import loaded, unreadable
 from linearize.attention.native.gradient import WindowedAttention, attend_with_gradient
 from linearize.attention.native.options import NEVER, AttendOptions
+from linearize.attention.parts import NEAR, SCALED
 from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import State, causal_attention
 from linearize.ops.state import put_back, real_first, real_tokens, take
@@ -25,7 +26,7 @@ from linearize.ops.window_causal import state_after
 class Native:
     """Whole calls in one pass, map included, with or without a window; a decoding step updates the state in place."""
 
-    name, uses_op = "native", False
+    name, uses_op, supports = "native", False, NEAR | SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""

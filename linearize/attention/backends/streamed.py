@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from linearize.attention.backends.causal import causal_op
-from linearize.attention.backends.eager import NO_FLOOR, NO_WINDOW
+from linearize.attention.backends.eager import NO_FLOOR
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
+from linearize.attention.parts import SCALED
 from linearize.ops import LinearOptions, State, gather_keys, read_state
 from linearize.ops.state import is_tracing, without_padding
 
@@ -37,7 +38,7 @@ UNIT = 64
 class Streamed:
     """The backend that processes one part of the tokens after the other."""
 
-    name, uses_op = "streamed", True
+    name, uses_op, supports = "streamed", True, SCALED
 
     def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
         """Return why it declines a call; empty if it can compute it."""
@@ -47,8 +48,6 @@ class Streamed:
         tokens = call.q.shape[2]
         if tokens == 1:
             return "one token cannot be split into parts"
-        if mixer.window is not None:
-            return NO_WINDOW
         if mixer.inputs is not None:
             return "the kernel processes queries and keys jointly before the map"
         if mixer.floor > 0.0:
