@@ -13,7 +13,7 @@ from linearize.attention.hybrid import LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import unreadable
 from linearize.attention.native.gradient import MappedTokens
-from linearize.attention.parts import HEADS
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
 from linearize.kernels.base import MAP_WEIGHTS, FeatureMap, Features, Inputs
@@ -272,6 +272,7 @@ class FeatureMapMixer(Mixer):
         rows: Tensor | None = None,
     ) -> Tensor:
         """Return the weights as `Mixer.weights` does."""
+        check_parts(self.hybrid, NEAR | SCALED | HEADS, "weights")
         queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask, rows=rows)
         window = self.form(scaling)
         if window is not None:

@@ -16,6 +16,7 @@ from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.earlier import mask_earlier
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, Hybrid
 from linearize.ops.state import is_tracing, real_tokens
@@ -151,6 +152,7 @@ class LinearAttention(nn.Module):
         return out
 
     def _fold(self, scaling: float, state: MixerState | None, tokens: Recorded) -> MixerState:
+        check_parts(self.hybrid, NEAR | SCALED | HEADS, "a state that is computed again")
         q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
         state = mapped(state, torch.clone)
         after: MixerState = self.mixer(AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, state, True))[1]

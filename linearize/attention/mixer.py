@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.parts import taken_heads
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, Hybrid, KernelInfo, kernel_info
 from linearize.kernels.base import Kernel, Output
@@ -58,7 +59,7 @@ class Mixer(nn.Module, abc.ABC):
     @property
     def heads(self) -> list[int]:
         """The query heads that the kernel computes; all others keep softmax."""
-        return [head for head in range(self.shape.heads) if head not in self.hybrid.softmax_heads]
+        return sorted(set(range(self.shape.heads)) - taken_heads(self.hybrid))
 
     @property
     def learnable(self) -> bool:

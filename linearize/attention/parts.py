@@ -7,6 +7,7 @@ it handles: as one of the sets below, or one by one. A layer with another part i
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +22,10 @@ class Part:
     Attributes:
         name: the field; the layer has the part if its value is not the default.
         words: what messages call it.
-        takes: what it takes from the kernel: "keys", whose weights are then softmax's, or query "heads". Empty if it
-            only changes the kernel's weights.
     """
 
     name = ""
     words = ""
-    takes = ""
 
     @property
     def option(self) -> str:
@@ -46,7 +44,7 @@ class Part:
 class Window(Part):
     """Softmax inside a window of W tokens (`linearize.ops.window`)."""
 
-    name, words, takes = "window", "a softmax window", "keys"
+    name, words = "window", "a softmax window"
 
     def wrong(self, hybrid: Hybrid) -> str:
         """Refuse anything but a size."""
@@ -65,7 +63,7 @@ class Window(Part):
 class Sinks(Part):
     """Softmax for the first tokens as well."""
 
-    name, words, takes = "sinks", "sinks", "keys"
+    name, words = "sinks", "sinks"
 
     def wrong(self, hybrid: Hybrid) -> str:
         """Refuse anything but a count, or a count without a window."""
@@ -110,7 +108,7 @@ class LogScales(Part):
 class SoftmaxHeads(Part):
     """Query heads that keep softmax (`linearize.attention.hybrid`)."""
 
-    name, words, takes = "softmax_heads", "softmax heads", "heads"
+    name, words = "softmax_heads", "softmax heads"
 
     def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
         """Refuse heads that do not exist, are named twice or out of order."""
@@ -143,11 +141,11 @@ PARTS: tuple[Part, ...] = (Window(), Sinks(), ExactKeys(), LogScales(), SoftmaxH
 """All parts, in the order of the fields of `Hybrid`."""
 
 NEAR = frozenset({"window", "sinks", "exact_keys"})
-"""The parts whose keys get softmax weights next to a window."""
+"""The window and the parts that need one: they take keys from the kernel and give them softmax weights."""
 SCALED = frozenset({"scale", "trained_length"})
-"""The parts that multiply the kernel's weights."""
+"""The parts that only multiply the kernel's weights."""
 HEADS = frozenset({"softmax_heads"})
-"""The parts that compute query heads around the kernel."""
+"""The parts that take whole query heads from the kernel."""
 
 
 def check_parts(hybrid: Hybrid, handled: frozenset[str], where: str, error: type[LinearizeError] = ConfigError) -> None:
@@ -165,7 +163,8 @@ def check_parts(hybrid: Hybrid, handled: frozenset[str], where: str, error: type
     for name, value in hybrid.changed.items():
         if name not in handled:
             known = ", ".join(part.words for part in PARTS if part.name in handled) or "no additions"
-            raise error(f"{where}: got a layer with {name}={value}, expected at most {known}; leave it out")
+            option = name.replace("_", "-")
+            raise error(f"{where}: got a layer with {option}={value}, expected at most {known}; leave it out")
 
 
 @functools.cache
@@ -218,12 +217,25 @@ def default_scale(info: KernelInfo, config: Any, window: object) -> str:
     return "linear" if takes and window is not None else "none"
 
 
+def exact_tokens(hybrid: Hybrid, causal: bool) -> int:
+    """Return how many tokens the longest row has in which every key gets its softmax weight."""
+    check_parts(hybrid, NEAR | SCALED | HEADS, "exact rows")
+    width, chosen = hybrid.window or 0, hybrid.sinks + hybrid.exact_keys
+    # In causal layers, exact keys are chosen among the keys that left the window. In other layers, they are chosen
+    # among all keys, and only half of the window lies ahead of a query.
+    return width + chosen if causal else max(width // 2 + 1, chosen)
+
+
 def can_fade(hybrid: Hybrid, causal: bool) -> bool:
     """Tell whether a layer of this direction can have a trained length."""
     return causal and hybrid.window is not None and hybrid.scale != SCALES[0]
 
 
-def without(hybrid: Hybrid, takes: str) -> Hybrid:
-    """Return additions without the parts that take "keys" or "heads"."""
-    names = [part.name for part in PARTS if part.takes == takes and part.name in hybrid.changed]
+def without(hybrid: Hybrid, names: Iterable[str]) -> Hybrid:
+    """Return additions without some parts."""
     return replace(hybrid, **{name: getattr(type(hybrid), name) for name in names})
+
+
+def taken_heads(hybrid: Hybrid) -> set[int]:
+    """Return the query heads that the kernel does not compute."""
+    return {head for name in HEADS for head in getattr(hybrid, name)}

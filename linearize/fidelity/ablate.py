@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts, without
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.core.figures import span, with_interval
+from linearize.core.registry import Hybrid
 from linearize.fidelity.teacher import Batch, exact_states, within_limit
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.kernels.none import nothing
@@ -68,7 +70,10 @@ def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
     """
     if part not in PARTS:
         raise unknown_name("part to remove", part, PARTS)
-    with undone(map(_REMOVE[part], linear_attentions(model).values())) as found:
+    layers = linear_attentions(model).values()
+    for layer in layers:
+        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "ablate")
+    with undone(map(_REMOVE[part], layers)) as found:
         if not found:
             have = {"kernel": "a window next to its kernel", "window": "a window", "exact-keys": "exact keys"}
             raise ConfigError(
@@ -104,20 +109,20 @@ def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
     return undo
 
 
-def changed(layer: LinearAttention, **values: Any) -> Callable[[], None]:
-    """Change values of a layer's `Hybrid`; return a function that restores them."""
+def changed(layer: LinearAttention, hybrid: Hybrid) -> Callable[[], None]:
+    """Change a layer's additions; return a function that restores them."""
     mixer: Any = layer.mixer
     before = mixer.hybrid
-    mixer.change(replace(before, **values))
+    mixer.change(hybrid)
     return lambda: mixer.change(before)
 
 
 _REMOVE: Mapping[str, Callable[[LinearAttention], Callable[[], None] | None]] = {
     "kernel": without_kernel,
-    "window": lambda layer: (
-        changed(layer, window=None, sinks=0, exact_keys=0) if _has_kernel_and_window(layer) else None
+    "window": lambda layer: changed(layer, without(layer.hybrid, NEAR)) if _has_kernel_and_window(layer) else None,
+    "exact-keys": lambda layer: (
+        changed(layer, without(layer.hybrid, ["exact_keys"])) if "exact_keys" in layer.hybrid.changed else None
     ),
-    "exact-keys": lambda layer: changed(layer, exact_keys=0) if layer.hybrid.exact_keys else None,
     "attention": lambda layer: layer.register_forward_hook(lambda *call: torch.zeros_like(call[-1])).remove,
 }
 """How to remove each part from a layer; returns a function that restores it, or None if the layer lacks the part."""

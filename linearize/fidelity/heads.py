@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention, Mask
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Callback, Started, ignore
@@ -109,6 +110,8 @@ def head_shares(
         ConfigError: if the model returns no hidden states.
     """
     layers = linear_attentions(model.base_model)
+    for layer in layers.values():
+        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "keep-softmax-heads")
     device = next(model.parameters()).device
     shares = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
     names = {id(layer): name for name, layer in layers.items()}
@@ -185,8 +188,12 @@ def keep_heads(
         rows = "" if tokens is None else f", rows of {tokens:,} tokens"
         on_event(Started(f"finding the heads that need softmax{rows}"))
         narrow = None if tokens is None else max(1, tokens // WINDOWS)
-        windows = [(layer, layer.hybrid.window) for layer in linear_attentions(model).values()]
-        with undone(changed(layer, window=min(width, narrow)) for layer, width in windows if width and narrow):
+        windows = [(layer, layer.hybrid, layer.hybrid.window) for layer in linear_attentions(model).values()]
+        with undone(
+            changed(layer, replace(hybrid, window=min(width, narrow)))
+            for layer, hybrid, width in windows
+            if width and narrow
+        ):
             found.append(head_shares(model, group, on_event, points))
     ranked: list[tuple[float, str, int]] = []
     for name, layer in linear_attentions(model.base_model).items():

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts, taken_heads
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError
 from linearize.core.figures import check_finite
@@ -242,6 +243,8 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
         DataError: if `batches` is empty, or a model's outputs are NaN or infinite.
     """
     layers = linear_attentions(model)
+    for layer in layers.values():
+        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "fidelity")
     sums = {name: _Sums(layer.shape.heads) for name, layer in layers.items()}
 
     def visit(
@@ -275,7 +278,7 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
     """Add the figures that compare normalised weights, block by block; there is no padding."""
     mixer: Any = layer.mixer
     window = mixer.form(scaling) if teacher.has_rows(layer) else None
-    softmax_heads, key_heads = list(layer.hybrid.softmax_heads), k.shape[1]
+    softmax_heads, key_heads = sorted(taken_heads(layer.hybrid)), k.shape[1]
     queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
     # In `far_mass`, exact keys count as far.
     near = None if window is None else NearKeys(replace(window, exact_keys=0), k[..., 0])

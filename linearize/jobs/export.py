@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from linearize.attention.interface import linear_attentions
+from linearize.attention.parts import NEAR, SCALED, check_parts
 from linearize.checkpoint.loading import load_converted
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.conversion.positions import text_length
@@ -69,6 +70,8 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
                     f"export: got a model with {what}, expected at most a window, sinks and scales; convert again "
                     f"without {way}"
                 )
+        for layer in layers:
+            check_parts(layer.hybrid, NEAR | SCALED, "export", UnsupportedModelError)
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}
         for graph in graphs:

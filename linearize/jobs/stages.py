@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from linearize.attention.parts import exact_tokens
 from linearize.checkpoint.fingerprint import check_same, fingerprint
 from linearize.checkpoint.loading import Loaded, move, pooling, quiet
 from linearize.checkpoint.output import check_room, check_target, claim
@@ -258,10 +259,7 @@ def note_exact_rows(on_event: Callback, plan: Plan, tokens: int, advice: str) ->
 def exact_rows(plan: Plan, tokens: int) -> str | None:
     """Say that attention is exact in all converted layers for rows of `tokens` tokens; None if it is not."""
     for layer in plan.converted:
-        width, chosen = layer.hybrid.window or 0, layer.hybrid.sinks + layer.hybrid.exact_keys
-        # In causal layers, exact keys are chosen among the keys that left the window. In other layers, they are chosen
-        # among all keys, and only half of the window lies ahead of a query.
-        if tokens > (width + chosen if layer.shape.causal else max(width // 2 + 1, chosen)):
+        if tokens > exact_tokens(layer.hybrid, layer.shape.causal):
             return None
     return f"Rows of up to {tokens:,} tokens fit into the window, where attention is exact" if plan.converted else None
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from linearize.attention.factory import state_bytes
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
 from linearize.core.registry import SCALES
@@ -93,6 +94,8 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
     held_out = [some_rows(batch, HELD_OUT) for batch in data.holdout_batches()[:1]]
     if not layers or not held_out:
         raise ConfigError(f"window: got auto, but {'no held-out rows' if layers else 'no layer takes a window'}")
+    for layer in layers.values():
+        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "window: auto")
     options = {number: choices_of(layer) for number, layer in layers.items()}
     reference: Choice = tuple(next(iter(own)) for own in options.values())
     labels = list(dict.fromkeys(label for own in options.values() for label in own))

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from linearize.attention.parts import PARTS
 from linearize.core.errors import CheckpointError
 from linearize.core.registry import kernel_info
 from linearize.modeling.plan import Plan
@@ -75,7 +76,10 @@ def code_files(plan: Plan) -> dict[str, str]:
 
 
 def why_not(plan: Plan) -> str:
-    """Return why the code cannot be saved in a checkpoint (a kernel is the user's own); empty if it can."""
+    """Return why the code cannot be saved in a checkpoint (a kernel or addition is the user's own); empty if it can."""
+    own = frozenset(part.name for part in PARTS if type(part).__module__.startswith("linearize."))
+    for added in sorted({name for layer in plan.converted for name in layer.hybrid.changed} - own):
+        return f"addition {added!r} is not part of linearize, so its code does not travel with the checkpoint"
     for name in filter(_is_outside, (layer.kernel for layer in plan.converted)):
         origin, cure = "a script", "run the code that registers it before loading"
         if package := _package(name):

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 from linearize.attention.cache import cache_argument, cache_nbytes
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention, Observer
+from linearize.attention.parts import check_parts
 from linearize.checkpoint.loading import load_converted, load_model, model_type, move
 from linearize.conversion import positions
 from linearize.conversion.plan import convert
@@ -170,6 +171,7 @@ class BenchModel:
             ConfigError: if a converted checkpoint takes only shorter inputs, or the kernel does not fit.
         """
         if not self.converted:
+            check_parts(self.hybrid, frozenset(ADDITIONS), "bench")
             additions = {name: getattr(self.hybrid, name) for name in ADDITIONS}
             return convert(copy.deepcopy(self.original), self.kernel, self.kernel_args, **additions).eval()
         loaded = load_converted(self.model, device=self.device)

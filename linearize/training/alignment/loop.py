@@ -19,6 +19,8 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linearize.attention.interface import linear_attentions
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.checkpoint.fingerprint import weights_digest
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
@@ -249,6 +251,8 @@ def align(
     """
     config = config or AlignConfig()
     check_inputs("alignment", student, data)
+    for layer in linear_attentions(student).values():
+        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "alignment")
     accelerator = accelerator or make_accelerator(student)
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ConfigError(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.layer import LinearAttention
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.core.registry import SCALES
 from linearize.fidelity.teacher import all_rows, frozen_output, pieces, score_rows, take
 from linearize.ops.state import group_queries
@@ -101,6 +102,7 @@ def fit_scales(layer: LinearAttention, targets: Targets) -> None:
         layer: a layer whose scales are zero.
         targets: queries and keys of the frozen layer for all tokens.
     """
+    check_parts(layer.hybrid, NEAR | SCALED | HEADS, "start of the scales")
     mixer: Any = layer.mixer
     window, size = mixer.form(targets.scaling), layer.shape.head_dim
     key_heads, groups = layer.shape.key_heads, layer.shape.heads // layer.shape.key_heads
