@@ -40,6 +40,10 @@ class Part:
         """Return why a layer of this kernel and shape cannot have this value, and what to do; empty if it can."""
         return ""
 
+    def limits_of_new(self, info: KernelInfo, config: Any, hybrid: Hybrid, longest: int | None) -> str:
+        """Return why a new layer cannot have it in a model of `longest` tokens; empty if it can."""
+        return ""
+
 
 class Window(Part):
     """Softmax inside a window of W tokens (`linearize.ops.window`)."""
@@ -87,6 +91,20 @@ class ExactKeys(Sinks):
         return (
             f"exact-keys: got {hybrid.exact_keys}, but kernel {info.name!r} has no scale by which to choose keys; "
             "choose another kernel, or use sinks"
+        )
+
+    def limits_of_new(self, info: KernelInfo, config: Any, hybrid: Hybrid, longest: int | None) -> str:
+        """Refuse more keys than there are, and a layer without learned scales."""
+        count = hybrid.exact_keys
+        if isinstance(count, int) and longest is not None and count > longest:
+            return f"exact-keys: got {count}, but the model takes {longest} tokens; choose fewer"
+        if not count or hybrid.window is None or hybrid.scale != SCALES[0]:
+            return ""
+        usual = default_scale(info, config, hybrid.window)
+        other = "choose another kernel" if usual == SCALES[0] else f"use scale={usual}"
+        return (
+            f"exact-keys: got {count} for kernel {info.name!r} without learned scales, by which the keys are chosen; "
+            f"{other}, or use sinks"
         )
 
 
@@ -196,19 +214,21 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
             raise ConfigError(problem)
 
 
-def check_exact_keys(info: KernelInfo, config: Any, hybrid: Hybrid) -> None:
-    """Check that exact keys of a new layer have learned scales, by which they are chosen; older checkpoints may not.
+def check_new(info: KernelInfo, config: Any, hybrid: Hybrid, longest: int | None = None) -> None:
+    """Check what only new layers must keep; layers of older checkpoints may not.
+
+    Args:
+        info: the kernel.
+        config: its arguments.
+        hybrid: the additions.
+        longest: tokens of the longest input of the model; None if it is not limited or not known.
 
     Raises:
-        ConfigError: if they have none; the message says what to choose instead.
+        ConfigError: if a part is not possible in a new layer; the message says what to choose instead.
     """
-    if hybrid.exact_keys and hybrid.window is not None and hybrid.scale == SCALES[0]:
-        usual = default_scale(info, config, hybrid.window)
-        other = "choose another kernel" if usual == SCALES[0] else f"use scale={usual}"
-        raise ConfigError(
-            f"exact-keys: got {hybrid.exact_keys} for kernel {info.name!r} without learned scales, by which the keys "
-            f"are chosen; {other}, or use sinks"
-        )
+    for part in PARTS:
+        if problem := part.limits_of_new(info, config, hybrid, longest):
+            raise ConfigError(problem)
 
 
 def default_scale(info: KernelInfo, config: Any, window: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.attention.parts import check_exact_keys, check_hybrid, default_scale
+from linearize.attention.parts import check_hybrid, check_new, default_scale
 from linearize.attention.shape import HeadShape
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, UnsupportedModelError
@@ -256,13 +256,10 @@ def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object],
     info = kernel_info(kernel)
     if info.windowed:
         arguments = {**more, **arguments}
-        exact, longest = Hybrid.of(arguments).exact_keys, max_length or current_length(model)
-        if isinstance(exact, int) and longest is not None and exact > longest:
-            raise ConfigError(f"exact-keys: got {exact}, but the model takes {longest} tokens; choose fewer")
         own = {name: value for name, value in arguments.items() if name not in HYBRID}
         kernel_config = make_config(info, own)
         arguments.setdefault("scale", default_scale(info, kernel_config, arguments.get("window")))
-        check_exact_keys(info, kernel_config, Hybrid.of(arguments))
+        check_new(info, kernel_config, Hybrid.of(arguments), max_length or current_length(model))
     if info.maximum_positions and arguments.get("max_positions") is None:
         arguments = arguments | {"max_positions": max_length or current_length(model)}
     return kernel, arguments

@@ -278,15 +278,15 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
     """Add the figures that compare normalised weights, block by block; there is no padding."""
     mixer: Any = layer.mixer
     window = mixer.form(scaling) if teacher.has_rows(layer) else None
-    softmax_heads, key_heads = sorted(taken_heads(layer.hybrid)), k.shape[1]
+    kept, key_heads = sorted(taken_heads(layer.hybrid)), k.shape[1]
     queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
     # In `far_mass`, exact keys count as far.
     near = None if window is None else NearKeys(replace(window, exact_keys=0), k[..., 0])
     for rows in teacher.all_rows(q, layer.shape.causal):
         scores = teacher.score_rows(queries, k, rows, scaling)
         t, w = scores.softmax(dim=-1), weights(rows, scores)
-        if softmax_heads:
-            w.flatten(1, 2)[:, softmax_heads] = t.flatten(1, 2)[:, softmax_heads]
+        if kept:
+            w.flatten(1, 2)[:, kept] = t.flatten(1, 2)[:, kept]
         sums.add("kl", (t * (t.clamp(min=1e-30).log() - w.clamp(min=LOG_FLOOR).log())).sum(dim=-1))
         sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1))
         if near is not None:

@@ -93,14 +93,16 @@ class LayerPlan:
         _expect((got - (set(HYBRID) - {"window"})) | {"host"} == known, "keys of a layer", sorted(map(str, got)))
         values = {"host": (), **data}
         additions = {name: values.pop(name) for name in HYBRID if name in values}
-        hybrid = Hybrid(**additions | {"softmax_heads": tuple(additions.get("softmax_heads", ()))})
+        several = {name: tuple(x) for name, x in additions.items() if isinstance(getattr(PLAIN, name), tuple)}
+        hybrid = Hybrid(**additions | several)
         shape, host = HeadShape(**values["shape"]), tuple(values["host"])
         layer = cls(**values | {"shape": shape, "host": host, "hybrid": hybrid})
         for part in (layer, hybrid):
             check(part, "layer")
-        counts = [layer.index, layer.cache_index, hybrid.window, hybrid.sinks, hybrid.exact_keys, hybrid.trained_length]
-        good = all(count is None or _count(count) for count in counts) and all(map(_count, hybrid.softmax_heads))
-        _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *hybrid.softmax_heads])
+        single = [x for name, x in additions.items() if not isinstance(getattr(PLAIN, name), tuple | str)]
+        counts, more = [layer.index, layer.cache_index, *single], [x for own in several.values() for x in own]
+        good = all(count is None or _count(count) for count in counts) and all(map(_count, more))
+        _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *more])
         # `host` lists known names, none twice, and exactly one of them says where the direction comes from.
         known_facts = {*_PLANNED, CALLED, MASKED, LOCAL, OWN}
         named = all(isinstance(fact, str) and fact in known_facts for fact in host) and len(set(host)) == len(host)

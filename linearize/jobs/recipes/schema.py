@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from linearize.attention.parts import check_exact_keys, check_hybrid
+from linearize.attention.parts import check_hybrid, check_new
 from linearize.attention.shape import HeadShape
 from linearize.conversion.layers import kept_layers, parse_heads
 from linearize.conversion.positions import METHODS
@@ -65,7 +65,7 @@ class Kernel(Additions):
         shape = HeadShape(1, 1, 1, 1, info.causal)
         config, hybrid = make_config(info, self.args), Hybrid.of(self.arguments())
         check_hybrid(info, config, hybrid, shape)
-        check_exact_keys(info, config, hybrid)
+        check_new(info, config, hybrid)
 
     def arguments(self) -> dict[str, object]:
         """The kernel's arguments, including the window and other additions."""
