@@ -54,6 +54,15 @@ Fold = Callable[[State | None, Recorded], State]
 """Returns the state that follows a given state after some more tokens; the given state is not changed."""
 
 
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the text part of a config; the config itself if it has no parts."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        # MusicGen has a text encoder and a decoder: take the decoder's.
+        return config.get_text_config(decoder=True)
+
+
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
     """Return the generation cache among the keyword arguments of a forward, or None."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)

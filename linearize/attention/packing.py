@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from linearize.attention.cache import given_cache
+from linearize.attention.cache import given_cache, text_config
 from linearize.core.errors import UnsupportedModelError
 from linearize.ops.state import is_tracing
 
@@ -161,7 +161,7 @@ def forget_documents(root: object, args: object, output: object) -> None:
 def _caches(root: Any, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a forward makes a generation cache by itself."""
     asked = kwargs.get("use_cache")
-    asked = getattr(root.config.get_text_config(), "use_cache", False) if asked is None else asked
+    asked = getattr(text_config(root.config), "use_cache", False) if asked is None else asked
     return bool(asked) and not (root.training and root.is_gradient_checkpointing)
 
 

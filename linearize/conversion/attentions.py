@@ -189,9 +189,11 @@ class _Recorder:
         if mask is None:
             return None
         kind = {causal_mask_function: "causal", bidirectional_mask_function: "bidirectional"}.get(function)
+        far = _sees_far(function)
         if kind is None and window is not None:
-            kind = "own"
-        if _sees_far(function) is False:
+            # The window of Unlimited-OCR begins after the prompt.
+            kind = "local" if far and _kind_by_values(mask) else "own"
+        if far is False:
             kind = "local"
             lengths = range(1, mask.shape[-1] + 1)
             window = window or max(n for n in lengths if n == 1 or _kind_by_values(mask[..., :n, :n]))

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from linearize.attention.cache import text_config
 from linearize.attention.interface import observed, register_interface
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.conversion.attentions import Run
-from linearize.conversion.inputs import Inputs, text_config
+from linearize.conversion.inputs import Inputs
 from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.compat import implementation_of, set_implementation, use_implementations
 from linearize.modeling.model import evaluating

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from linearize.attention.cache import text_config
 from linearize.core.errors import ConfigError, UnsupportedModelError, first_line
 
 TOKENS, DECODER_TOKENS = 7, 5
@@ -178,15 +179,6 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
             "tensors named after the forward's arguments, such as input_ids and pixel_values"
         ) from None
     return {key: x.to(model.device, model.dtype if x.is_floating_point() else x.dtype) for key, x in tensors.items()}
-
-
-def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the text part of a config; the config itself if it has no parts."""
-    try:
-        return config.get_text_config()
-    except ValueError:
-        # MusicGen has a text encoder and a decoder: take the decoder's.
-        return config.get_text_config(decoder=True)
 
 
 def _setting(config: object, *names: str) -> Any:

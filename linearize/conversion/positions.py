@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from linearize.conversion.inputs import set_length, text_config
+from linearize.attention.cache import text_config
+from linearize.conversion.inputs import set_length
 from linearize.core.errors import ConfigError, UnsupportedModelError, unknown_name
 from linearize.core.heads import Processor
 from linearize.modeling.compat import configs_of

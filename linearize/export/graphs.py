@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from linearize.attention.cache import cache_argument
+from linearize.attention.cache import cache_argument, text_config
 from linearize.attention.interface import linear_attentions
 from linearize.conversion.inputs import candidates
 from linearize.core.errors import UnsupportedModelError, first_line
@@ -249,7 +249,7 @@ def _whole_graph(model: PreTrainedModel) -> Graph:
 
 
 def _ids(model: PreTrainedModel, batch: int, tokens: int) -> Tensor:
-    vocabulary = int(model.config.get_text_config().vocab_size)
+    vocabulary = int(text_config(model.config).vocab_size)
     return (torch.arange(batch * tokens).view(batch, tokens) * 7 + 3) % vocabulary
 
 

@@ -16,11 +16,12 @@ import torch.nn.functional as nnf
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.attention.cache import text_config
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention, Mask
 from linearize.attention.redirect import REDIRECTED
-from linearize.conversion.inputs import MAIN, text_config
+from linearize.conversion.inputs import MAIN
 from linearize.core.errors import DataError, LinearizeError, first_line
 from linearize.modeling.model import evaluating
 

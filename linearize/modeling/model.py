@@ -67,6 +67,13 @@ class LinearizedModel(_Original):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         register_interface()
+        original: Any = type(self).__mro__[type(self).__mro__.index(LinearizedModel) + 1]
+        if original.config_class in config.sub_configs.values() and not isinstance(config, original.config_class):
+            whole = config.linearize["base_architecture"]
+            raise CheckpointError(
+                f"{original.__name__} is only a part of {whole}, from which this checkpoint was converted and whose "
+                f"attentions its plan names; load it with an Auto class of {whole}"
+            )
         enter_parts(config)
         # A model may build its body, or all of itself, by an Auto class: the plan is then that of the model around.
         around = _BUILDING.set(config.linearize)

@@ -123,7 +123,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
                 # The file was compared with the class that it was saved from, so it is complete.
                 why = f"{own} reads other names, so they would be random: load it as {saved_as}, which was saved"
             raise CheckpointError(f"weights that config.json asks for were not loaded ({problem}: {some(bad)}); {why}")
-    check_numbers(model)
+    check_numbers(model, unread=set(info.get("missing_keys", ())))
 
 
 def _saved_as(model: PreTrainedModel) -> str:
@@ -243,12 +243,13 @@ def _compare(stored: Mapping[str, Stored], named: Mapping[str, Tensor], optional
             )
 
 
-def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> None:
+def check_numbers(model: torch.nn.Module, owner: str = "the weights file", unread: Set[str] = frozenset()) -> None:
     """Check that loaded weights are finite numbers.
 
     Args:
         model: the model; its floating point parameters and kernel buffers are read if they are in memory.
         owner: name of the source of the weights in the error.
+        unread: names of weights that are not from that source; some classes leave them as memory was.
 
     Raises:
         CheckpointError: if a tensor holds NaN or infinity; the message names the first.
@@ -256,7 +257,7 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file") -> No
     tensors = [*model.named_parameters(), *(x for x in model.named_buffers() if "linear_attention." in x[0])]
     kinds, bad = (torch.float64, torch.float32, torch.bfloat16, torch.float16), []
     for name, tensor in tensors:
-        if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in kinds:
+        if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in kinds or name in unread:
             continue
         # Quantised tensors of torchao hold integers and scales.
         with contextlib.suppress(NotImplementedError):

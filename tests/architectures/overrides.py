@@ -164,6 +164,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "sapiens2": {"num_key_value_heads_per_layer": [4, 4]},
     "time_series_transformer": _SERIES,
     "timesfm": {CLASS: "TimesFmModelForPrediction"},
+    "vjepa2": {"crop_size": 64, "frames_per_clip": 8},
     "xcodec2": {"quantization_dim": 64, "initializer_range": 0.5},
     "zamba": {
         "num_hidden_layers": 4,

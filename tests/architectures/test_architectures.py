@@ -10,12 +10,12 @@ import transformers
 from architectures.shrink import tiny_config, tiny_model
 from architectures.sweep import apart, modeling_files, try_one
 from architectures.table import RESULTS, ROOT, by_name, page
-from architectures.trial import build, example_inputs, softmax_left, try_model
+from architectures.trial import _Trial, build, example_inputs, softmax_left, try_model
 from torch.overrides import TorchFunctionMode
 
 import linearize
 from linearize.conversion.attentions import plan_names, trial_runs
-from linearize.core.errors import CheckpointError
+from linearize.core.errors import CheckpointError, UnsupportedModelError
 
 FOUND = json.loads(RESULTS.read_text(encoding="utf-8"))
 PARTS = 24
@@ -245,3 +245,44 @@ def test_what_worked_still_works(part):
     found = {name: apart(lambda name=name: try_one(name), name, 60) for name in names}
     broken = {name: f"{one['step']}: {one['message']}" for name, one in found.items() if one["status"] != "works"}
     assert not broken
+
+
+@pytest.mark.parametrize("name", ["llama4", "qwen3_5"])
+def test_a_class_of_a_part_alone_is_refused_in_one_line(name, tmp_path):
+    model = linearize.convert(build(f"{name}.modeling_{name}"))
+    linearize.save(model, tmp_path)
+    for load in (
+        lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path),
+        lambda: transformers.AutoModelForCausalLM.from_config(model.config),
+    ):
+        with pytest.raises(CheckpointError, match=f"only a part of {type(model).__name__}, .* load it with an Auto"):
+            load()
+
+
+def test_a_window_that_begins_after_the_prompt_takes_the_option():
+    model = build("unlimited_ocr.modeling_unlimited_ocr")
+    with pytest.raises(UnsupportedModelError, match="--local-as-full"):
+        linearize.plan(model, "hedgehog")
+    assert len(linearize.plan(model, "hedgehog", local_as_full=True).local_as_full) == 2
+
+
+def test_a_host_with_two_text_configs_trains_with_default_arguments():
+    trial = _Trial(build("musicgen.modeling_musicgen"), None, lambda: build("musicgen.modeling_musicgen"))
+    for step in (trial.plan, trial.convert, trial.gradients):
+        step()
+    assert trial.counts == (2, 4)
+
+
+def test_weights_that_no_file_holds_are_not_called_damaged(tmp_path, monkeypatch):
+    linearize.save(linearize.convert(build("videomae.modeling_videomae")), tmp_path)
+    cls = transformers.VideoMAEForPreTraining
+    built = cls.__init__
+
+    def undefined(self, config):
+        built(self, config)
+        self._init_weights = lambda module: None
+
+    monkeypatch.setattr(cls, "__init__", undefined)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: torch.full_like(x, torch.nan, **kwargs))
+    loaded = transformers.AutoModelForPreTraining.from_pretrained(tmp_path)
+    assert bool(loaded.mask_token.isnan().all())
