@@ -310,7 +310,8 @@ class _Trial:
                     loaded, info = auto.from_pretrained(f"{folder}/out", output_loading_info=True)
                 except CheckpointError as error:
                     if "is only a part of" in str(error):
-                        self.note += "" if lost else f"; {auto.__name__}, which loads a part of it alone, is refused"
+                        note = "; not as its text part alone"
+                        self.note += "" if lost or note in self.note else note
                         continue
                     told_so = "reads other names" in str(error) or "the plan does not name" in str(error)
                     # Of the original it makes noise: weights that are in the file.
