@@ -62,7 +62,7 @@ REFUSED = {
     "no-fields.jsonl": (lines({} for _ in range(40)), "is empty: got no rows"),
     "mixed.jsonl": (lines(ROWS, '{"text": 5, "label": 1}'), "got json in column 'text', expected text"),
     "numbers.jsonl": (lines({"text": n, "label": 1} for n in range(40)), "got number in column 'text', expected text"),
-    "lists.jsonl": (lines({"text": [1], "label": 1} for _ in range(40)), "got list in column 'text', expected"),
+    "lists.jsonl": (lines({"text": [1], "label": 1} for _ in range(40)), "got numbers in column 'text', expected"),
     "latin.jsonl": (lines(ROWS) + b'{"text": "%s", "label": 1}\n' % LATIN, "in UTF-8"),
     "latin.csv": (TABLE + LATIN + b",1\n", "'utf-8' codec can't decode byte 0xe9"),
     "wide.jsonl": (lines(ROWS).decode().encode("utf-16"), "in UTF-8"),
@@ -81,7 +81,7 @@ LABELS = {
     "negative.jsonl": (labelled(0, -1), "got the label -1 in column 'label', expected class names or whole numbers"),
     "infinite.jsonl": (labelled(0, float("inf")), "got the label inf in column 'label', expected class names or whole"),
     "huge.jsonl": (labelled(0, 10**9), "got the label 1000000000 in column 'label', expected class names or"),
-    "list-labels.jsonl": (labelled([1]), "got list in column 'label', expected"),
+    "list-labels.jsonl": (labelled([[1]]), "got list in column 'label', expected"),
 }
 """The same of labels, which only tasks read."""
 

@@ -26,6 +26,7 @@ ROWS = 8
 ARGUMENTS = {
     **{name: [(ROWS,), (ROWS,)] for name in METRICS},
     **{name: [(ROWS, 5)] for name in ("copying", "entities")},
+    "multi_label": [(ROWS, 5), (ROWS, 5)],
     "spans": [(ROWS, 2)],
     "ranks": [(ROWS, 3), (ROWS, 3)],
     "part_ranks": [(ROWS, 2, 3), (ROWS, 2, 3)],
