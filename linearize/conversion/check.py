@@ -104,7 +104,7 @@ def check(model: PreTrainedModel, recorded: Iterable[Recorded]) -> None:
         for one in recorded:
             if why := _why_differs(one):
                 raise UnsupportedModelError(
-                    f"{type(one[0]).__name__.removeprefix('Linearized')} {why}, so it is not converted; load it "
+                    f"{type(one[0]).__name__} {why}, so it is not converted; load it "
                     "again, as this object has been changed"
                 )
 

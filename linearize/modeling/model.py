@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
@@ -335,10 +334,12 @@ def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
             stay softmax.
     """
     root: nn.Module = model.base_model
-    hosts, name = dict(root.named_modules()), type(model).__name__.removeprefix("Linearized")
+    hosts, name = dict(root.named_modules()), type(model).__name__
     plan = dataclasses.replace(plan, layers=tuple(layer for layer in plan.layers if layer.in_body))
     absent = [layer.module for layer in plan.layers if layer.module not in hosts]
-    missing = (next(x for x in accumulate(one.split("."), "{}.{}".format) if x not in hosts) for one in absent)
+    missing = (
+        next(x for x in itertools.accumulate(one.split("."), "{}.{}".format) if x not in hosts) for one in absent
+    )
     # A part is lacking as a whole; one layer of a list was taken out.
     if absent and (name == plan.architecture or any(one.rpartition(".")[2].isdigit() for one in missing)):
         raise CheckpointError(
