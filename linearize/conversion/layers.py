@@ -35,6 +35,7 @@ class ConversionConfig(Additions):
         keep_softmax: numbers of layers that stay softmax; or "1/4" for the last layer of every four.
         softmax_heads: query heads that stay softmax, by layer number: `{4: [0]}` or "4:0,11:7". Their keys are cached.
         max_length: longest input that the model should take, in tokens; None keeps its current limit.
+        image_size: side of the largest square image that the model should take, in pixels; in place of `max_length`.
         positions: how learned positions are extended, "tile" or "interpolate".
         seed: seed of the kernels' starting values.
         example_inputs: inputs for the trial run, if they cannot be made up from the config.
@@ -51,6 +52,7 @@ class ConversionConfig(Additions):
     keep_softmax: Iterable[int] | str = ()
     softmax_heads: Mapping[int, Iterable[int]] | str | None = None
     max_length: int | None = None
+    image_size: int | None = option(None, low=1)
     positions: str = "tile"
     seed: int = option(0, low=-(2**63), high=2**63 - 1)
     example_inputs: Mapping[str, Tensor] | None = None
@@ -66,6 +68,10 @@ class ConversionConfig(Additions):
         heads = self.softmax_heads
         if isinstance(heads, Mapping) and not all(isinstance(of_layer, Iterable) for of_layer in heads.values()):
             raise ConfigError(f"softmax_heads: got {heads!r}, expected lists of heads by layer number")
+        if self.image_size is not None and self.max_length is not None:
+            raise ConfigError(
+                f"image_size: got {self.image_size} and max_length {self.max_length}, which both set the size; drop one"
+            )
         if not isinstance(self.keep_softmax, Iterable):
             raise ConfigError(f"keep_softmax: got {self.keep_softmax!r}, expected a list of layer numbers")
 

@@ -26,9 +26,10 @@ from linearize.conversion.attentions import (
 from linearize.conversion.check import check, keep_parts, record, why_not_built
 from linearize.conversion.inputs import Call
 from linearize.conversion.layers import Choice, ConversionConfig, choose, complete
-from linearize.conversion.positions import PositionReport, extend_positions
+from linearize.conversion.positions import PositionReport, extend_positions, tokens_of_image_size
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.options import with_options
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
 from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
@@ -37,28 +38,36 @@ from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import check_merged
 
 
-def plan(
-    model: PreTrainedModel,
-    kernel: str | None = "hedgehog",
-    kernel_args: Mapping[str, object] | None = None,
-    **options: Any,
-) -> Plan:
+@with_options(ConversionConfig)
+def plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
     """Plan the conversion of a model, without changing it.
 
     Args:
         model: any transformers model whose attention goes through the attention interface.
-        kernel: name of the kernel for all layers that `layers` does not name.
-        kernel_args: arguments of that kernel.
-        **options: `layers`, `keep_softmax`, `window` and the other fields of `ConversionConfig`.
+        config: given as options: `kernel`, `kernel_args`, `layers`, `window` and the other fields of
+            `ConversionConfig`.
 
     Returns:
         The plan; `apply` carries it out.
 
     Raises:
         UnsupportedModelError: if no attention can be converted; the message says why.
+        UnknownNameError: for an unknown option.
         ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
     """
-    return make_plan(model, ConversionConfig(kernel, kernel_args, **options))
+    return make_plan(model, with_length(model, config))
+
+
+def with_length(model: PreTrainedModel, config: ConversionConfig) -> ConversionConfig:
+    """Return the config with `image_size`, if given, as `max_length` in tokens.
+
+    Raises:
+        ConfigError: if the size is smaller than the model's, or not a multiple of the patch size.
+        UnsupportedModelError: if the model reads no images, or its positions are of an unknown kind.
+    """
+    if config.image_size is None:
+        return config
+    return dataclasses.replace(config, image_size=None, max_length=tokens_of_image_size(model, config.image_size))
 
 
 def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
@@ -178,12 +187,8 @@ def _why_none(model: PreTrainedModel, found: list[LayerPlan], calls: list[Call])
     return f"{name} has no attention that can be converted: {'; '.join(reasons)}{more}"
 
 
-def convert(
-    model: PreTrainedModel,
-    kernel: str | None = "hedgehog",
-    kernel_args: Mapping[str, object] | None = None,
-    **options: Any,
-) -> PreTrainedModel:
+@with_options(ConversionConfig)
+def convert(model: PreTrainedModel, config: ConversionConfig) -> PreTrainedModel:
     """Replace the softmax self-attentions of a model with linear ones, in place.
 
     The kernels start untrained: `linearize.distill` trains them to imitate softmax.
@@ -191,24 +196,24 @@ def convert(
     Args:
         model: any transformers model whose attention goes through the attention interface; or a model from
             `timm.create_model`, which is returned wrapped as a transformers model.
-        kernel: name of the kernel for all layers that `layers` does not name.
-        kernel_args: arguments of that kernel.
-        **options: `layers`, `keep_softmax`, `window`, `max_length` and the other fields of `ConversionConfig`.
+        config: given as options: `kernel`, `kernel_args`, `layers`, `window`, `max_length` and the other fields of
+            `ConversionConfig`.
 
     Returns:
         The same model, still an instance of its original class.
 
     Raises:
         UnsupportedModelError: if no attention can be converted; the message says why.
+        UnknownNameError: for an unknown option.
         ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
 
     Example:
         >>> model = AutoModelForMaskedLM.from_pretrained("roberta-base")
         >>> model = linearize.convert(model, kernel="hedgehog", max_length=4096)
     """
-    config = ConversionConfig(kernel, kernel_args, **options)
     if is_timm(model):
         model = wrap(model)
+    config = with_length(model, config)
     report = convert_model(model, make_plan(model, config), config)
     if report is not None:
         # `linearize.save` lets the processor make inputs as long as these.

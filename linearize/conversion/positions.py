@@ -317,6 +317,8 @@ def _pair(size: object) -> tuple[int, int]:
 def _with_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[_Image, _Image, int, int]:
     """Return the current and the new image size, and the tokens of both; raise as `extend_image_size` does."""
     old, length = _image(model), current_length(model)
+    if old is None and length is not None:
+        raise _refusal(model, "which reads no images", "give max_length, in tokens")
     if old is None or length is None:
         raise _no_length(model)
     new = old._replace(size=_pair(image_size))

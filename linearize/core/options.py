@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, first_line, unknown_name
 from linearize.core.parsing import at_home, parse_json, parse_yaml, read_text
@@ -25,6 +26,9 @@ from linearize.core.registry import check as check
 from linearize.core.registry import option as option
 
 Config = TypeVar("Config")
+Model = TypeVar("Model")
+Result = TypeVar("Result")
+Fields = ParamSpec("Fields")
 _SECTION = "section"
 MOST_SEED = 2**32 - 1
 """Largest seed that numpy takes."""
@@ -178,6 +182,34 @@ def effective(job: object) -> dict[str, object]:
             value = value if second is None else f"{value},{second}"
             values[name] = list(value) if isinstance(value, tuple) else value
     return values
+
+
+def with_options(
+    config: Callable[Fields, Config],
+) -> Callable[[Callable[[Model, Config], Result]], Callable[Concatenate[Model, Fields], Result]]:
+    """Make a function of a model and a config take the config's fields as its own arguments.
+
+    Editors, type checkers and `help` show them with their defaults; the config's class names each once.
+
+    Raises:
+        UnknownNameError: by the function, for an argument that is not a field.
+    """
+    signature = inspect.signature(config)
+
+    def decorate(function: Callable[[Model, Config], Result]) -> Callable[Concatenate[Model, Fields], Result]:
+        @functools.wraps(function)
+        def call(model: Model, *args: Fields.args, **options: Fields.kwargs) -> Result:
+            for name in options:
+                if name not in signature.parameters:
+                    raise unknown_name("option", name, signature.parameters)
+            return function(model, config(*args, **options))
+
+        own = inspect.signature(function)
+        parameters = [own.parameters["model"], *signature.parameters.values()]
+        call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 OF_THE_PLACE = ("output", "overwrite", "resume", "device")

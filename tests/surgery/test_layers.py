@@ -205,12 +205,6 @@ def test_a_model_without_a_limit_asks_for_the_longest_input(monkeypatch):
             assert linearize.plan(model, info.name, {"max_positions": 64}).converted
 
 
-def test_unknown_options_are_refused_by_name():
-    for function in (linearize.plan, linearize.convert):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'windw'"):
-            function(original("bert"), windw=4)
-
-
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(UnknownNameError, match=r"Known: .*cosformer.*transnormer_t2"):
         linearize.plan(original("bert"), "no such kernel")

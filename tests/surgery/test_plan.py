@@ -1,6 +1,7 @@
 """What is found in a model, what becomes of it, and which of the cases it is when nothing can be done."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.tiny import CONFIGS, converted, inputs_of, original, outputs
 
 import linearize
 from linearize.attention.interface import linear_attentions
+from linearize.conversion.layers import ConversionConfig
 from linearize.conversion.plan import expectations
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError, UnsupportedModelError
 
@@ -318,6 +320,26 @@ def test_max_length_takes_longer_inputs(tmp_path):
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
     tokens = torch.randint(3, 90, (1, 300))
     assert outputs(loaded, {"input_ids": tokens})[0].shape == (1, 300, 32)
+
+
+def test_options_of_convert_are_its_arguments():
+    """Editors and `help` show them; a misspelt one gets the nearest."""
+    shown = inspect.signature(linearize.convert).parameters
+    assert list(shown) == ["model", *inspect.signature(ConversionConfig).parameters]
+    assert shown["kernel"].default == "hedgehog" and shown["image_size"].default is None
+    for verb in (linearize.convert, linearize.plan):
+        with pytest.raises(UnknownNameError, match=r"unknown option .kernl.*Did you mean .kernel"):
+            verb(original("bert"), kernl="elu")
+
+
+def test_image_size_takes_larger_images():
+    model = linearize.convert(original("vit"), "elu", image_size=40)
+    assert model.config.image_size == 40
+    assert model(torch.rand(1, 3, 40, 40))[0].shape == (1, 17, 32)
+    with pytest.raises(ConfigError, match="max_length 9, which both set the size"):
+        linearize.convert(original("vit"), image_size=40, max_length=9)
+    with pytest.raises(UnsupportedModelError, match="reads no images; give max_length"):
+        linearize.convert(original("bert"), image_size=40)
 
 
 def test_cross_attention_of_equal_lengths_stays():
