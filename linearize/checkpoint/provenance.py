@@ -171,16 +171,16 @@ class Provenance(Record):
             rows.append(("search", f"{search.whole('steps')} steps, {search.whole('plans_tried')} plans tried"))
         if stage := self.part("distillation"):
             data = self.text("dataset") or "the built-in data"
-            rows.append(("stage one", f"{stage.whole('steps')} steps on {data} ({stage.text('stopped')})"))
+            ended = f"{stage.whole('steps')} steps on {data} ({stage.text('stopped')})"
+            rows.append(("stage one", f"{ended}{_effort(stage)}"))
             for side in ("before", "after"):
                 if mean := stage.part(side).numbers("mean"):
                     texts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in mean.items()]
                     rows.append((f"fidelity {side}", ", ".join(texts)))
         if aligned := self.part("alignment"):
             teacher = aligned.text("teacher") or "its own softmax"
-            rows.append(
-                ("alignment", f"{aligned.whole('steps')} steps with {teacher}, trained: {aligned.text('train')}")
-            )
+            what = f"{aligned.whole('steps')} steps with {teacher}, trained: {aligned.text('train')}"
+            rows.append(("alignment", f"{what}{_effort(aligned)}"))
             for side in ("before", "after"):
                 if error := aligned.part(side):
                     figures = {
@@ -191,11 +191,18 @@ class Provenance(Record):
                     texts = [f"{name} {value:.4g}" for name, value in figures.items() if value is not None]
                     rows.append((f"whole model {side}", ", ".join(texts)))
         if tuned := self.part("finetuning"):
-            rows.append(("stage two", f"{tuned.text('task')} on {tuned.text('data')}, {tuned.whole('steps')} steps"))
+            what = f"{tuned.text('task')} on {tuned.text('data')}, {tuned.whole('steps')} steps"
+            rows.append(("stage two", f"{what}{_effort(tuned)}"))
             rows += [(f"metric {name}", f"{value:.4g}") for name, value in tuned.numbers("metrics").items()]
             if (chance := tuned.number("chance")) is not None:
                 rows.append(("chance", f"{chance:.4g}{'' if tuned.is_true('above_chance') else ', not above it'}"))
         return rows
+
+
+def _effort(stage: Record) -> str:
+    """Return the time of a stage and the machines that it ran on, as far as the record says."""
+    seconds, hardware = stage.number("seconds"), stage.text("hardware")
+    return ("" if seconds is None else f"; {seconds:,.0f} s") + (f" on {hardware}" if hardware else "")
 
 
 def _length(tokens: float | None) -> int | None:

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearize import __version__
 from linearize.checkpoint.loading import TRANSFORMER, auto_class, load_code, with_length
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import check_links
@@ -185,12 +186,15 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
         base_code=_code(base),
         embedder=embedder,
         kernels=[kernel_info(kernel) for kernel in kernels],
+        links=[url for kernel in kernels if (url := kernel_info(kernel).url)],
+        version=__version__,
         name=shown,
         load=load_code(model, shown),
         packages=sorted(set(outside_packages(plan).values())),
         needs=why_not(plan),
         transformers=TRANSFORMERS,
         limits=[_text(text) for text in limits(plan, provenance, length)],
+        licensed=bool((facts or {}).get("license")),
         results=[(_text(name), f"{ours:.4g}", _number(original_metrics.get(name))) for name, ours in metrics.items()],
         chance=_number(tuned.number("chance")),
         above_chance=tuned.is_true("above_chance"),

@@ -29,7 +29,7 @@ from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
-from linearize.training.stage_one.processes import is_main, several, wait_for_all
+from linearize.training.stage_one.processes import is_main, machines_used, several, wait_for_all
 from linearize.training.stage_one.run import fade_beyond, longest_row
 from linearize.training.stage_one.states import StateFolder, keep_states
 from linearize.training.trackers import reporter
@@ -337,7 +337,7 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
 def _record(result: DistillResult | AlignResult, before: object, after: object) -> dict[str, Any]:
     """Return a stage's figures, and its measurements before and after, which are plain data."""
     record = {name: getattr(result, name) for name in ("steps", "best_step", "stopped", "seconds")}
-    return record | {"before": before, "after": after}
+    return record | {"hardware": machines_used(), "before": before, "after": after}
 
 
 def distillation_record(result: DistillResult) -> dict[str, Any]:

@@ -268,6 +268,18 @@ def test_inspect_bad_folders(saved, tmp_path):
         inspect_checkpoint(saved)
 
 
+def test_card_says_what_a_stage_cost_who_to_cite_and_a_lacking_licence():
+    model = converted("bert", kernel="hedgehog")
+    stage = {"steps": 9, "stopped": "steps", "seconds": 1234.5, "hardware": "2 x CPU, 1 threads"}
+    model.config.linearize["provenance"] = {"distillation": stage, "alignment": {**stage, "train": "all"}}
+    text = model_card(model)
+    assert "| stage one | 9 steps on the built-in data (steps); 1,234 s on 2 x CPU, 1 threads |" in text
+    assert "| alignment | 9 steps with its own softmax, trained: all; 1,234 s on 2 x CPU, 1 threads |" in text
+    assert f"paper of each kernel above ({linearize.kernel_info('hedgehog').url})" in text
+    assert "fails instead of computing softmax" in text
+    assert "names no licence" in text and "names no licence" not in model_card(model, facts={"license": "mit"})
+
+
 def test_card_says_window_and_sinks():
     text = model_card(converted("bert", window=8, sinks=2))
     assert "| `encoder.layer.0.attention.self` | hedgehog | window=8, sinks=2, scale=linear |" in text

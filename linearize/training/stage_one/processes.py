@@ -26,6 +26,16 @@ def is_main() -> bool:
     return not several() or os.environ.get("RANK", "0") == "0"
 
 
+def machines_used() -> str:
+    """Return what a run computes on, for its record: processes, and the name of the device."""
+    import torch
+
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    return f"{count} x {name}"
+
+
 def under_fsdp() -> bool:
     """Tell whether several processes share the weights (FSDP)."""
     return several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")

@@ -27,6 +27,7 @@ from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
+from linearize.training.stage_one.processes import machines_used
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
 from linearize.training.stage_two.intervals import Measured
 from linearize.training.stage_two.load import RECORD, recorded
@@ -122,6 +123,7 @@ def tuning_record(
         "teacher": None if teacher is None else Path(teacher).name,
         "original": None if teacher is None else original_result(teacher, data.task.name, result.scored),
         "seconds": result.seconds,
+        "hardware": machines_used(),
         "options": asdict(config),
     }
 
