@@ -6,6 +6,7 @@ People read stderr and stdout; with --json, programs read stdout.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -149,14 +150,29 @@ def plan_table(plan: Plan) -> Group:
     columns = ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return Group(table(title, columns, rows, right=(0,)), *(Text(line) for line in expectations(plan)))
+    lines = [*heads_lines(plan), *expectations(plan)]
+    return Group(table(title, columns, rows, right=(0,)), *map(Text, lines))
+
+
+def heads_lines(plan: Plan) -> list[str]:
+    """Return the heads that keep softmax as one line, in the syntax of `--keep-softmax-heads`; none if there are none.
+
+    In the table they would give each layer a row of its own.
+    """
+    kept = {layer.index: layer.hybrid.softmax_heads for layer in plan.converted if layer.hybrid.softmax_heads}
+    if not kept:
+        return []
+    named = ",".join(f"{index}:{head}" for index, heads in kept.items() for head in heads)
+    count = sum(layer.shape.heads for layer in plan.converted)
+    return [f"Heads that keep softmax, {sum(map(len, kept.values()))} of {count} (layer:head): {named}"]
 
 
 def _alike(layer: LayerPlan) -> tuple[str, ...]:
     """Return a layer's cells, and its module name without numbers; layers with equal results share a row."""
     shape = layer.shape
     known = shape != UNKNOWN
-    arguments = ", ".join(f"{name}={value}" for name, value in (layer.arguments | layer.hybrid.changed).items())
+    hybrid = dataclasses.replace(layer.hybrid, softmax_heads=())
+    arguments = ", ".join(f"{name}={value}" for name, value in (layer.arguments | hybrid.changed).items())
     return (
         f"{layer.kernel} ({arguments})" if arguments else layer.kernel,
         f"{shape.heads}/{shape.key_heads} x {shape.head_dim}" if known else "unknown",

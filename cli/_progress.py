@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from linearize.cli._output import ROOMY, Screen, closeness_table, fidelity_table, plan_table, show_search
+from linearize.cli._output import ROOMY, Screen, closeness_table, fidelity_table, heads_lines, plan_table, show_search
 from linearize.jobs import events
 from linearize.jobs.events import Callback, Event, ignore
 
@@ -141,9 +142,10 @@ def stage_of(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """Return a step's number, elapsed time and remaining time."""
+    """Return a step's number, elapsed time, remaining time and speed."""
     stage = f"{stage_of(report)}, " if report.phase else ""
-    return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left"
+    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.tokens and report.seconds else ""
+    return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left{speed}"
 
 
 def short(report: Report) -> str:
@@ -153,9 +155,17 @@ def short(report: Report) -> str:
 
 def long(report: Report) -> str:
     """Return a step's number, times and all its losses."""
-    layers = f"; per layer {' '.join(f'{loss:z.2f}' for loss in report.losses.values())}" if report.losses else ""
+    named = zip(numbered(list(report.losses)), report.losses.values(), strict=True)
+    layers = f"; per layer {' '.join(f'{name}:{loss:z.2f}' for name, loss in named)}" if report.losses else ""
     held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
     return f"{short(report)}{held_out}{layers}"
+
+
+def numbered(names: list[str]) -> list[str]:
+    """Return the names of modules by their layer's number alone, where no two have the same; other names stay."""
+    numbers = [re.findall(r"(?:^|\.)(\d+)(?:\.|$)", name) for name in names]
+    short = [found[0] if len(found) == 1 else name for name, found in zip(names, numbers, strict=True)]
+    return short if len(set(short)) == len(names) else names
 
 
 class Work:
@@ -176,6 +186,7 @@ class Work:
         self.findings: Findings | None = None
         self.saved = False
         self._last: Report | None = None
+        self._measured: set[str] = set()
         self._what = what
 
     def now(self, what: str, part: str = "") -> None:
@@ -191,6 +202,8 @@ class Work:
             case events.Planned(plan):
                 out.print(plan_table(plan))
                 self.now("preparing the training")
+            case events.HeadsChosen(plan):
+                out.print("\n".join(heads_lines(plan)))
             case events.DataOpened(description):
                 out.print(f"Data: {description}")
                 self.now("measuring the start")
@@ -201,9 +214,8 @@ class Work:
                 if report.step == report.steps:
                     self.now("measuring the result")
             case events.Logged(entry):
-                # A line of a log also gives the remaining time, as the bar does on a terminal.
-                timed = self._last is not None and self._last.step == entry["step"]
-                out.print(log_line(entry, where(self._last) if self._last and timed else None))
+                # At its end the trainer measures the kept state, which is often the one measured last.
+                self._show_log(entry)
             case events.Noted(text):
                 out.print(text)
             case events.Started(what):
@@ -216,6 +228,18 @@ class Work:
             case events.Concluded(findings):
                 self.findings = findings
         self.also(event)
+
+    def _show_log(self, entry: dict[str, float]) -> None:
+        """Show an entry of the trainer's log."""
+        figures = figures_of(entry)
+        # At its end the trainer measures the kept state, which is often the one measured last.
+        if "eval_loss" in entry and figures in self._measured:
+            return
+        self._measured.add(figures)
+        # A line of a log also gives the remaining time, as the bar does on a terminal.
+        timed = self._last is not None and self._last.step == entry["step"]
+        place = where(self._last) if self._last and timed else f"step {entry['step']}/{entry['steps']}"
+        self.out.print(f"{place}: {figures}")
 
     def _show_stage(self, event: events.Searched | events.Distilled | events.Aligned) -> None:
         """Show the result of a stage."""
@@ -263,15 +287,27 @@ def as_lines(out: Console) -> Callback:
     return on_event
 
 
-HIDDEN = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time")
+HIDDEN = ("epoch", "total_flos", "eval_runtime", "train_runtime", "eval_model_preparation_time", "eval_score")
+"""Entries of the trainer's log that tell nothing more; the score is one of the metrics."""
+NAMES = {
+    "train_loss": "mean loss",
+    "grad_norm": "gradient norm",
+    "eval_loss": "validation loss",
+    "eval_selection": "held-out loss",
+    "eval_selection_error": "its standard error",
+}
 
 
-def log_line(entry: dict[str, float], where: str | None = None) -> str:
-    """Return one entry of the trainer's log as a line; `where` replaces its step."""
+def figures_of(entry: Mapping[str, float]) -> str:
+    """Return the figures of an entry of the trainer's log under names of people."""
     shown = {name: value for name, value in entry.items() if isinstance(value, float) and "per_second" not in name}
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if name not in HIDDEN)
-    where = where or f"step {entry['step']}/{entry['steps']}"
-    return f"{where}: {figures}"
+    names = {name: NAMES.get(name, name.removeprefix("eval_").replace("_", " ")) for name in shown}
+    whole = {name: value.is_integer() and abs(value) >= 1e4 for name, value in shown.items()}
+    return ", ".join(
+        f"{names[name]} {value:{',.0f' if whole[name] else '.4g'}}"
+        for name, value in shown.items()
+        if name not in HIDDEN
+    )
 
 
 def summary_of(result: DistillResult) -> str:

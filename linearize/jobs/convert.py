@@ -26,7 +26,7 @@ from linearize.fidelity.heads import POINTS, keep_heads, too_many_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.events import Callback, Concluded, Findings, Noted, Planned, Saved, Started, ignore
+from linearize.jobs.events import Callback, Concluded, Findings, HeadsChosen, Noted, Planned, Saved, Started, ignore
 from linearize.jobs.presets import AUTO, check_preset, fitting, width_of
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
@@ -271,7 +271,7 @@ def choose_heads(context: Context) -> None:
     # A resumed run has only the plan: the model does not keep its heads yet.
     kept = Plan.from_dict(stages.choose(context, "keep_softmax_heads", count, heads)["plan"])
     context.plan = change_hybrids(context.loaded.model, {layer.module: layer.hybrid for layer in kept.converted})
-    context.on_event(Planned(context.plan))
+    context.on_event(HeadsChosen(context.plan))
 
 
 def check_kernel(job: ConvertJob) -> None:

@@ -97,6 +97,13 @@ class Planned(Event):
 
 
 @dataclass(frozen=True)
+class HeadsChosen(Event):
+    """The heads that keep softmax are known; the rest of the plan is as it was."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class DataOpened(Event):
     """The data is open; one line describes it."""
 

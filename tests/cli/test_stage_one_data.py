@@ -1,6 +1,7 @@
 """What `convert` lets one say about stage one's data: mixtures with weights, batches by length, and resuming."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -110,7 +111,10 @@ def test_a_resumed_run_keeps_what_was_chosen(folders, tmp_path, capsys, monkeypa
     assert code == 0, err
     assert not (tmp_path / "out.stage1").exists()
     monkeypatch.undo()
-    assert run(capsys, *line, value, "--output", tmp_path / "whole")[0] == 0
+    code, text, _ = run(capsys, *line, value, "--output", tmp_path / "whole")
+    # The heads are chosen after the plan was printed, and add one line to it.
+    kept = re.findall(r"Heads that keep softmax, 2 of 8 \(layer:head\): \d:\d,\d:\d\n", text)
+    assert (code, text.count("attentions become linear"), len(kept)) == (0, 1, option == "keep-softmax-heads")
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole")]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     plans = [inspect_checkpoint(tmp_path / name).plan for name in ("out", "whole")]

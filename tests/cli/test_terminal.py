@@ -19,10 +19,11 @@ from support.command_lines import run
 
 from linearize.cli import _output, _progress, main
 from linearize.cli._output import Screen, console, print_json, table
-from linearize.cli._progress import Heartbeat, StepProgress, at_work
+from linearize.cli._progress import Heartbeat, StepProgress, at_work, long, numbered
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError
-from linearize.jobs.events import Advanced, Saved, Started, StepDone
+from linearize.jobs.events import Advanced, Logged, Saved, Started, StepDone
+from linearize.training.alignment.loop import AlignStep
 from linearize.training.stage_one import observer
 from linearize.training.stage_one.loop import StepReport
 from linearize.training.stage_two.save import last_checkpoint
@@ -346,9 +347,37 @@ def test_a_terminal_shows_what_is_running_between_the_stages(terminal, monkeypat
     with redirect_stdout(io.StringIO()) as log:
         waiting()
     assert log.getvalue().splitlines() == [
-        "step 1/9, 2 s, 16 s left: loss 2.0000; per layer 1.00 3.00",
+        "step 1/9, 2 s, 16 s left: loss 2.0000; per layer a:1.00 b:3.00",
         "training, step 1/9, 2 s, 16 s left: loss 2.0000",
         "measuring the result",
+    ]
+
+
+def test_lines_of_a_log_have_names_and_speed():
+    losses = {"encoder.layer.0": 1.0, "encoder.layer.1": 3.0, "output": 0.5}
+    step = AlignStep(3, 9, losses, 2.0, 0.1, 2.0, "end to end", 4.0, tokens=2469)
+    assert long(step) == (
+        "alignment, end to end, step 3/9, 2 s, 4 s left, 1,234 tokens/s: loss 4.0000, held out 2.0000; "
+        "per layer 0:1.00 1:3.00 output:0.50"
+    )
+    assert numbered(["a.0.b.1", "a.0.b.2"]) == ["a.0.b.1", "a.0.b.2"]
+    assert numbered(["encoder.0", "decoder.0"]) == ["encoder.0", "decoder.0"]
+
+
+def test_the_log_of_stage_two_names_its_figures_and_gives_each_measurement_once():
+    entry = {"eval_loss": 0.68624, "eval_accuracy": 2 / 3, "eval_score": 2 / 3, "eval_selection": 0.5, "epoch": 1.0}
+    log = io.StringIO()
+    with redirect_stdout(log), at_work(console(), "tuning") as work:
+        for step in (2, 4, 4):
+            work(Logged({"step": step, "steps": 4, **entry, "eval_accuracy": step / 4}))
+        for step in (1, 2):
+            work(Logged({"step": step, "steps": 4, "loss": 0.5, "grad_norm": 12345.0}))
+    measured = "validation loss 0.6862, accuracy {}, held-out loss 0.5"
+    assert log.getvalue().splitlines() == [
+        f"step 2/4: {measured.format(0.5)}",
+        f"step 4/4: {measured.format(1)}",
+        "step 1/4: loss 0.5, gradient norm 12,345",
+        "step 2/4: loss 0.5, gradient norm 12,345",
     ]
 
 

@@ -7,12 +7,13 @@ Each part ends with the weights that were best on held-out data. A run writes co
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -170,6 +171,7 @@ class Report:
         held_out: the held-out loss, at the steps that evaluate it.
         learning_rate: learning rate of the first group of weights.
         seconds: seconds of training, including those before a resumed run was interrupted.
+        tokens: tokens read in that time, by all processes and without padding; 0 if the rows are not text.
     """
 
     step: int
@@ -178,11 +180,20 @@ class Report:
     held_out: float | None
     learning_rate: float
     seconds: float
+    tokens: int = field(default=0, kw_only=True)
 
     @property
     def left(self) -> float:
         """Seconds left at the pace so far."""
         return self.seconds / self.step * (self.steps - self.step)
+
+
+def tokens_in(batch: Mapping[str, Tensor]) -> int:
+    """Return the tokens of a batch of texts, without padding; 0 for other batches."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None:
+        return 0
+    return int(mask.count_nonzero()) if mask is not None and mask.shape == ids.shape else ids.numel()
 
 
 @dataclass
@@ -229,6 +240,7 @@ class Run(ABC):
         trainer: the trainer of this part.
         progress: the progress of this part.
         best_weights: the best weights of this part so far.
+        tokens: tokens read so far.
     """
 
     part_name: ClassVar[str]
@@ -249,7 +261,7 @@ class Run(ABC):
         self.states = None if config.folder is None else StateFolder(config.folder, config.keep)
         self.identity: dict[str, object] = {}
         self.state: RunState | None = None
-        self.start, self.earlier = time.perf_counter(), 0.0
+        self.start, self.earlier, self.tokens = time.perf_counter(), 0.0, 0
 
     @property
     def seconds(self) -> float:
@@ -275,6 +287,11 @@ class Run(ABC):
     def train_batches(self, start: int = 0) -> Iterator[dict[str, Tensor]]:
         """Return this process's endless training batches, beginning with number `start`."""
         return self.data.train_batches(start, self.accelerator.process_index, self.accelerator.num_processes)
+
+    def _count(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        for batch in batches:
+            self.tokens += tokens_in(batch) * self.accelerator.num_processes
+            yield batch
 
     def weights(self) -> dict[str, Tensor]:
         """Return the current weights for a state."""
@@ -311,7 +328,8 @@ class Run(ABC):
         with self.states.reading():
             check_same(saved.record.get("fingerprint") or {}, self.identity)
             self.history = [self.report(**report) for report in saved.record["history"]]
-            self.earlier = self.history[-1].seconds if self.history else 0.0
+            if self.history:
+                self.earlier, self.tokens = self.history[-1].seconds, self.history[-1].tokens
             # All are checked before the first is changed.
             stored = {name: of_size(saved.tensors[f"{self.weights_name}/{name}"], x) for name, x in weights.items()}
             for name, tensor in weights.items():
@@ -366,7 +384,7 @@ class Run(ABC):
     def train(self, held_out: list[dict[str, Tensor]]) -> None:
         """Train the part to its end and restore its best weights."""
         config, progress, trainer = self.config, self.progress, self.trainer
-        batches = self.train_batches((self.before + progress.step) * config.gradient_accumulation)
+        batches = self._count(self.train_batches((self.before + progress.step) * config.gradient_accumulation))
         with trainer.interrupts:
             while progress.step < self.steps and not progress.stopped:
                 try:
@@ -388,6 +406,7 @@ class Run(ABC):
 
     def finish_step(self, report: Report) -> None:
         """Finish a step: record its report and pass it to `on_step`."""
+        report = dataclasses.replace(report, tokens=self.tokens)
         self.history.append(report)
         self.trainer.interrupts.release()
         if self.on_step is not None:

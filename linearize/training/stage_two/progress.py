@@ -21,6 +21,7 @@ class TuneStep:
         loss: loss on the step's rows.
         seconds: seconds since the start or the resume.
         left: expected seconds left.
+        tokens: tokens read since the start or the resume, without padding; 0 if the rows are not single texts.
         stage: "stage two".
         phase: always empty.
         losses: always empty: there is only `loss`.
@@ -32,6 +33,7 @@ class TuneStep:
     loss: float
     seconds: float
     left: float
+    tokens: int
     stage: ClassVar[str] = "stage two"
     phase: ClassVar[str] = ""
     losses: ClassVar[Mapping[str, float]] = {}

@@ -30,7 +30,7 @@ from linearize.checkpoint.loading import quiet
 from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
 from linearize.training.alignment.objective import hidden_state_loss
-from linearize.training.stage_one.run import check_moments
+from linearize.training.stage_one.run import check_moments, tokens_in
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.progress import LossMeter, meter_of
@@ -76,6 +76,7 @@ class Tuner(Trainer):
         # An epoch seeds it (`Hooks`): transformers' groups of similar length depend on all random numbers before them.
         self.groups = torch.Generator()
         self._parts: dict[str, list[Tensor]] = {}
+        self.tokens = 0
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
         super().__init__(
             model=model,
@@ -200,10 +201,11 @@ class Tuner(Trainer):
             self._parts.setdefault(name, []).append(part.detach().float())
         return (loss, outputs) if return_outputs else loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Do one step, and add its loss to the sum over the whole run, resumed or not."""
-        loss: Tensor = super().training_step(*args, **kwargs)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         meter_of(self).total += loss.detach().float()
+        self.tokens += tokens_in(inputs) * self.args.world_size
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
