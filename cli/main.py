@@ -41,6 +41,9 @@ LAUNCHED = "TORCHELASTIC_RUN_ID"
 WATCH = 1.0
 """Seconds between two looks at the launcher."""
 
+GRACE = 5.0
+"""Seconds that the first worker has to report an error before others do."""
+
 
 def overview() -> str:
     """Return the text of `linearize --help`."""
@@ -80,11 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"linearize: error: {' '.join(str(error).split())}"
         if isinstance(error, NotSavedError):
             text += f"; the trained state is kept in {error.kept!r}; save it with: {saving(arguments, error)}"
-        print(printable(text), file=sys.stderr)
-        return 2
+        return _fail(text)
     except RecursionError:
-        print("linearize: error: a file or value is nested too deeply; expected fewer levels", file=sys.stderr)
-        return 2
+        return _fail("linearize: error: a file or value is nested too deeply; expected fewer levels")
     except KeyboardInterrupt as interrupt:
         kept = str(interrupt) or "nothing was written"
         print(f"\nlinearize: interrupted: {printable(kept)}", file=sys.stderr)
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if explained is None:
             raise
         with contextlib.suppress(OSError):
-            print(printable(f"linearize: error: {explained}"), file=sys.stderr)
+            _fail(f"linearize: error: {explained}")
         with contextlib.suppress(OSError):
             _drop_output()
         return 2
@@ -122,6 +123,15 @@ def end_with_launcher() -> None:
 
     if LAUNCHED in os.environ:
         threading.Thread(target=watch, daemon=True).start()
+
+
+def _fail(text: str) -> int:
+    """Print an error and return its exit code; of the workers of torchrun that fail alike, one prints it."""
+    if LAUNCHED in os.environ and os.environ.get("RANK", "0") != "0":
+        # If the first worker fails too, torchrun ends this one meanwhile.
+        time.sleep(GRACE)
+    print(printable(text), file=sys.stderr)
+    return 2
 
 
 def _explained(error: Exception) -> str | None:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.forks import together
 from support.processes import launch
 
 from linearize.cli import main
+from linearize.cli.main import GRACE
 
 SCRIPT = os.path.join(os.path.dirname(sys.executable), "linearize")
 
@@ -26,9 +28,22 @@ def line(root, *arguments):
 
 @pytest.mark.slow
 def test_a_childs_own_error_is_shown(folders, tmp_path):
-    """One that is found before anything heavy is imported, as the launcher alone takes long enough."""
+    """One that is found before anything heavy is imported, as the launcher alone takes long enough; it is said once."""
     with pytest.raises(AssertionError, match=r"process 0 said:\n(.|\n)*linearize: error: .*nowhere"):
         launch([SCRIPT, *line(folders, "--nowhere", "--output", tmp_path / "out")], 2, tmp_path / "logs")
+    said = [path.read_text().count("linearize: error") for path in (tmp_path / "logs").rglob("stderr.log")]
+    assert sorted(said) == [0, 1]
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [GRACE])])
+def test_a_later_worker_lets_the_first_one_say_what_is_wrong(rank, waits, monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(sys.modules[main.__module__], "time", SimpleNamespace(sleep=waited.append))
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["convert", "--nowhere"]) == 2
+    assert capsys.readouterr().err.count("linearize: error") == 1
+    assert waited == waits
 
 
 def test_two_processes_convert_like_one(folders, tmp_path, capsys):
