@@ -99,16 +99,17 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             result.load_kernels(context.loaded.model)
             choose_heads(context)
             stages.keep_choices(context)
-        stages.run_stage_one(context, job.distill)
-        if context.source is not None and job.align.steps and under_fsdp():
-            text = "The alignment is skipped, because it does not run under FSDP"
-            on_event(Noted(f"{text}; run it later on one device: linearize align"))
-        elif context.source is not None and job.align.steps:
-            try:
-                stages.run_alignment(context, job.align)
-            except TrainingError as error:
-                # The result of stage one is saved nevertheless.
-                context.failure = error
+        with stages.finished_kept(context):
+            stages.run_stage_one(context, job.distill)
+            if context.source is not None and job.align.steps and under_fsdp():
+                text = "The alignment is skipped, because it does not run under FSDP"
+                on_event(Noted(f"{text}; run it later on one device: linearize align"))
+            elif context.source is not None and job.align.steps:
+                try:
+                    stages.run_alignment(context, job.align)
+                except TrainingError as error:
+                    # The result of stage one is saved nevertheless.
+                    context.failure = error
         return save_result(context)
 
 
@@ -121,7 +122,8 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
     with stages.reserved(job):
         context = open_converted(job, on_event)
         stages.make_room(context)
-        stages.run_stage_one(context, job.distill)
+        with stages.finished_kept(context):
+            stages.run_stage_one(context, job.distill)
         return save_result(context)
 
 
@@ -134,7 +136,8 @@ def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResul
     with stages.reserved(job):
         context = open_converted(job, on_event)
         stages.make_room(context)
-        stages.run_alignment(context, job.align)
+        with stages.finished_kept(context):
+            stages.run_alignment(context, job.align)
         return save_result(context)
 
 

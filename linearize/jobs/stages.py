@@ -31,7 +31,7 @@ from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
 from linearize.training.stage_one.processes import is_main, machines_used, several, wait_for_all
 from linearize.training.stage_one.run import fade_beyond, longest_row
-from linearize.training.stage_one.states import StateFolder, keep_states
+from linearize.training.stage_one.states import RunState, StateFolder, keep_states
 from linearize.training.trackers import reporter
 
 if TYPE_CHECKING:
@@ -297,6 +297,25 @@ def _reporter(context: Context, tag: str) -> AbstractContextManager[Callable[[St
     return reporter(names, f"{context.target}.tensorboard", tag, lambda report: context.on_event(StepDone(report)))
 
 
+def finished_states(context: Context) -> dict[str, RunState | None]:
+    """Return the last states of the stages that are done, by the ending of their folder's name."""
+    results = {"search": context.searched, "stage1": context.distillation, "align": context.alignment}
+    return {ending: result.state for ending, result in results.items() if result is not None}
+
+
+@contextlib.contextmanager
+def finished_kept(context: Context) -> Iterator[None]:
+    """On Ctrl-C write the states of the stages that are done, so that a resumed run begins after them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for ending, state in finished_states(context).items() if is_main() else ():
+            if state is not None:
+                with contextlib.suppress(CheckpointError, OSError):
+                    StateFolder(f"{context.target}.{ending}", 1).save(state.step, state)
+        raise
+
+
 def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     """Save the checkpoint with its provenance and its log, and remove the states of the run.
 
@@ -325,9 +344,7 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
                     extra_files={**files, **loaded.embedder},
                 )
         except CheckpointError as error:
-            results = {"search": context.searched, "stage1": context.distillation, "align": context.alignment}
-            states = {name: result.state for name, result in results.items() if result is not None}
-            raise keep_states(error, context.target, states) from error
+            raise keep_states(error, context.target, finished_states(context)) from error
         if reason := why_not(Plan.from_dict(loaded.model.config.linearize)):
             context.on_event(Noted(f"Loading the checkpoint needs more code: {reason}."))
         drop_states(job)

@@ -17,6 +17,7 @@ import linearize
 from linearize.checkpoint.fingerprint import ROWS, check_same, data_digest, fingerprint, rows_digest, weights_digest
 from linearize.checkpoint.provenance import read_log
 from linearize.core.errors import ConfigError
+from linearize.jobs import stages
 from linearize.training.stage_one import DistillConfig, observer
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.states import StateFolder
@@ -284,6 +285,24 @@ def test_ctrl_c_before_the_first_state_keeps_what_was_learned(step, models, cut,
         assert cli(line)[0] == 0
     assert steps == list(range(step, 7))
     assert cli(line_of("convert", models, tmp_path / "whole"))[0] == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_ctrl_c_after_stage_one_keeps_it(models, cli, tmp_path):
+    """The alignment measures its start for minutes; what stage one had learned was lost, without --save-every."""
+    root = shutil.copytree(models, tmp_path / "mine")
+    more = ["--align-steps", 2]
+    line = line_of("convert", root, tmp_path / "out", *more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "align", interrupt)
+        code, _, err = cli(line)
+    assert code == 130 and f"the state of step 6 is in {tmp_path / 'out'}.stage1; resume with the same line" in err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observer.KernelTrainer, "step", interrupt)
+        assert cli([*line, "--resume"])[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+    assert cli(line_of("convert", models, tmp_path / "whole", *more))[0] == 0
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
