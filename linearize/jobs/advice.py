@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from linearize.checkpoint.loading import load_code
@@ -134,6 +134,21 @@ def after_tuning(model: PreTrainedModel, job: TuneJob, data: TaskData) -> Findin
             options = {"dataset": job.dataset and located(task, job.dataset), "text_column": columns or None}
         why, command = "to make it linear", line("convert", target, options)
     return Findings(None, lengths_of(seen, model), load_lines(model, target), command, why)
+
+
+MANY_ROWS = 500
+"""Rows whose figure is precise enough for most choices between states."""
+
+
+def long_measuring(history: Iterable[Mapping[str, float]], seconds: float, rows: int) -> str | None:
+    """Say that measuring took most of stage two, and what shortens it; None if it did not, or there are few rows."""
+    measuring = sum(entry.get("eval_runtime", 0.0) for entry in history)
+    if measuring <= seconds / 2 or rows <= MANY_ROWS:
+        return None
+    return (
+        f"Measuring {rows:,} rows took {measuring:.0f} of {seconds:.0f} s; --validation-limit {MANY_ROWS} measures on "
+        "fewer, --eval-every N less often"
+    )
 
 
 def line(verb: str, model: str, options: Mapping[str, object]) -> str:

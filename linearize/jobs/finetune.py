@@ -13,7 +13,7 @@ from linearize.checkpoint.provenance import add_command, read_log
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of
-from linearize.jobs.advice import after_tuning
+from linearize.jobs.advice import after_tuning, long_measuring
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
 from linearize.jobs.stages import note_exact_rows, reserved
 from linearize.jobs.task_config import TuneJob
@@ -81,6 +81,8 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
         wait_for_all()
         # Before the findings, which read all rows that measured it.
         on_event(Saved(target))
+        if (text := long_measuring(result.history, result.seconds, len(data.validation))) is not None:
+            on_event(Noted(f"{text}."))
         findings = after_tuning(model, job, data)
     on_event(Concluded(findings))
     return target, result

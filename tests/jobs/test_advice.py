@@ -140,3 +140,10 @@ def test_the_next_command_follows_from_what_was_done():
     assert advice.next_command(context(job, provenance=tuned))[1] == "linearize report out --original mine"
     job = AlignJob.of(model="out")
     assert advice.next_command(context(job, provenance=tuned))[1] == "linearize report out"
+
+
+def test_measuring_that_takes_most_of_a_run_is_said():
+    history = [{"loss": 1.0}, {"eval_loss": 1.0, "eval_runtime": 40.0}, {"eval_loss": 1.0, "eval_runtime": 20.0}]
+    text = advice.long_measuring(history, 100.0, 40_000)
+    assert text is not None and text.startswith("Measuring 40,000 rows took 60 of 100 s; --validation-limit 500 ")
+    assert advice.long_measuring(history, 130.0, 40_000) is advice.long_measuring(history, 100.0, 500) is None
