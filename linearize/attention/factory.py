@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,11 @@ def build_mixer(kernel: str, arguments: Mapping[str, object], shape: HeadShape, 
     build: Any = info.build
     if issubclass(build, Kernel):
         build = BlockMixer if issubclass(build, BlockKernel) else LinearMixer
+    elif "rows" not in inspect.signature(build.weights).parameters:
+        raise ConfigError(
+            f"kernel {kernel!r}: {build.__name__}.weights takes no rows, expected an argument for the queries that are "
+            "wanted, as in linearize.attention.mixer.Mixer.weights"
+        )
     return build(info, config, shape, hybrid) if hybrid != PLAIN else build(info, config, shape)
 
 

@@ -241,6 +241,27 @@ def _load(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
 
 PreTrainedModel.from_pretrained = classmethod(_load)  # type: ignore[assignment, method-assign]
 
+_INIT = PreTrainedModel.__init__
+
+
+@functools.wraps(_INIT)
+def _build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a model as transformers does; a class of its own gets the config of a converted model inside one only.
+
+    Raises:
+        CheckpointError: if it would be a model of its own: it would run softmax.
+    """
+    if isinstance(config, LinearizeConfig) and not isinstance(self, LinearizedModel) and not _BUILDING.get():
+        name = type(self).__name__
+        raise CheckpointError(
+            f"{name}: got the {type(config).__name__} of a converted model, with which it would run softmax; expected "
+            f"an Auto class, such as AutoModel.from_config(config), or {name}.from_pretrained(folder, config=config)"
+        )
+    _INIT(self, config, *args, **kwargs)
+
+
+PreTrainedModel.__init__ = _build  # type: ignore[method-assign]
+
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 _INNER = "Inner"
 

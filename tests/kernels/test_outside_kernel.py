@@ -60,6 +60,12 @@ INFO = KernelInfo(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def found():
+    """Kernels are looked for once: not first within a test, which forgets what it registers."""
+    linearize.kernel_infos()
+
+
 @pytest.fixture
 def sharp(monkeypatch):
     """The kernel, registered for one test."""
@@ -174,8 +180,9 @@ class Averaging(Mixer):
     def reset_parameters(self, generator):
         torch.nn.init.ones_(self.gain)
 
-    def weights(self, q, k, *, scaling, key_padding_mask=None):
-        seen = torch.ones(k.shape[0], 1, q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
+    def weights(self, q, k, *, scaling, key_padding_mask=None, rows=None):
+        seen = torch.ones(k.shape[0], 1, q.shape[2], k.shape[2]).tril()
+        seen = seen if rows is None else seen[:, :, rows]
         seen = seen if key_padding_mask is None else seen * key_padding_mask[:, None, None].float()
         return (seen / seen.sum(-1, keepdim=True).clamp(min=1)).expand(-1, self.shape.heads, -1, -1)
 
@@ -202,6 +209,23 @@ def test_a_mixer_of_ones_own(sharp, tmp_path):
     model = converted("llama", "AutoModelForCausalLM", "averaging", layers={1: "sharp"})
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    generate_and_check(again, {"input_ids": inputs_of(model)["input_ids"][1:]}, **GREEDY)
+    prompt = {"input_ids": inputs_of(model)["input_ids"][1:]}
+    generate_and_check(again, prompt, **GREEDY)
+    # The weights of the last tokens alone, behind a cache of all keys.
+    found = again.generate(**prompt, **GREEDY, output_attentions=True, return_dict_in_generate=True).attentions
+    whole = again(**prompt, use_cache=False, output_attentions=True).attentions
+    cached = again(**prompt, past_key_values=transformers.DynamicCache(), output_attentions=True).attentions
+    assert found[1][0].shape[2:] == (1, prompt["input_ids"].shape[1] + 1)
+    torch.testing.assert_close(cached, whole)
     layer = next(iter(linear_attentions(again).values()))
     assert sum(p.numel() for p in layer.parameters()) == count_parameters("averaging", {}, layer.shape)
+
+
+def test_a_mixer_that_gives_no_single_rows_is_refused(sharp):
+    class Whole(Averaging):
+        def weights(self, q, k, *, scaling, key_padding_mask=None):
+            return super().weights(q, k, scaling=scaling, key_padding_mask=key_padding_mask)
+
+    linearize.register_kernel(dataclasses.replace(INFO, name="whole", build=Whole, config=NoArguments))
+    with pytest.raises(ConfigError, match=r"kernel 'whole': Whole.weights takes no rows, expected an argument"):
+        converted("llama", "AutoModelForCausalLM", "whole")

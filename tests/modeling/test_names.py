@@ -21,6 +21,7 @@ from support.tiny import CONFIGS, converted, inputs_of, original, outputs
 from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 
+from linearize.attention.interface import linear_attentions
 from linearize.core.errors import CheckpointError
 from linearize.modeling.config import GUARD
 from linearize.modeling.late import when_imported
@@ -146,6 +147,20 @@ def test_the_class_that_architectures_names_loads_ours_with_our_config(tmp_path)
     for other in (transformers.GPT2Model, transformers.CLIPTextModel):
         with pytest.raises(CheckpointError, match=f"{other.__name__}: got the BertConfig of a converted model"):
             other.from_pretrained(tmp_path, config=config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_class_of_transformers_is_not_built_from_our_config(name):
+    """It would run softmax without a word; the body inside a model with a head is built so, in a converted one."""
+    base = original(name)
+    config = converted(name).config
+    with pytest.raises(CheckpointError, match=f"^{type(base).__name__}: got the .* it would run softmax; expected"):
+        type(base)(config)
+    with pytest.raises(CheckpointError, match="it would run softmax"):
+        type(base)._from_config(config)
+    built = transformers.AutoModel.from_config(config)
+    assert isinstance(built, LinearizedModel) and linear_attentions(built)
+    assert not linear_attentions(type(base)(base.config))
 
 
 def test_names_of_older_files_are_found(tmp_path):

@@ -111,3 +111,14 @@ def test_all_padded_row_is_finite(name):
     out, _ = op(phi_q, phi_k, v, log_scale=scale, key_padding_mask=mask)
     assert torch.isfinite(out).all()
     assert (out[0] == 0).all()
+
+
+@pytest.mark.parametrize("less", [0.0, 2**-21, -(2**-21), 0.5])
+@pytest.mark.parametrize("name", OPS)
+def test_the_sum_of_a_row_keeps_away_from_zero_on_its_side(name, less):
+    """Written out in numbers, as the naive reference divides like the ops: a sum of exactly zero is positive."""
+    op, _ = OPS[name]
+    phi_q, phi_k = torch.ones(1, 1, 2, 1), torch.tensor([1.0, -1.0 - less]).view(1, 1, 2, 1)
+    out, _ = op(phi_q, phi_k, torch.tensor([3.0, 1.0]).view(1, 1, 2, 1), eps=1e-6)
+    total = -less if abs(less) > 1e-6 else -1e-6 if less > 0 else 1e-6
+    torch.testing.assert_close(out[0, 0, -1, 0].item(), (2.0 - less) / total, rtol=1e-5, atol=0)

@@ -2,13 +2,14 @@
 
 import functools
 import heapq
+import math
 
 import pytest
 import torch
 
 from linearize.ops import Mapped, Unmapped, Window, window_attention, window_causal, window_weights
 from linearize.ops.state import real_first, real_tokens, take, without_padding
-from linearize.ops.window_parts import pick
+from linearize.ops.window_parts import pick, strongest
 
 BATCH, HEADS, KEY_HEADS, DIM, FEATURES, WIDTH = 2, 4, 2, 5, 6, 3
 SCALING = DIM**-0.5
@@ -351,3 +352,17 @@ def test_the_contest_is_that_of_heaps():
         found = window_causal.contest(priority, there, slots, every)
         assert torch.equal(found.loser * found.has_loser[:, None], wanted[0] * wanted[1][:, None])
         assert all(torch.equal(one, two) for one, two in zip(found[1:], wanted[1:], strict=True))
+
+
+def test_the_strongest_are_the_first_of_a_sorted_list():
+    """With equal priorities, NaN (the weakest) and infinity, and fewer candidates than places: no other key is one."""
+    generator = torch.Generator().manual_seed(1)
+    choices = torch.tensor([torch.nan, -torch.inf, -1.0, 0.0, 0.0, 2.0, torch.inf])
+    for slots in (1, 3, 6):
+        priority = choices[torch.randint(0, len(choices), (20, 9), generator=generator)]
+        candidates = torch.rand(20, 9, generator=generator) > 0.4
+        found = strongest(priority, candidates, slots)
+        for values, real, got in zip(priority.tolist(), candidates.tolist(), found, strict=True):
+            weakest_last = [-math.inf if math.isnan(x) else x for x in values]
+            wanted = sorted((j for j in range(9) if real[j]), key=lambda j: (-weakest_last[j], j))[:slots]
+            assert got.nonzero()[:, 0].tolist() == sorted(wanted)
