@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from linearize.attention.cache import cache_argument, text_config
+from linearize.attention.hybrid import CACHED
 from linearize.attention.interface import linear_attentions
 from linearize.conversion.inputs import candidates
 from linearize.core.errors import UnsupportedModelError, first_line
@@ -29,6 +30,8 @@ BEFORE, AFTER = "past.", "present."
 COUNT, SEEN = "tokens", "mask"
 """States that belong to no layer: the tokens that each row has seen, [B], and which of them were real, [B, P]."""
 _KEYS = ["keys", "values"]
+GROWING = {"keys": 2, "values": 2, **dict(zip(CACHED, (2, 2, 1), strict=True))}
+"""States that grow with the text, and their axis of tokens: those of layers, and of heads, that stay softmax."""
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 
 
@@ -215,8 +218,8 @@ def graphs_of(model: PreTrainedModel, *, last_logits: bool = False) -> list[Grap
     for name in state:
         if name == BEFORE + SEEN:
             sizes[name][1] = PAST
-        elif name.endswith((".keys", ".values")):
-            sizes[name][2] = PAST
+        elif (axis := GROWING.get(name.rpartition(".")[2])) is not None:
+            sizes[name][axis] = PAST
     return [first, Graph("step", step, state, outputs, sizes)]
 
 

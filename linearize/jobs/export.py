@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from linearize.attention.interface import linear_attentions
-from linearize.attention.parts import NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.checkpoint.loading import load_converted
 from linearize.checkpoint.output import atomic_folder, claim
 from linearize.conversion.positions import text_length
@@ -58,20 +58,8 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         model = loaded.model.float().eval()
         # None if the inputs are not tokens, or their length is not limited.
         longest = text_length(model) if model.main_input_name == "input_ids" else None
-        layers = linear_attentions(model).values()
-        # The state of a decoder's graph has neither exact keys nor the cache of softmax heads.
-        exact_keys = any(x.hybrid.exact_keys and x.shape.causal for x in layers)
-        for found, what, way in (
-            (exact_keys, "exact keys in causal attention", "--exact-keys (--preset causal: with --window 128)"),
-            (any(x.hybrid.softmax_heads for x in layers), "softmax heads", "--keep-softmax-heads"),
-        ):
-            if found:
-                raise UnsupportedModelError(
-                    f"export: got a model with {what}, expected at most a window, sinks and scales; convert again "
-                    f"without {way}"
-                )
-        for layer in layers:
-            check_parts(layer.hybrid, NEAR | SCALED, "export", UnsupportedModelError)
+        for layer in linear_attentions(model).values():
+            check_parts(layer.hybrid, NEAR | SCALED | HEADS, "export", UnsupportedModelError)
         graphs = graphs_of(model, last_logits=job.last_logits)
         models = {}
         for graph in graphs:

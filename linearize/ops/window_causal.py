@@ -41,6 +41,7 @@ from linearize.ops.window_parts import (
     pick,
     places_of,
     ranks,
+    strongest,
 )
 
 
@@ -67,7 +68,7 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
     """Let candidates compete for `slots` places.
 
     A candidate loses when the candidates so far include S stronger ones. So those that leave in `every` steps are
-    compared at once, with each other and with those kept before.
+    compared at once, with each other and with those kept before. A traced graph computes all these blocks at once.
 
     Args:
         priority: [B, K, S + T].
@@ -75,31 +76,100 @@ def contest(priority: Tensor, there: Tensor, slots: int, every: int) -> Contest:
         slots: S.
         every: steps between the reported places.
     """
-    count, device = priority.shape[-1], priority.device
-    steps, values = count - slots, ranks(priority)
-    order = torch.arange(count, device=device).expand(values.shape)
+    count, values = priority.shape[-1], ranks(priority)
+    if isinstance(count, torch.SymInt):
+        return contest_at_once(values, there, slots, every)
+    steps = count - slots
+    order = torch.arange(count, device=priority.device).expand(values.shape)
     lost = torch.where(there[:, None].expand(values.shape), steps, 0)
     kept, places, taken = order[..., :slots], [], []
     for start in range(slots + 1 - every, count, every):
         index = torch.cat([kept, order[..., max(slots, start) : start + every]], dim=-1)
-        value, earlier = values.gather(-1, index), lost.gather(-1, index)
-        own, competes, place = value[..., None], earlier == steps, order[0, 0, : index.shape[-1]]
-        stronger = (value[..., None, :] > own) | ((value[..., None, :] == own) & (place < place[:, None]))
-        full = (stronger & competes[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
-        loses = competes & full[..., -1]
-        # A candidate is lost when the S-th stronger one arrives, but not before it arrives itself.
-        at = torch.maximum(full.int().argmax(dim=-1), place)
-        lost = lost.scatter(-1, index, torch.where(loses, index.gather(-1, at) - slots, earlier))
-        stays = competes & ~loses
-        # In order, so that the newest of equal keys still loses after a state is passed on.
-        kept = index.gather(-1, places_of(stays, slots))
-        taken.append(torch.arange(slots, device=device) < stays[:, 0].sum(dim=-1, keepdim=True))
-        places.append(kept.masked_fill(~taken[-1][:, None], 0))
+        earlier = lost.gather(-1, index)
+        loses, when, kept, is_kept = _compete(index, values.gather(-1, index), earlier == steps, slots)
+        lost = lost.scatter(-1, index, torch.where(loses, when, earlier))
+        taken.append(is_kept)
+        places.append(kept.masked_fill(~is_kept[:, None], 0))
+    return _result(lost, there, slots, torch.stack(places, dim=2), torch.stack(taken, dim=1))
+
+
+def _compete(index: Tensor, value: Tensor, competes: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Let the candidates of a block compete: `index` [B, K, ..., N] in order, with their values, which of them compete.
+
+    Returns:
+        Which candidates lose and the step at which they do [B, K, ..., N], the candidates kept [B, K, ..., S] in order,
+        and which of these places are taken [B, ..., S].
+    """
+    own, place = value[..., None], torch.arange(index.shape[-1], device=index.device)
+    stronger = (value[..., None, :] > own) | ((value[..., None, :] == own) & (place < place[:, None]))
+    full = (stronger & competes[..., None, :]).cumsum(dim=-1, dtype=torch.int32) >= slots
+    loses = competes & full[..., -1]
+    # A candidate is lost when the S-th stronger one arrives, but not before it arrives itself.
+    when = index.gather(-1, torch.maximum(full.int().argmax(dim=-1), place)) - slots
+    stays = competes & ~loses
+    # In order, so that the newest of equal keys still loses after a state is passed on.
+    kept = index.gather(-1, places_of(stays, slots))
+    return loses, when, kept, torch.arange(slots, device=index.device) < stays[:, 0].sum(dim=-1, keepdim=True)
+
+
+def _result(lost: Tensor, there: Tensor, slots: int, kept: Tensor, is_kept: Tensor) -> Contest:
+    """Return the contest's result, given the step at which each candidate loses [B, K, S + T]."""
+    steps = lost.shape[-1] - slots
+    order = torch.arange(lost.shape[-1], device=lost.device).expand(lost.shape)
     # Candidates that are absent or never lost go to an extra step, which is dropped.
-    target = torch.where(there[:, None], lost, steps)
+    target = lost + (~there[:, None]) * steps
     loser = order.new_zeros(*order.shape[:2], steps + 1).scatter(-1, target, order)[..., :steps]
     has_loser = there.new_zeros(there.shape[0], steps + 1).scatter(-1, target[:, 0], True)[:, :steps]
-    return Contest(loser, has_loser, lost, torch.stack(places, dim=2), torch.stack(taken, dim=1))
+    return Contest(loser, has_loser, lost, kept, is_kept)
+
+
+MERGED = 8
+"""How many blocks' strongest candidates are merged at once."""
+BLOCKS = MERGED**5
+"""Most blocks of a traced graph: a million tokens in the smallest blocks."""
+
+
+def contest_at_once(values: Tensor, there: Tensor, slots: int, every: int) -> Contest:
+    """Do the same as `contest` in a number of operations that does not depend on the length, given the `ranks`.
+
+    The candidates kept before a block are the strongest of all before it, whatever the order: first those of each
+    block, then of 8 blocks, of 64 and so on. It may report the final places once more.
+    """
+    count, device = values.shape[-1], values.device
+    steps, none = count - slots, count
+    blocks = (steps + every - 1) // every + 1
+    # One more candidate, which does not exist, fills all lists.
+    values = F.pad(values, (0, 1), value=-torch.inf)
+    exists = F.pad(there, (0, 1))[:, None].expand(values.shape)
+
+    def at(x: Tensor, index: Tensor) -> Tensor:
+        return x.gather(-1, index.flatten(2)).unflatten(-1, index.shape[2:])
+
+    def best(index: Tensor) -> Tensor:
+        """Return the strongest candidates [B, K, n, S] of lists [B, K, n, N], in order."""
+        chosen = strongest(at(values, index), at(exists, index), slots)
+        place = places_of(chosen, slots)
+        return index.gather(-1, place).masked_fill(~chosen.gather(-1, place), none)
+
+    block = torch.arange(blocks, device=device)
+    leaving = slots + 1 - every + block[:, None] * every + torch.arange(every, device=device)
+    leaving = torch.where((leaving < slots) | (leaving >= count), none, leaving)
+    before = [torch.arange(slots, device=device)[None], leaving[:-1]]
+    width = max(slots, every)
+    lists = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in before])
+    lists = torch.where(lists < 0, none, lists)
+    kept = best(lists.expand(*values.shape[:2], -1, -1))
+    span, most = 1, BLOCKS if isinstance(blocks, torch.SymInt) else blocks
+    while span < most:
+        source = block[:, None] - span * torch.arange(MERGED - 1, -1, -1, device=device)
+        near = kept.index_select(2, source.clamp(min=0).flatten()).unflatten(2, (blocks, MERGED))
+        kept = best(near.masked_fill((source < 0)[..., None], none).flatten(3))
+        span *= MERGED
+    index = torch.cat([kept, leaving.expand(*values.shape[:2], -1, -1)], dim=-1)
+    loses, when, kept, is_kept = _compete(index, at(values, index), at(exists, index), slots)
+    target = torch.where(loses, index, none).flatten(2)
+    lost = (exists * steps).scatter(-1, target, when.flatten(2))[..., :-1]
+    return _result(lost, there, slots, kept.masked_fill(~is_kept[:, None], 0), is_kept)
 
 
 def causal_parts(

@@ -352,6 +352,12 @@ def test_the_contest_is_that_of_heaps():
         found = window_causal.contest(priority, there, slots, every)
         assert torch.equal(found.loser * found.has_loser[:, None], wanted[0] * wanted[1][:, None])
         assert all(torch.equal(one, two) for one, two in zip(found[1:], wanted[1:], strict=True))
+        # As traced graphs compute it: the last places may be there twice.
+        graph = window_causal.contest_at_once(window_causal.ranks(priority), there, slots, every)
+        assert all(torch.equal(one, two) for one, two in zip(graph[:3], found[:3], strict=True))
+        count = found.kept.shape[2]
+        for one, two in ((graph.kept, found.kept), (graph.is_kept.unsqueeze(1), found.is_kept.unsqueeze(1))):
+            assert torch.equal(one[:, :, :count], two) and torch.equal(one[:, :, -1], two[:, :, -1])
 
 
 def test_the_strongest_are_the_first_of_a_sorted_list():
