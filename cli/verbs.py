@@ -152,8 +152,8 @@ class Export(Verb):
 
     An encoder or an image model becomes one graph, model.onnx. A causal model becomes two: model.onnx reads prompts
     (padded on the left) and returns logits and the resulting state as present.*; step.onnx reads one token and the
-    state as past.*, and returns the next logits and state. Both read fp32 weights from weights.bin; export.json
-    describes inputs and outputs.
+    state as past.*, and returns the next logits and state. Both read fp32 weights from model.onnx_data;
+    export.json describes inputs and outputs.
     """
 
     summary = "write a converted checkpoint as ONNX, checked in onnxruntime"

@@ -5,11 +5,12 @@ Every graph is run in onnxruntime at other sizes than it was exported with, and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ import onnxruntime
 import onnxscript.optimizer
 import torch
 from onnx_ir.passes import common
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.core.errors import UnsupportedModelError
 from linearize.export.graphs import AFTER, BATCH, BEFORE, TOKENS, Graph
+from linearize.ops import causal
+from linearize.ops.state import State
 
-WEIGHTS = "weights.bin"
-"""Name of the file of weights."""
+WEIGHTS = "model.onnx_data"
+"""Name of the file of weights: readers of the Hub download it with model.onnx."""
 LARGE = 1024
 """Bytes of the smallest tensor in that file: smaller ones are shapes and constants that onnxruntime reads early."""
 ALIGNED = 4096
@@ -51,13 +55,69 @@ class Checked:
     largest: float
 
 
-def to_onnx(graph: Graph) -> onnx_ir.Model:
+DOMAIN, OP = "com.microsoft", "LinearAttention"
+"""onnxruntime's own op."""
+
+
+def check_op() -> None:
+    """Check that the installed onnxruntime has its own op.
+
+    Raises:
+        UnsupportedModelError: if not.
+    """
+    if (DOMAIN, OP) not in {(schema.domain, schema.name) for schema in get_all_operator_schema()}:
+        raise UnsupportedModelError(
+            f"onnxruntime-op: got onnxruntime {onnxruntime.__version__}, expected one with the op {OP}; upgrade it or "
+            "leave the option out"
+        )
+
+
+def _one_token(
+    phi_q: Tensor, phi_k: Tensor, values: Tensor, scale: Tensor | None, state: State
+) -> tuple[Tensor, Tensor, State]:
+    """Do what `linearize.ops.causal` does for one token by `OP`: S + k v, or exp(g) S + k v with log-scales."""
+    kv, level = state
+    rule, gate = "linear", []
+    if scale is not None:
+        level = torch.maximum(level, scale[..., 0])
+        rule, gate = "gated", [(state.log_scale - level)[:, None]]
+        values = values * torch.exp(scale - level[..., None])[..., None]
+    heads, (batch, key_heads, _, width) = phi_q.shape[1], kv.shape
+    packed = [x.float().transpose(1, 2).flatten(2) for x in (phi_q, phi_k, values)]
+    mixed, kv = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::{OP}",
+        [*packed, kv, *gate],
+        {"q_num_heads": heads, "kv_num_heads": key_heads, "update_rule": rule, "scale": 1.0},
+        dtypes=[torch.float32, torch.float32],
+        shapes=[[batch, 1, heads * width], list(kv.shape)],
+        version=1,
+    )
+    return mixed.unflatten(-1, (heads, width)).transpose(1, 2), level[..., None], State(kv, level)
+
+
+@contextlib.contextmanager
+def _steps_by_op() -> Iterator[None]:
+    """Export steps of causal attention as `OP`."""
+    plain = causal._one_token
+    try:
+        causal._one_token = _one_token
+        yield
+    finally:
+        causal._one_token = plain
+
+
+def to_onnx(graph: Graph, *, own_op: bool = False) -> onnx_ir.Model:
     """Translate a graph to ONNX.
+
+    Args:
+        graph: the graph.
+        own_op: whether steps use onnxruntime's own op (`check_op`).
 
     Raises:
         UnsupportedModelError: if torch.export or torch.onnx cannot translate it.
     """
-    program = graph.program()
+    with _steps_by_op() if own_op else contextlib.nullcontext():
+        program = graph.program()
     levels = {name: logging.getLogger(name).level for name in ("torch.onnx", "onnxscript")}
     try:
         for name in levels:

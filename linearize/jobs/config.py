@@ -397,6 +397,7 @@ class ExportJob(Job):
     output: str = option(help="output folder", metavar="X")
     format: str = option("onnx", "output format", choices=("onnx",), metavar="F")
     last_logits: bool = option(False, "for causal models: only the logits of a prompt's last token")
+    onnxruntime_op: bool = option(False, "compute steps by onnxruntime's LinearAttention, which other programs lack")
     overwrite: bool = option(False, OVERWRITE)
 
 

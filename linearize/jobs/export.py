@@ -10,6 +10,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.checkpoint.loading import load_converted
 from linearize.checkpoint.output import atomic_folder, claim
+from linearize.checkpoint.save import write_files
 from linearize.conversion.positions import text_length
 from linearize.core.errors import UnsupportedModelError
 from linearize.core.options import name_of
@@ -17,6 +18,8 @@ from linearize.jobs.config import ExportJob
 from linearize.jobs.events import Callback, Noted, Started, ignore
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from linearize.export.onnx import Checked
 
 RECORD = "export.json"
@@ -44,7 +47,8 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
     """Write a converted checkpoint as ONNX, compare it with PyTorch in onnxruntime, and keep it only if they agree.
 
     The folder gets `model.onnx`, for causal models also `step.onnx` (`linearize.export.graphs`), one file with the
-    weights of both in fp32, the tokenizer or image processor, and `export.json`, which describes the graphs.
+    weights of both in fp32, the tokenizer or image processor, and `export.json`, which describes the graphs. That of a
+    text encoder also gets the original's config.json and the files of a sentence embedder, which servers read.
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct.
@@ -53,6 +57,8 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
     from linearize.export import onnx
     from linearize.export.graphs import graphs_of
 
+    if job.onnxruntime_op:
+        onnx.check_op()
     with claim(job.output, overwrite=job.overwrite, sources=[job.model]):
         loaded = load_converted(job.model)
         model = loaded.model.float().eval()
@@ -64,7 +70,7 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         models = {}
         for graph in graphs:
             on_event(Started(f"writing {graph.name}.onnx"))
-            models[graph.name] = onnx.to_onnx(graph)
+            models[graph.name] = onnx.to_onnx(graph, own_op=job.onnxruntime_op)
         with atomic_folder(job.output, overwrite=job.overwrite) as folder:
             onnx.write(models, folder)
             on_event(Started("comparing with PyTorch in onnxruntime"))
@@ -83,6 +89,20 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
                 described[f"{graph.name}.onnx"] = {"inputs": inputs, "outputs": list(graph.outputs)}
             record = {"model": name_of(job.model), "weights": onnx.WEIGHTS, "graphs": described}
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            if len(graphs) == 1 and model.main_input_name == "input_ids":
+                write_files(folder, {"config.json": _config(model), **loaded.embedder})
             if loaded.processor is not None:
                 loaded.processor.save_pretrained(folder)
         return ExportResult(job.output, described, checked)
+
+
+def _config(model: PreTrainedModel) -> str:
+    """Return config.json with the original's names.
+
+    A checkpoint's has names of its own, so that nothing loads it as softmax; here are no weights that could be loaded.
+    """
+    from transformers import PreTrainedConfig
+
+    values = PreTrainedConfig.to_dict(model.config) | {"architectures": [type(model).__name__]}
+    values = {key: value for key, value in values.items() if key not in ("linearize", "auto_map")}
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"

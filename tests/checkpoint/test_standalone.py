@@ -10,14 +10,13 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from support.processes import bare_python
 from support.tiny import converted, inputs_of, outputs, stir
 
 import linearize
@@ -31,13 +30,7 @@ CHILD = Path(__file__).with_name("standalone_child.py")
 @pytest.fixture
 def python(tmp_path_factory):
     """A virtual environment without linearize."""
-    root = tmp_path_factory.mktemp("bare")
-    venv.create(root, symlinks=True, with_pip=False)
-    interpreter = root / "bin" / "python"
-    (site,) = root.glob("lib/python*/site-packages")
-    # Packages are found there, but its own .pth files (an editable linearize) are not read.
-    (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    return interpreter
+    return bare_python(tmp_path_factory.mktemp("bare"))
 
 
 def run_child(python, root):

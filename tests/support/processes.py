@@ -1,10 +1,12 @@
-"""Start a program as several processes, as torchrun does, and show what a child said when it fails."""
+"""Processes: several as torchrun starts them, what a child said when it fails, a Python without linearize."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,3 +46,12 @@ def launch(words: Sequence[object], count: int, logs: Path) -> str:
         return done.stdout
     (first,) = (path for path in logs.rglob("stdout.log") if path.parent.name == "0")
     return first.read_text()
+
+
+def bare_python(root: Path) -> Path:
+    """Make a virtual environment without linearize, which sees this one's other packages, and return its Python."""
+    venv.create(root, symlinks=True, with_pip=False)
+    (site,) = root.glob("lib/python*/site-packages")
+    # Packages are found there, but its own .pth files (an editable linearize) are not read.
+    (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return root / "bin" / "python"
