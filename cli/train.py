@@ -150,8 +150,11 @@ def kept_states(target: str, *endings: str) -> str:
     """Return what an interrupted search, stage one or alignment left on disk (folders `<target>.<ending>`)."""
     for ending in endings or ("align", "stage1", "search"):
         folder = f"{target.rstrip('/')}.{ending}"
-        if steps := StateFolder(folder, 1).steps():
+        states = StateFolder(folder, 1)
+        if steps := states.steps():
             return f"the state of step {steps[-1]} is in {folder}; resume with the same line and --resume"
+        if blocks := states.blocks():
+            return f"{blocks} finished blocks are in {folder}; resume with the same line and --resume"
     return "nothing was written; --save-every N keeps a state every N steps"
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
 from linearize.core.parsing import user_path
+from linearize.modeling.weights import stored
 
 ROWS = 65_536
 """Most rows that are hashed, evenly spread; the number of rows is always hashed."""
@@ -167,7 +168,7 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
     """
     weights = sorted(model.state_dict().items())
     chosen = (item for item in weights if kernel is None or (KERNEL in f".{item[0]}.") is kernel)
-    return _hash(chain.from_iterable(chosen))
+    return _hash(chain.from_iterable((name, stored(model, name, tensor)) for name, tensor in chosen))
 
 
 def data_digest(data: object) -> str:

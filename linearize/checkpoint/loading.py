@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
+STREAM = "stream-blocks"
+"""The option that loads a model with `stream`, for messages."""
 MODALITIES: dict[str, Modality] = {"input_ids": "text", "pixel_values": "image"}
 
 
@@ -61,7 +63,14 @@ class Loaded:
     whole: list[Processor] = field(default_factory=list)
 
 
-def load_model(name: str, *, task: str | None = None, device: str = "cpu", revision: str | None = None) -> Loaded:
+def load_model(
+    name: str,
+    *,
+    task: str | None = None,
+    device: str = "cpu",
+    revision: str | None = None,
+    stream: bool = False,
+) -> Loaded:
     """Load a model with the head that its config names, or the head of a task.
 
     Args:
@@ -69,15 +78,19 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
         task: a key of `linearize.core.heads.HEADS`; None for the class in the config's `architectures`.
         device: device of the model.
         revision: branch, tag or commit on the Hub.
+        stream: whether the blocks stay in their files (`linearize.modeling.offload`), which must be safetensors.
 
     Raises:
         CheckpointError: if the folder is not a checkpoint, the Hub name cannot be reached, or a weight is not finite.
-        UnsupportedModelError: if the model needs its own code, or is already converted.
+        UnsupportedModelError: if the model needs its own code, or is already converted; or if its blocks cannot stay
+            in their files.
         UnknownNameError: for an unknown task.
     """
+    import torch
     import transformers
 
-    from linearize.modeling.weights import check_numbers
+    from linearize.modeling import offload
+    from linearize.modeling.weights import BLOCKS, check_numbers, read_header
 
     if task is not None and task not in HEADS:
         raise unknown_name("task", task, HEADS)
@@ -91,8 +104,25 @@ def load_model(name: str, *, task: str | None = None, device: str = "cpu", revis
     if task is None and "architecture" in raw and raw.get("num_classes"):
         # timm's config.json does not name a transformers class.
         loader = transformers.AutoModelForImageClassification
+    options = timm_options(raw)
     with explained(name, f"as {architecture}" if architecture else ""):
-        model = load_weights(loader, name, revision=revision, **timm_options(raw))
+        if not stream:
+            model = load_weights(loader, name, revision=revision, **options)
+        else:
+            if find_gguf(name) is not None or "architecture" in raw or read_header(name, revision=revision) is None:
+                raise UnsupportedModelError(
+                    f"{STREAM}: {name!r} is a GGUF file, a model of timm or not in safetensors files, expected a "
+                    "transformers checkpoint in safetensors files; leave it out"
+                )
+            config = transformers.AutoConfig.from_pretrained(name, revision=revision)
+            with torch.device("meta"):
+                empty = getattr(loader, "from_config", loader)(config)
+            blocks = offload.block_list(empty, STREAM)
+            places = offload.device_map(empty, blocks, check_device(device))
+            # Without a folder for them, weights that transformers would have to rewrite are refused.
+            with offload.quiet():
+                model = load_weights(loader, name, revision=revision, device_map=places)
+            vars(model)[BLOCKS] = blocks
     check_numbers(model, repr(name))
     return _loaded(model, name, device, revision)
 
@@ -110,7 +140,7 @@ def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None
 
     modality: Modality | Literal["other"] = MODALITIES.get(model.main_input_name, "other")
     check_merged(model)
-    model.eval().to(check_device(device))
+    move(model.eval(), check_device(device))
     # A model with a head is not a sentence embedder.
     embedder = sentence_files(name, revision) if model.base_model is model else {}
     processor, whole = None, []
@@ -194,8 +224,10 @@ def model_type(name: str) -> str | None:
 
 
 def move(model: ModelT, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ModelT:
-    """Move a model to a device or dtype, in place; transformers' own `to` lacks these annotations."""
-    return model.to(device=device, dtype=dtype)
+    """Move a model to a device or dtype, in place; an offloaded one stays where it is."""
+    from linearize.modeling.weights import is_offloaded
+
+    return model if is_offloaded(model) else model.to(device=device, dtype=dtype)
 
 
 def check_device(name: str) -> str:

@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import kernel_info
 from linearize.modeling.model import check_checkpoint, config_copied, is_linearized, kernel_parameters
+from linearize.modeling.offload import size_of_block
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import TRANSFORMERS, outside_packages, why_not
-from linearize.modeling.weights import check_merged
+from linearize.modeling.weights import check_merged, is_offloaded
 
+LEAST_SHARD = 250_000_000
+"""Bytes of the weights files of an offloaded model with smaller blocks."""
 OTHER_FILES = 4_000_000
 """Bytes of a checkpoint's other files: tokenizer, code, card."""
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -49,7 +53,8 @@ _MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 def size_of(model: PreTrainedModel) -> int:
     """Return the bytes of a model's checkpoint, within a few per cent; tied weights are written once."""
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()}
+    # Offloaded tensors have no memory; they are not tied.
+    sizes = {tensor.data_ptr() or name: tensor.nbytes for name, tensor in model.state_dict().items()}
     return sum(sizes.values()) + OTHER_FILES
 
 
@@ -101,7 +106,12 @@ def save(
         if provenance is not None:
             config.linearize = {**config.linearize, "provenance": provenance}
         card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
-        model.save_pretrained(folder, **kwargs)
+        if is_offloaded(model):
+            # Each file is filled in memory.
+            kwargs.setdefault("max_shard_size", max(LEAST_SHARD, size_of_block(model)))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            model.save_pretrained(folder, **kwargs)
         # Refuse what a load would refuse, while the model is still in memory.
         check_checkpoint(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -23,10 +23,14 @@ from linearize.attention.layer import LinearAttention, Mask
 from linearize.attention.redirect import REDIRECTED
 from linearize.conversion.inputs import MAIN
 from linearize.core.errors import DataError, LinearizeError, first_line
+from linearize.modeling.chain import Chain
 from linearize.modeling.model import evaluating
+from linearize.modeling.weights import is_offloaded
 
 Batch = Mapping[str, Tensor]
 """A model's inputs by name, such as `input_ids` [B, T]."""
+CHAIN = "offloaded_chain"
+"""Attribute of an offloaded model with its chain of blocks, once that was checked."""
 BLOCK_NUMBERS = 1 << 19
 """Number of elements in one block of a matrix (2 MiB of fp32): small enough for the cache, large enough to be fast."""
 
@@ -142,13 +146,27 @@ def show(model: PreTrainedModel, batches: Iterable[Batch], visit: Visit) -> None
         with torch.autocast(device_type=q.device.type, enabled=False):
             return visit(names[id(layer)], layer, q, *rest)
 
-    empty = True
-    with evaluating(model), observed(model, observe):
-        for batch in batches:
-            empty = False
-            run_body(model, {name: value.to(device) for name, value in batch.items()})
-    if empty:
+    moved = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
+    if not moved:
         raise DataError("fidelity: got no held-out batch to measure on; set some rows aside (--holdout)")
+    chain = chain_of(model, moved[0])
+    with evaluating(model), observed(model, observe):
+        if chain is not None:
+            chain.run_all(moved)
+            return
+        for batch in moved:
+            run_body(model, batch)
+
+
+def chain_of(model: PreTrainedModel, batch: Batch) -> Chain | None:
+    """Return the chain of an offloaded model, checked once, on a batch on its device; None for another model.
+
+    Raises:
+        UnsupportedModelError: if its blocks are not a chain.
+    """
+    if is_offloaded(model) and CHAIN not in vars(model):
+        vars(model)[CHAIN] = Chain(model, run_body, batch)
+    return vars(model).get(CHAIN)
 
 
 def has_rows(layer: LinearAttention) -> bool:

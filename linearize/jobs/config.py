@@ -64,6 +64,11 @@ LOCAL_AS_FULL = (
 )
 LAYERS = "kernels per layer, such as 0-5=hedgehog,6-11=flexformer_n"
 HEAD = "head to load, such as fill-mask; by default the one that the checkpoint names"
+STREAM = (
+    "stage one block after block: each block's weights are read from safetensors files when its turn comes, and the "
+    "hidden states lie on disk next to the output; an interrupted run resumes after its last finished block. The "
+    "result equals that of the whole model; the alignment is skipped"
+)
 PLAN_OUT = "write the plan to a YAML file, to edit and pass to `convert --plan`"
 
 
@@ -166,7 +171,7 @@ class TrainingJob(Job):
     def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Return the defaults that depend on other options: state folders, rows per batch, rows as in training."""
         base = cls.folder(values).rstrip("/")
-        keeps = values.get("save_every") is not None or values.get("resume")
+        keeps = values.get("save_every") is not None or values.get("resume") or values.get("stream_blocks")
         derived = {part: {"folder": f"{base}{ending}" if keeps else None} for part, ending in cls.endings.items()}
         usual: dict[str, object] = {}
         if cls.continues and cls.row_length not in values:
@@ -212,6 +217,7 @@ class ConvertJob(StageOneJob):
         None, "pixels per side of the square images that the result must take, for image models", metavar="P", low=1
     )
     positions: str = option("tile", POSITIONS, metavar="HOW")
+    stream_blocks: bool = option(False, STREAM, group=STAGE_ONE)
     search: SearchConfig = section(
         SearchConfig,
         SEARCH,
@@ -229,6 +235,11 @@ class ConvertJob(StageOneJob):
         shown={"steps": "two fifths of stage one's"},
     )
     output: str | None = option(None, "output folder (<model-name>-<kernel>)", group=OUTPUT, metavar="DIR")
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are written or read."""
+        return self.stream_blocks or super().keeps_states
 
     @property
     def chooses_windows(self) -> bool:
@@ -270,6 +281,18 @@ class ConvertJob(StageOneJob):
             chosen["--keep-softmax-heads"] = None if self.chooses_heads else self.keep_softmax_heads
             advice = "give arguments with the candidates, as in --candidates hedgehog,luna:window=32"
             _refuse(chosen, f"--kernel {AUTO} chooses kernel and arguments of every layer; {advice}")
+        if self.stream_blocks:
+            whole = {
+                "kernel": AUTO if self.kernel == AUTO else None,
+                "window": self.window if self.chooses_windows else None,
+                "keep_softmax_heads": self.keep_softmax_heads if self.chooses_heads else None,
+                "align_steps": self.align.steps,
+                "save_every": self.distill.save_every,
+            }
+            for name, value in whole.items():
+                if value:
+                    why = "it keeps a state after each block" if name == "save_every" else "it needs the whole model"
+                    raise ConfigError(f"{name}: got {value} with --stream-blocks, but {why}; leave one of them out")
         if self.kernel != AUTO:
             usual = SearchConfig()
             alike = ("candidates", "budget", "length")
@@ -295,7 +318,8 @@ class ConvertJob(StageOneJob):
         derived = super().derive({"kernel": KERNEL, **usual, **values})
         steps = values.get("distill_steps", DistillConfig.steps)
         # Steps of another type are refused by stage one's own checks.
-        derived["align"]["steps"] = round(ALIGN_SHARE * steps) if isinstance(steps, int) else 0
+        aligned = isinstance(steps, int) and not values.get("stream_blocks")
+        derived["align"]["steps"] = round(ALIGN_SHARE * steps) if aligned else 0
         return {**derived, "": usual}
 
 

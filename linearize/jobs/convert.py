@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from linearize.checkpoint.loading import Loaded, load_converted, load_model, model_type, with_length
+from linearize.checkpoint.loading import STREAM, Loaded, load_converted, load_model, model_type, with_length
 from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, Provenance, log_file, log_lines, read_log
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.layers import ConversionConfig
@@ -36,7 +36,7 @@ from linearize.modeling.plan import Plan
 from linearize.training.alignment.loop import AlignResult
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_one.loop import DistillResult, within
-from linearize.training.stage_one.processes import is_main, under_fsdp
+from linearize.training.stage_one.processes import check_alone, is_main, under_fsdp
 from linearize.training.stage_two.load import check_processor
 from linearize.training.stage_two.save import without_scores
 
@@ -308,7 +308,10 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
         CheckpointError: if the model cannot be loaded.
         UnsupportedModelError: if no attention can be converted.
     """
-    loaded = load_model(job.model, task=job.task, device=stages.first_device(job), revision=job.revision)
+    if job.stream_blocks:
+        check_alone(STREAM)
+    device = stages.first_device(job)
+    loaded = load_model(job.model, task=job.task, device=device, revision=job.revision, stream=job.stream_blocks)
     takes = current_length(loaded.model)
     if job.max_length is not None and takes is not None and job.max_length < takes:
         raise ConfigError(

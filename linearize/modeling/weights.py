@@ -30,8 +30,8 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of stored floating point weights: the names in safetensors, and the names in config.json."""
-
-
+BLOCKS = "offloaded_blocks"
+"""Attribute of a model whose blocks stay in their weights files (`linearize.modeling.offload`): its list of blocks."""
 Stored = tuple[tuple[int, ...], str]
 """A stored tensor: its shape, and the safetensors name of its dtype."""
 
@@ -128,6 +128,20 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
 
 def _saved_as(model: PreTrainedModel) -> str:
     return (model.config.architectures or [type(model).__name__])[0]
+
+
+def is_offloaded(model: torch.nn.Module) -> bool:
+    """Tell whether the blocks of a model stay in their weights files."""
+    return BLOCKS in vars(model)
+
+
+def stored(model: Any, name: str, tensor: Tensor) -> Tensor:
+    """Return a weight of a model by its name, read from its file if it is offloaded."""
+    if not (tensor.is_meta and is_offloaded(model)):
+        return tensor
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    return load_offloaded_parameter(model, name)
 
 
 def check_merged(model: torch.nn.Module) -> None:
@@ -257,6 +271,7 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file", unrea
     tensors = [*model.named_parameters(), *(x for x in model.named_buffers() if "linear_attention." in x[0])]
     kinds, bad = (torch.float64, torch.float32, torch.bfloat16, torch.float16), []
     for name, tensor in tensors:
+        tensor = stored(model, name, tensor)
         if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in kinds or name in unread:
             continue
         # Quantised tensors of torchao hold integers and scales.

@@ -10,13 +10,14 @@ import copy
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,15 +27,32 @@ from linearize.conversion.positions import text_length
 from linearize.core.errors import ConfigError, DataError, some
 from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
-from linearize.fidelity.teacher import body_of
+from linearize.fidelity.teacher import body_of, chain_of
 from linearize.modeling.plan import Plan
+from linearize.modeling.weights import is_offloaded
 from linearize.training.alignment.pair import find_blocks
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
-from linearize.training.stage_one.observer import KernelTrainer, kernels_of, layer_loss
+from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
 from linearize.training.stage_one.processes import several
-from linearize.training.stage_one.run import Batches, Report, Run, check_inputs, fade_beyond, frozen
+from linearize.training.stage_one.run import (
+    Batches,
+    Progress,
+    Report,
+    Run,
+    check_inputs,
+    fade_beyond,
+    frozen,
+    of_size,
+)
 from linearize.training.stage_one.start import start_scales
-from linearize.training.stage_one.states import RunState
+from linearize.training.stage_one.states import RunState, StateFolder
+from linearize.training.stage_one.streamed import (
+    BlockRecord,
+    check_streamed,
+    load_kernel,
+    mean_held_out,
+    train_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -143,6 +161,7 @@ class _Run(Run):
         named = linear_attentions(model).items()
         layers = [layer_loss(name, layer, self.config) for name, layer in named if layer.mixer.learnable]
         home = next(model.parameters()).device
+        streamed = check_streamed(self.config) if is_offloaded(model) else None
         self.identify(model)
         fade_beyond(model, self.data)
         passed = frozen_model(model, self.accelerator)
@@ -165,16 +184,11 @@ class _Run(Run):
         with frozen(model):
             # `frozen` does not cover a sharded copy, which is discarded afterwards.
             passed.eval().requires_grad_(False)
-            saved = self.load(kernels_of(layers))
-            for loss in layers:
-                loss.layer.train().requires_grad_(True)
-            trainer, start = KernelTrainer(passed, layers, self.config, self.accelerator), math.inf
-            if saved is None:
-                start_scales(trainer, self.train_batches(), held_out)
-                start = trainer.evaluate(held_out)
-            self.begin(0, 0, self.config.steps, trainer, saved, start)
-            self.train(held_out)
-        seconds = self.seconds
+            if streamed is not None:
+                self.stream(passed, layers, held_out, streamed)
+            else:
+                self.train_together(passed, layers, held_out)
+        seconds = self.seconds if streamed is None else self.history[-1].seconds
         after = measure_layers(passed, held_out)
         if passed is not model:
             # The kernels were on the accelerator: move them back to the device of the rest of the given model.
@@ -184,17 +198,79 @@ class _Run(Run):
             steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, seconds, self.state
         )
 
+    def train_together(
+        self, model: PreTrainedModel, layers: list[LayerLoss], held_out: list[dict[str, Tensor]]
+    ) -> None:
+        """Train all kernels in each pass of the model."""
+        saved = self.load(kernels_of(layers))
+        for loss in layers:
+            loss.layer.train().requires_grad_(True)
+        trainer, start = KernelTrainer(model, layers, self.config, self.accelerator), math.inf
+        if saved is None:
+            start_scales(trainer, self.train_batches(), held_out)
+            start = trainer.evaluate(held_out)
+        self.begin(0, 0, self.config.steps, trainer, saved, start)
+        self.train(held_out)
+
+    def stream(
+        self,
+        model: PreTrainedModel,
+        layers: list[LayerLoss],
+        held_out: list[dict[str, Tensor]],
+        states: StateFolder,
+    ) -> None:
+        """Train block after block, then choose the best step of all (`stage_one.streamed`)."""
+        config, names = self.config, [loss.name for loss in layers]
+        if self.accelerator.is_main_process and not config.resume:
+            states.check_free(overwrite=False)
+        for loss in layers:
+            loss.layer.train().requires_grad_(True)
+
+        def on_step(name: str, step: int, record: BlockRecord) -> None:
+            done, many = names.index(name) * config.steps + step, len(layers) * config.steps
+            losses, loss = {name: record.losses[-1]}, record.held_out.get(step)
+            if self.on_step is not None:
+                self.on_step(StepReport(done, many, losses, loss, record.rates[-1], self.seconds))
+
+        chain = chain_of(model, send_to_device(held_out[0], self.accelerator.device))
+        assert chain is not None
+        self.start = time.perf_counter()
+        trained = train_blocks(
+            chain, layers, self.train_batches, held_out, config, self.accelerator, states, self.identity, on_step
+        )
+        records = [record for _, record, _ in trained]
+        self.steps, self.progress = config.steps, Progress(best_loss=mean_held_out(records, 0))
+        while self.progress.step < self.steps and not self.progress.stopped:
+            step = self.progress.step + 1
+            losses = {loss.name: record.losses[step - 1] for loss, record, _ in trained}
+            mean = mean_held_out(records, step) if step in records[0].held_out else None
+            self.note_step(mean)
+            seconds = sum(record.seconds[step - 1] for record in records)
+            self.history.append(StepReport(step, self.steps, losses, mean, records[0].rates[step - 1], seconds))
+        self.progress.stopped = self.progress.stopped or "steps"
+        for loss, _, folder in trained:
+            kernel = load_kernel(folder, self.progress.best_step)
+            for name, tensor in kernels_of([loss]).items():
+                tensor.data.copy_(of_size(kernel[name], tensor))
+
+    def note_step(self, loss: float | None) -> bool:
+        """Count a step with its held-out loss, or None; tell whether it is the best so far."""
+        config, progress = self.config, self.progress
+        progress.step += 1
+        if loss is not None and progress.better(loss):
+            return True
+        if config.patience and progress.rises >= config.patience:
+            progress.stopped = "early stopping"
+        return False
+
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
-        config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1
+        config, trainer, step = self.config, self.trainer, self.progress.step + 1
         rate = trainer.step(batches, step)
         losses = {layer.name: layer.mean for layer in trainer.layers}
         evaluates = step % config.eval_every == 0 or step == self.steps
         loss = trainer.evaluate(held_out, step) if evaluates else None
-        progress.step = step
-        if loss is not None and progress.better(loss):
+        if self.note_step(loss):
             self.best_weights = trainer.snapshot()
-        elif config.patience and progress.rises >= config.patience:
-            progress.stopped = "early stopping"
         self.finish_step(StepReport(step, self.steps, losses, loss, rate, self.seconds))
 
     def options(self) -> dict[str, object]:

@@ -275,12 +275,16 @@ class KernelTrainer(Trainer):
             count, tokens, sample = self.config.query_sample, q.shape[2], None
             if self.training and count is not None and count < tokens:
                 # The positions of the queries in the loss.
-                sample = torch.randperm(tokens, generator=self.sampler)[:count].sort().values.to(q.device)
+                sample = self.draw(tokens, count).to(q.device)
             for loss in losses:
                 loss.add(targets, v.detach(), train=self.training, sample=sample)
         if self.config.feed == "student":
             return layer(q, k, v, mask, scaling)
         return frozen_output(layer, q, k, v, mask, scaling)
+
+    def draw(self, tokens: int, count: int) -> Tensor:
+        """Draw `count` of the tokens, ascending."""
+        return torch.randperm(tokens, generator=self.sampler)[:count].sort().values
 
     def trained(self) -> dict[str, Tensor]:
         return kernels_of(self.layers)

@@ -53,7 +53,7 @@ def start_scales(
         batches: model inputs; the first rows of the first batch are used, if a layer needs them.
         held_out: batches to compare on.
     """
-    fresh = [loss for loss in trainer.layers if _is_zero(loss.layer)]
+    fresh = [loss for loss in trainer.layers if has_zero_scales(loss.layer)]
     if not fresh:
         return
     trainer.measure(held_out[:JUDGED])
@@ -79,7 +79,7 @@ def start_scales(
                 tensor.zero_()
 
 
-def _is_zero(layer: LinearAttention) -> bool:
+def has_zero_scales(layer: LinearAttention) -> bool:
     """Tell whether a layer has a window, and log-scales that are zero."""
     if layer.hybrid.window is None or layer.hybrid.scale == SCALES[0]:
         return False

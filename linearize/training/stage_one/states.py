@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import tempfile
@@ -20,7 +21,7 @@ from linearize.core.errors import CheckpointError, LinearizeError, NotSavedError
 from linearize.core.parsing import MOST_TEXT, read_json
 
 TENSORS, RECORD, CHOICES = "state.safetensors", "state.json", "choices"
-_NAME = rf"(step-\d+|{CHOICES})"
+_NAME = rf"(step-\d+|block-\d+|{CHOICES})"
 PARTS = re.compile(rf"{_NAME}|\.(new|old)-{_NAME}-[0-9a-f]{{8}}|\.lock-{_NAME}")
 """Names in a folder of states: complete states, and parts of one from a killed process."""
 CALLED = "the states of stage one"
@@ -50,7 +51,10 @@ class RunState:
 
 
 class StateFolder:
-    """A folder with the last few states of a run, one folder per step, and what was chosen before the first step."""
+    """A folder with the last few states of a run, one folder per step, and what was chosen before the first step.
+
+    A streamed run has a folder for each finished block instead.
+    """
 
     def __init__(self, folder: str | Path, keep: int) -> None:
         self.folder, self.keep = Path(folder), keep
@@ -59,6 +63,14 @@ class StateFolder:
         """Return the steps that have a state, ascending. Hidden folders are unfinished and ignored."""
         paths = self.folder.glob("step-*")
         return sorted(int(path.name.removeprefix("step-")) for path in paths if path.name[5:].isdigit())
+
+    def block(self, number: int) -> Path:
+        """Return the folder of a finished block of a streamed run."""
+        return self.folder / f"block-{number}"
+
+    def blocks(self) -> int:
+        """Return how many blocks of a streamed run are finished, from the first one on."""
+        return next(number for number in itertools.count() if not self.block(number).is_dir())
 
     def save(self, step: int, state: RunState) -> None:
         """Write a state, rename it when it is complete, then delete the oldest."""
@@ -115,7 +127,7 @@ class StateFolder:
             ConfigError: if the folder has states of an interrupted run and `overwrite` is false.
             CheckpointError: if the folder holds something else.
         """
-        if self.steps() and not overwrite:
+        if (self.steps() or self.blocks()) and not overwrite:
             raise interrupted_run(self.folder)
         remove_parts(self.folder, PARTS, CALLED, unmarked=_old_state, check_only=True)
 
