@@ -6,7 +6,7 @@ disk, and gets the numbers of a run of the whole model to the bit. The draws of 
 layers. The best step and early stopping depend on the mean over the layers: every block keeps its kernel at each
 evaluation, and `loop.py` chooses when all are done.
 
-The folder of states has one folder per finished block; an interrupted run goes on with the next block.
+The folder of states has one folder per finished block; an interrupted run continues with the next one.
 """
 
 from __future__ import annotations
