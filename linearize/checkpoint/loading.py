@@ -86,11 +86,40 @@ def load_model(
             in their files.
         UnknownNameError: for an unknown task.
     """
-    import torch
-    import transformers
-
     from linearize.modeling import offload
     from linearize.modeling.weights import BLOCKS, check_numbers, read_header
+
+    raw, loader, architecture = model_loader(name, task, revision)
+    options = timm_options(raw)
+    with explained(name, f"as {architecture}" if architecture else ""):
+        if not stream:
+            model = load_weights(loader, name, revision=revision, **options)
+        else:
+            if find_gguf(name) is not None or "architecture" in raw or read_header(name, revision=revision) is None:
+                raise UnsupportedModelError(
+                    f"{STREAM}: {name!r} is a GGUF file, a model of timm or not in safetensors files, expected a "
+                    "transformers checkpoint in safetensors files; leave it out"
+                )
+            empty = empty_model(name, task=task, revision=revision)
+            blocks = offload.block_list(empty, STREAM)
+            places = offload.device_map(empty, blocks, check_device(device))
+            # Without a folder for them, weights that transformers would have to rewrite are refused.
+            with offload.quiet():
+                model = load_weights(loader, name, revision=revision, device_map=places)
+            vars(model)[BLOCKS] = blocks
+    check_numbers(model, repr(name))
+    return _loaded(model, name, device, revision)
+
+
+def model_loader(name: str, task: str | None, revision: str | None) -> tuple[dict[str, Any], Any, str]:
+    """Return the values in a checkpoint's config, the class that loads it, and the class that its config names.
+
+    Raises:
+        CheckpointError: if the folder is not a checkpoint, or the Hub name cannot be reached.
+        UnsupportedModelError: if the model is already converted.
+        UnknownNameError: for an unknown task.
+    """
+    import transformers
 
     if task is not None and task not in HEADS:
         raise unknown_name("task", task, HEADS)
@@ -104,27 +133,25 @@ def load_model(
     if task is None and "architecture" in raw and raw.get("num_classes"):
         # timm's config.json does not name a transformers class.
         loader = transformers.AutoModelForImageClassification
-    options = timm_options(raw)
-    with explained(name, f"as {architecture}" if architecture else ""):
-        if not stream:
-            model = load_weights(loader, name, revision=revision, **options)
-        else:
-            if find_gguf(name) is not None or "architecture" in raw or read_header(name, revision=revision) is None:
-                raise UnsupportedModelError(
-                    f"{STREAM}: {name!r} is a GGUF file, a model of timm or not in safetensors files, expected a "
-                    "transformers checkpoint in safetensors files; leave it out"
-                )
-            config = transformers.AutoConfig.from_pretrained(name, revision=revision)
-            with torch.device("meta"):
-                empty = getattr(loader, "from_config", loader)(config)
-            blocks = offload.block_list(empty, STREAM)
-            places = offload.device_map(empty, blocks, check_device(device))
-            # Without a folder for them, weights that transformers would have to rewrite are refused.
-            with offload.quiet():
-                model = load_weights(loader, name, revision=revision, device_map=places)
-            vars(model)[BLOCKS] = blocks
-    check_numbers(model, repr(name))
-    return _loaded(model, name, device, revision)
+    return raw, loader, architecture or ""
+
+
+def empty_model(name: str, *, task: str | None = None, revision: str | None = None) -> PreTrainedModel:
+    """Return a model without weights, in its checkpoint's dtype, from its config alone.
+
+    Raises:
+        CheckpointError: if no model can be built from the config; or as in `model_loader`.
+        UnsupportedModelError: as in `model_loader`.
+    """
+    import torch
+    import transformers
+
+    _, loader, architecture = model_loader(name, task, revision)
+    with explained(name, f"as {architecture}" if architecture else ""), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(name, revision=revision)
+        build = loader.from_config if hasattr(loader, "from_config") else loader._from_config
+        model: PreTrainedModel = build(config, dtype=getattr(config, "dtype", None) or torch.float32)
+    return model
 
 
 def timm_options(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -297,8 +297,8 @@ def check_kernel(job: ConvertJob) -> None:
         check_plan_target(job.plan_out, overwrite=job.overwrite or stages.resumes(job))
 
 
-def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | None]:
-    """Load the model and plan its conversion; nothing is changed or written.
+def make_plan(job: ConvertJob, loaded: Loaded | None = None) -> tuple[Loaded, Plan, Mapping[str, Tensor] | None]:
+    """Load the model, unless it is given, and plan its conversion; nothing is changed or written.
 
     Returns:
         The model, the plan, and the inputs for trial runs if the job names a file of them.
@@ -310,8 +310,9 @@ def make_plan(job: ConvertJob) -> tuple[Loaded, Plan, Mapping[str, Tensor] | Non
     """
     if job.stream_blocks:
         check_alone(STREAM)
-    device = stages.first_device(job)
-    loaded = load_model(job.model, task=job.task, device=device, revision=job.revision, stream=job.stream_blocks)
+    if loaded is None:
+        device = stages.first_device(job)
+        loaded = load_model(job.model, task=job.task, device=device, revision=job.revision, stream=job.stream_blocks)
     takes = current_length(loaded.model)
     if job.max_length is not None and takes is not None and job.max_length < takes:
         raise ConfigError(

@@ -1,0 +1,277 @@
+"""`convert --dry-run --device-memory SIZE`: how much memory each stage needs per device, from the model's config alone.
+
+No weight is read: the model is built without memory, and its trial run sees zeros. Counted are, per device:
+
+    stage one:            weights + 20 K + a pass of one block
+    with FSDP 2:          (weights of the body) / N + embeddings + two gathered blocks + 20 K + a pass
+    streamed:             embeddings + one block + 4 K + 16 K of a layer + a pass
+    alignment, stage two: weights (twice, if the teacher is a copy) + what is trained
+
+Weights have the checkpoint's dtype. K are the kernels, in fp32: 4 bytes for the weight, and 16 for its gradient, two
+moments and the best copy. Another weight that is trained needs 16 bytes besides itself in fp32, and 22 in half
+precision, whose updates are added up in fp32. The pass of one block counts what is alive at once: hidden states, the
+wider of MLP and attention, and the features of all heads with their gradients. The alignment and stage two do not count
+activations, which depend on gradient checkpointing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from linearize.attention.cache import text_config
+from linearize.attention.layer import LinearAttention
+from linearize.checkpoint.loading import MODALITIES, Loaded, empty_model
+from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.registry import make_config
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import make_plan
+from linearize.jobs.presets import AUTO
+from linearize.modeling.offload import block_list
+from linearize.modeling.plan import Plan
+from linearize.training.adapters import LoraConfig
+from linearize.training.stage_one.loop import within
+from linearize.training.stage_one.loss import CPU_NUMBERS, GPU_NUMBERS
+
+FP32 = 4
+TRAINED_FP32, TRAINED_HALF = 16, 22
+"""Bytes that training needs for a weight, besides the weight: in fp32, and in half precision."""
+BLOCK, ATTENTION = re.compile(r".*?\.\d+"), re.compile(r".*?\.\d+(\.[^.]+)?")
+"""The name of a converted attention's block, and of the block's part with the attention."""
+MATRICES = 5
+"""Matrices of attention weights that the loss of stage one holds at once."""
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes such as 80GB or 24GiB.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*([KMGT]?I?)B", text.strip().upper())
+    if match is None or match[2] not in UNITS or not float(match[1]):
+        raise ConfigError(f"device-memory: got {text!r}, expected a size such as 80GB or 24GiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one way to run a stage needs.
+
+    Attributes:
+        stage: its name.
+        bytes: peak bytes per device.
+        launch: the command.
+        activations: whether `bytes` includes them.
+    """
+
+    stage: str
+    bytes: int
+    launch: str
+    activations: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryBill:
+    """What the stages of a conversion need per device.
+
+    Attributes:
+        model: the model's name.
+        parameters: its parameters.
+        weights: bytes of its weights.
+        kernels: parameters of the kernels.
+        rows: rows per batch.
+        tokens: tokens per row.
+        devices: number of devices.
+        memory: bytes of each device.
+        stages: what each stage needs.
+    """
+
+    model: str
+    parameters: int
+    weights: int
+    kernels: int
+    rows: int
+    tokens: int
+    devices: int
+    memory: int | None
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether stage one fits in at least one way."""
+        first = [stage.bytes for stage in self.stages if stage.stage.startswith("stage one")]
+        return self.memory is None or min(first) <= self.memory
+
+    def lines(self) -> list[str]:
+        """Return the bill as lines of text."""
+        lines = [
+            f"{self.model}: {self.parameters / 1e9:,.2f}B parameters in {_gb(self.weights)}, kernels with "
+            f"{self.kernels / 1e6:,.1f}M; batches of {self.rows} rows of {self.tokens:,} tokens"
+        ]
+        for stage in self.stages:
+            verdict = "" if self.memory is None else (" fits" if stage.bytes <= self.memory else " does not fit")
+            least = "" if stage.activations else " and activations"
+            lines += [f"{stage.stage}: {_gb(stage.bytes)}{least} per device{verdict and ',' + verdict}"]
+            lines += [f"    {stage.launch}"]
+        if self.memory is not None:
+            where = f"{self.devices} device{'s' * (self.devices > 1)} of {_gb(self.memory)}"
+            lines.append(f"Stage one fits on {where}." if self.fits else f"It does not fit: stage one on {where}.")
+        return lines
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data."""
+        return asdict(self) | {"fits": self.fits}
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e9:,.3f} GB"
+
+
+class _Zeros(TorchFunctionMode):
+    """Makes linear maps return zeros: the trial run of a plan needs shapes and masks only."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            x, weight = args[:2]
+            return x.new_zeros(*x.shape[:-1], weight.shape[0])
+        return function(*args, **(kwargs or {}))
+
+
+def memory_bill(job: ConvertJob, device: str = "cuda", devices: int = 1, memory: int | None = None) -> MemoryBill:
+    """Count the memory of a conversion from the model's config.json alone.
+
+    Args:
+        job: the conversion.
+        device: the type of the devices.
+        devices: number of devices.
+        memory: bytes of each.
+
+    Raises:
+        ConfigError: if the plan cannot be made without the weights.
+        LinearizeError: a subclass of it, for a model that cannot be converted.
+    """
+    if job.kernel == AUTO or job.chooses_windows or job.chooses_heads:
+        raise ConfigError(
+            "device-memory: got a plan that is chosen by training, expected a kernel, a number to --window and heads "
+            "by name: without weights nothing can be chosen"
+        )
+    model = empty_model(job.model, task=job.task, revision=job.revision)
+    sizes = {name: tensor.nbytes for name, tensor in _weights(model)}
+    counted = sum(tensor.numel() for _, tensor in _weights(model))
+    try:
+        blocks = block_list(model, "device-memory")
+    except UnsupportedModelError:
+        blocks = ""
+    tied = tuple(getattr(model, "all_tied_weights_keys", None) or ())
+    _fill(model)
+    loaded = Loaded(model.eval(), None, MODALITIES.get(model.main_input_name, "other"), job.model)
+    with _Zeros():
+        _, plan, _ = make_plan(job, loaded)
+    tokens, rows = within(loaded, job.distill_length or within(loaded)), job.data.batch_size
+    with torch.device("meta"):
+        kernels = [sum(p.numel() for p in LinearAttention(*layer.mixer).parameters()) for layer in plan.converted]
+    body = {key: size for key, size in sizes.items() if _in_body(model, key)}
+    names = [f"{blocks}.{name}." for name, _ in model.get_submodule(blocks).named_children()] if blocks else []
+    in_blocks = [sum(size for key, size in sizes.items() if key.startswith(name)) for name in names]
+    outside = sum(body.values()) - sum(in_blocks)
+    whole, learned = sum(sizes.values()), sum(kernels)
+    activations = _pass_of_block(model, plan, blocks, rows * tokens, device) + (FP32 + TRAINED_FP32) * learned
+    alone = f"linearize convert {job.model} --align-steps 0"
+    stages = [StageMemory("stage one", whole + activations, alone, True)]
+    if devices > 1:
+        needed = sum(body.values()) // devices + outside + 2 * max(in_blocks, default=0) + activations
+        launch = f"accelerate launch --use_fsdp --fsdp_version 2 --num_processes {devices} --no_python {alone}"
+        stages.append(StageMemory("stage one, FSDP 2", needed, launch, True))
+    if blocks:
+        needed = outside + sum(size for key, size in sizes.items() if key not in body and key in tied)
+        needed += max(in_blocks) + activations - TRAINED_FP32 * (learned - max(kernels))
+        stages.append(
+            StageMemory("stage one, streamed", needed, f"linearize convert {job.model} --stream-blocks", True)
+        )
+    stages += _later_stages(model, plan, whole, learned, str(job.target()))
+    return MemoryBill(job.model, counted, whole, learned, rows, tokens, devices, memory, tuple(stages))
+
+
+def _later_stages(model: PreTrainedModel, plan: Plan, whole: int, kernels: int, target: str) -> Iterator[StageMemory]:
+    """Return what the alignment and stage two need without activations, for `whole` bytes of weights."""
+    parts, blocks = (_inside(model, plan, pattern) for pattern in (ATTENTION, BLOCK))
+    dtype = next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+    per_weight = TRAINED_FP32 if dtype.itemsize >= FP32 else TRAINED_HALF
+    in_kernels, maps = (FP32 + TRAINED_FP32) * kernels, [m for part in parts for m in part.modules()]
+    low_rank = sum(LoraConfig().r * (m.in_features + m.out_features) for m in maps if isinstance(m, nn.Linear))
+    low_rank *= FP32 + TRAINED_FP32
+    added = {
+        "kernels": 0,
+        "lora": low_rank,
+        **{
+            name: per_weight * sum(p.numel() for module in modules for p in module.parameters())
+            for name, modules in (("attention", parts), ("blocks", blocks))
+        },
+    }
+    for trained, size in added.items():
+        # With only kernels to train, the student is its own teacher.
+        teacher = 0 if trained == "kernels" else whole + FP32 * kernels
+        yield StageMemory(
+            f"alignment, --train {trained}",
+            whole + teacher + in_kernels + size,
+            f"linearize align {target} --train {trained}",
+        )
+    launch = f"linearize finetune {target} --task TASK --lora r={LoraConfig().r} --gradient-checkpointing"
+    yield StageMemory("stage two, --lora", whole + in_kernels + low_rank, launch)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the parameters and the buffers that are saved, by name; tied ones once."""
+    saved = set(model.state_dict())
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _fill(model: nn.Module) -> None:
+    """Give a model without weights zeros that need no memory."""
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    own[name] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
+
+
+def _in_body(model: PreTrainedModel, name: str) -> bool:
+    return model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
+
+
+def _inside(model: PreTrainedModel, plan: Plan, pattern: re.Pattern[str]) -> list[nn.Module]:
+    """Return the parts around the converted attentions whose names match."""
+    found = {layer.module: pattern.match(layer.module) for layer in plan.converted}
+    names = dict.fromkeys(match[0] if match else name for name, match in found.items())
+    return [model.base_model.get_submodule(name) for name in names]
+
+
+def _pass_of_block(model: PreTrainedModel, plan: Plan, blocks: str, tokens: int, device: str) -> int:
+    """Return the bytes of the largest part of a block's pass in stage one, for so many tokens."""
+    width = model.dtype.itemsize
+    config: Any = text_config(model.config)
+    hidden = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or 1
+    part = model.get_submodule(blocks) if blocks else model
+    widest = max((m.out_features for m in part.modules() if isinstance(m, nn.Linear)), default=hidden)
+    most = 0
+    for layer in plan.converted:
+        shape, kernel = layer.shape, LinearAttention(*layer.mixer[:2], layer.shape).mixer.info
+        heads, size = shape.heads + shape.key_heads, shape.head_dim
+        dim = kernel.feature_dim
+        features = size if dim is None else dim(make_config(kernel, layer.arguments), size)
+        projected = 2 * (heads + shape.key_heads) * size * width
+        # What the map reads, features twice for the graph, their gradient, and the gradient inside the map.
+        most = max(most, projected + heads * FP32 * (size + 4 * features))
+    matrices = MATRICES * FP32 * (CPU_NUMBERS if device == "cpu" else GPU_NUMBERS)
+    return tokens * (hidden * (2 * width + 2 * FP32) + max(most, 3 * widest * width)) + matrices
