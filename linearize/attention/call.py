@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linearize.ops import State
-from linearize.ops.state import is_tracing, without_padding
+from linearize.ops.state import without_padding
 
 MixerState = dict[str, Tensor]
 """The state of a mixer between decoding steps: named tensors of constant size, batch first."""
@@ -30,6 +31,7 @@ class AttentionCall:
         positions: what `places` returns; None until it is read for the first time.
         state: the state before these tokens (causal only). Decoding without a gradient overwrites it.
         needs_state: whether the caller needs the state after these tokens.
+        native: the native op for what a backend in PyTorch calls; None if there is none here. `choose` sets it.
     """
 
     q: Tensor
@@ -40,6 +42,7 @@ class AttentionCall:
     positions: Tensor | None = None
     state: MixerState | None = None
     needs_state: bool = False
+    native: Any = None
 
     @property
     def places(self) -> Tensor:
@@ -51,8 +54,8 @@ class AttentionCall:
 
     @property
     def one_step(self) -> bool:
-        """Whether this is a decoding step that may update the state in place."""
-        if self.state is None or self.k.size(2) != 1 or torch.is_grad_enabled() or is_tracing():
+        """Whether this is a decoding step that may update the state in place, while nothing is being traced."""
+        if self.state is None or self.k.size(2) != 1 or torch.is_grad_enabled():
             return False
         # A state from `torch.inference_mode()` may only be overwritten in that mode.
         return torch.is_inference_mode_enabled() or not next(iter(self.state.values())).is_inference()
@@ -64,13 +67,57 @@ class AttentionCall:
 
     def without_padding(self) -> tuple[Tensor, Tensor]:
         """Return queries [B, H, T, D] and keys [B, K, T, D] with zeros at padding."""
+        if self.key_padding_mask is None:
+            return self.q, self.k
         return without_padding(self.q, self.key_padding_mask), without_padding(self.k, self.key_padding_mask)
 
     def part(self, tokens: slice) -> AttentionCall:
         """Return the call for some of the tokens, without a state."""
         q, k, v = (x[:, :, tokens] for x in (self.q, self.k, self.v))
         mask, positions = (None if x is None else x[:, tokens] for x in (self.key_padding_mask, self.positions))
-        return AttentionCall(q, k, v, self.scaling, mask, positions)
+        return AttentionCall(q, k, v, self.scaling, mask, positions, native=self.native)
+
+
+class Kind(NamedTuple):
+    """All that the choice of a layer's backend depends on. It is made once for each kind of call, then remembered.
+
+    Attributes:
+        tracing: whether a graph is traced; all else is then left at its default.
+        device: the device of the inputs.
+        types: the dtypes of queries, keys and values.
+        plain: whether these are plain tensors.
+        rows: whether there are any rows.
+        tokens: 0, 1, or 2 for any number of tokens above 1.
+        long: whether there are so many that features are computed again for the gradient.
+        gradient: whether gradients are recorded.
+        one_step: `AttentionCall.one_step`.
+        has_state: whether there is a state before the tokens.
+        needs_state: whether the state after them is needed.
+        native: the native op; None if it is absent, switched off or not for this device.
+        reads: whether it reads these tensors.
+        writes: whether a step may write into the state.
+        uneven: whether the rows of a step fade differently. Only known if there is a native op.
+        offloaded: `FeatureMapMixer.is_offloaded`.
+        switches: what the Triton kernels are switched by; empty on other devices.
+    """
+
+    tracing: bool
+    device: torch.device | None = None
+    types: tuple[torch.dtype, ...] = ()
+    plain: bool = False
+    rows: bool = True
+    tokens: int = 2
+    long: bool = False
+    gradient: bool = False
+    one_step: bool = False
+    has_state: bool = False
+    needs_state: bool = False
+    native: Any = None
+    reads: bool = False
+    writes: bool = False
+    uneven: bool = False
+    offloaded: bool = False
+    switches: tuple[str | None, ...] = ()
 
 
 def running_count(k: Tensor, mask: Tensor | None, seen: Tensor | None) -> Tensor:

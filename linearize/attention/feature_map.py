@@ -11,7 +11,7 @@ from torch import Tensor
 from linearize.attention.call import AttentionCall
 from linearize.attention.hybrid import LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
-from linearize.attention.native import unreadable
+from linearize.attention.native import engine
 from linearize.attention.native.gradient import MappedTokens
 from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.attention.shape import HeadShape
@@ -45,7 +45,7 @@ class FeatureMapMixer(Mixer):
         symmetric: whether queries and keys have the same map, so that both can be mapped at once.
         counts: whether tokens must be counted, because the kernel is positional or its linear part fades.
         asked: names of the parts that a backend must compute; `LinearMixer` adds the heads that keep softmax.
-        memory: a backend's cached results for this mixer, by names that begin with the backend's.
+        memory: the backend of each kind of call so far, and what backends keep, by names that begin with theirs.
     """
 
     def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid = PLAIN) -> None:
@@ -76,7 +76,7 @@ class FeatureMapMixer(Mixer):
         self.divides = self.keys.normalize and hybrid.window is None and self.floor == 0.0
         self.counts = self.info.positional or hybrid.trained_length is not None
         self.asked = frozenset(hybrid.changed) - HEADS
-        self.memory: dict[str, Any] = {}
+        self.memory: dict[Any, Any] = {}
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -113,8 +113,8 @@ class FeatureMapMixer(Mixer):
         places = of_queries = call.places if self.counts else None
         if rows is not None:
             q, of_queries = q[:, :, rows], None if places is None else places[:, rows]
-        queries = self.map_tokens(q, call.scaling, of_queries, learned[0], queries=True)
-        return queries, self.map_tokens(k, call.scaling, places, learned[1])
+        queries = self.map_tokens(q, call.scaling, of_queries, learned[0], queries=True, native=call.native)
+        return queries, self.map_tokens(k, call.scaling, places, learned[1], native=call.native)
 
     def prepared(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Return queries [B, H, T, D] and keys [B, K, T, D] with zeros at padding, after the kernel's `inputs`."""
@@ -128,15 +128,17 @@ class FeatureMapMixer(Mixer):
             queries, keys = self.features(call)
             return Mapped(call.q, *queries), Mapped(call.k, *keys, places)
         q = self.prepared(call)[0]
-        queries = self.map_tokens(q, call.scaling, call.places if self.counts else None, queries=True)
-        return Mapped(call.q, *queries), Unmapped(call.k, functools.partial(self._map_later, call.scaling), places)
+        of_queries = call.places if self.counts else None
+        queries = self.map_tokens(q, call.scaling, of_queries, queries=True, native=call.native)
+        return Mapped(call.q, *queries), Unmapped(call.k, functools.partial(self._map_later, call), places)
 
-    def _map_later(self, scaling: float, k: Tensor, places: Tensor | None) -> Features:
+    def _map_later(self, call: AttentionCall, k: Tensor, places: Tensor | None) -> Features:
         k = k if self.inputs is None else self.inputs.keys(k.float())
         if places is None or places.ndim == 2:
-            return self.map_tokens(k, scaling, places)
+            return self.map_tokens(k, call.scaling, places, native=call.native)
         # A map takes the same places for all heads; of each head's own, only that head is used.
-        phi, scale = self.map_tokens(k.repeat_interleave(k.shape[1], 0), scaling, places.flatten(0, 1))
+        every, places = k.repeat_interleave(k.shape[1], 0), places.flatten(0, 1)
+        phi, scale = self.map_tokens(every, call.scaling, places, native=call.native)
         phi = phi.unflatten(0, k.shape[:2]).diagonal(dim1=1, dim2=2).movedim(-1, 1)
         return Features(phi, None if scale is None else scale.unflatten(0, k.shape[:2]).diagonal(dim1=1, dim2=2).mT)
 
@@ -173,6 +175,7 @@ class FeatureMapMixer(Mixer):
         learned: Tensor | None = None,
         *,
         queries: bool = False,
+        native: Any = None,
     ) -> Features:
         """Map keys [B, K, T, D] or queries [B, H, T, D] -> features in fp32.
 
@@ -182,9 +185,10 @@ class FeatureMapMixer(Mixer):
             positions: their places [B, T], if tokens are counted.
             learned: their learned log-scales, if already computed.
             queries: whether they are queries.
+            native: the native op, if it may compute the map.
         """
         map, batch, groups = self.keys, x.shape[0], 1
-        if learned is None:
+        if learned is None and self.key_scale is not None:
             learned = self._learned(x, positions, queries=queries)
         if queries and self.queries is not None:
             map = self.queries
@@ -193,12 +197,12 @@ class FeatureMapMixer(Mixer):
             x = x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
             positions = None if positions is None else positions.repeat_interleave(groups, dim=0)
         scale = self.input_scale(scaling)
-        spec = None if unreadable(x, x, x) or self.is_offloaded() else map.map_spec()
-        if spec is not None:
+        usable = native is not None and native.supports(x, x, x) and not self.is_offloaded()
+        if usable and (spec := map.map_spec()) is not None:
             phi, log_scale = MappedTokens.apply(spec, scale, x, *(getattr(spec, name) for name in MAP_WEIGHTS))
         else:
             x = x.float() if scale == 1.0 else x.float() * scale
-            own = map.forward_queries if queries else map.forward_keys
+            own = map.forward if self.symmetric else map.forward_queries if queries else map.forward_keys
             phi, log_scale = own(x, positions)
         if groups > 1:
             phi = phi.unflatten(0, (batch, groups)).transpose(1, 2).flatten(1, 2)
@@ -234,7 +238,8 @@ class FeatureMapMixer(Mixer):
 
         With `rows` [R], the features of the queries of these tokens only. Used by stage one and the reports.
         """
-        return self.features(AttentionCall(q, k, k, scaling, key_padding_mask), rows=rows)
+        native = engine() if k.is_cpu else None
+        return self.features(AttentionCall(q, k, k, scaling, key_padding_mask, native=native), rows=rows)
 
     def form(self, scaling: float) -> Window | None:
         """Return the window in the form that the ops expect; None without a window."""
@@ -255,7 +260,7 @@ class FeatureMapMixer(Mixer):
 
     def cast_output(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply the kernel's output to the sums [B, H, T, V] in fp32, and cast it to the host's dtype."""
-        out = self.apply_output(mixed)
+        out = mixed if self.output is None else self.apply_output(mixed)
         if not self.positive and dtype == torch.float16:
             # Signed weights can be large, and the largest fp16 number is 65504.
             limit = torch.finfo(dtype).max

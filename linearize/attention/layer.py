@@ -30,9 +30,9 @@ Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Mask, float], Te
 It returns the layer's output [B, H, T, V], or None to use the output of softmax."""
 
 
-def _thread() -> int:
+def _thread(tracing: bool) -> int:
     # A traced graph must not contain the thread's number; tracing uses one thread.
-    return 0 if is_tracing() else threading.get_ident()
+    return 0 if tracing else threading.get_ident()
 
 
 @torch.compiler.disable
@@ -80,9 +80,9 @@ class LinearAttention(nn.Module):
         if self._breaks_graph():
             return _untraced(self.hand_over, state)
         if state is not None:
-            self._handed[_thread()] = state
+            self._handed[_thread(is_tracing())] = state
         elif self._handed:
-            self._handed.pop(_thread(), None)
+            self._handed.pop(_thread(is_tracing()), None)
 
     def _breaks_graph(self) -> bool:
         """Tell whether torch.compile must leave this layer out: the contest for exact keys cannot be traced.
@@ -93,7 +93,7 @@ class LinearAttention(nn.Module):
 
     def tokens_before(self, new: int) -> int:
         """Return how many tokens before its `new` ones the state for the next call has seen."""
-        cache = self._handed.get(_thread()) if self._handed else None
+        cache = self._handed.get(_thread(is_tracing())) if self._handed else None
         return 0 if cache is None else cache.tokens - new
 
     def forward(
@@ -114,13 +114,14 @@ class LinearAttention(nn.Module):
             # Sums and features are fp32 by design; autocast would lower their precision silently.
             with torch.autocast(device_type=q.device.type, enabled=False):
                 return self.forward(q, k, v, key_padding_mask, scaling, known)
-        cache = self._handed.pop(_thread(), None) if self._handed else None
-        if not is_tracing() and q.numel() == 0:
+        tracing = is_tracing()
+        cache = self._handed.pop(_thread(tracing), None) if self._handed else None
+        if not tracing and q.numel() == 0:
             # No tokens, or no rows (a batch without images): there is nothing to mix or to remember.
             if cache is not None:
                 cache.store(cache.state)
             return v.new_zeros(*q.shape[:3], v.shape[3])
-        if cache is not None and not is_tracing() and (key_padding_mask is not None or cache.padding is not None):
+        if cache is not None and not tracing and (key_padding_mask is not None or cache.padding is not None):
             known = key_padding_mask if known is None else known.expand(k.shape[0], -1)
             known = None if known is None else known.cpu().bool()
             mask_earlier(cache, known, k.shape[2], self.shape.key_heads, functools.partial(self._fold, scaling))
@@ -131,11 +132,11 @@ class LinearAttention(nn.Module):
                 key_padding_mask = key_padding_mask[:, : k.shape[2]].bool()
             else:
                 # An exported graph is given a state whose tokens were not counted.
-                longer = not is_tracing() and (cache.state is None or cache.tokens > k.shape[2])
+                longer = not tracing and (cache.state is None or cache.tokens > k.shape[2])
                 covered = key_padding_mask[:, : cache.tokens] if longer else key_padding_mask
                 key_padding_mask = covered[:, -k.shape[2] :].bool()
             # Reading the mask costs little on the CPU; on other devices it would force a synchronisation.
-            readable = key_padding_mask.device.type == "cpu" and not is_tracing()
+            readable = key_padding_mask.device.type == "cpu" and not tracing
             if readable and bool(key_padding_mask.all()):
                 key_padding_mask = None
         if cache is None:
@@ -143,7 +144,7 @@ class LinearAttention(nn.Module):
             padded = F.pad(q, (0, 0, missing, 0)) if missing else q
             return self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))[0][:, :, missing:]
         state = cache.state
-        if cache.is_croppable:
+        if cache.keep or cache.record_past:
             fold = functools.partial(self._fold, scaling)
             state = cache.before(fold)
             cache.record(Recorded(k, v, real_tokens(k, key_padding_mask)), state, fold)

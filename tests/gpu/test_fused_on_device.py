@@ -9,7 +9,7 @@ import torch
 from support.kernel_cases import make_inputs, make_mixer
 
 from linearize.attention.backends import fused, triton_calls
-from linearize.attention.backends.choose import choose
+from linearize.attention.backends.choose import choose, kind_of
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.backends.fused_window import FusedWindow
@@ -44,7 +44,7 @@ def check(mixer, inputs, mask, precision):
     gradient_limit *= 3 if mixer.info.name == "t2r" else 1
     torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     call = AttentionCall(*inputs, SCALING, mask)
-    assert (why := fused.Fused().why_not(mixer, call)) == "", why
+    assert (why := fused.Fused().why_not(mixer, kind_of(mixer, call))) == "", why
     found, _ = fused.Fused().run(mixer, call)
     real = 1.0 if mask is None else mask[:, None, :, None]
     towards = torch.randn(found.shape, generator=torch.Generator().manual_seed(3)).to(found.device) * real
@@ -111,7 +111,7 @@ def test_a_window_alone_equals_the_ops_in_pytorch(way, gpu):
     )
     inputs = [x.to(gpu) for x in make_inputs(300, heads=4, key_heads=2, dim=64, width=64)]
     call = AttentionCall(*inputs, SCALING)
-    assert (why := FusedWindow().why_not(mixer, call)) == "", why
+    assert (why := FusedWindow().why_not(mixer, kind_of(mixer, call))) == "", why
     assert error(FusedWindow().run(mixer, call)[0], Windowed().run(mixer, call)[0]) < LIMITS["exact"][0]
 
 
@@ -138,7 +138,7 @@ def test_windows_equal_the_ops_in_pytorch(precision, name, tokens, way, gpu):
     call = AttentionCall(*inputs, SCALING, mask, needs_state=way == "causal")
     if (precision, name, way) == ("exact", "exact keys", "causal"):
         pytest.skip("declined")
-    assert (why := FusedWindow().why_not(mixer, call)) == "", why
+    assert (why := FusedWindow().why_not(mixer, kind_of(mixer, call))) == "", why
     found, state = FusedWindow().run(mixer, call)
     again, _ = FusedWindow().run(mixer, call)
     torch.backends.cuda.matmul.fp32_precision = "ieee"
@@ -170,7 +170,7 @@ def test_decoding_steps_equal_the_ops_in_pytorch(name, kernel, gpu):
     ours = {key: x.clone().contiguous() for key, x in theirs.items()}
     for place in range(120, 300):
         now = call(place, place + 1, ours)
-        assert (why := FusedStep().why_not(mixer, now)) == "", why
+        assert (why := FusedStep().why_not(mixer, kind_of(mixer, now))) == "", why
         (found, ours), (wanted, theirs) = FusedStep().run(mixer, now), other.run(mixer, call(place, place + 1, theirs))
         assert error(found, wanted) < 2e-5, place
 

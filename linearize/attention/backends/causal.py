@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from linearize.attention.native import absence, engine, unreadable
+from linearize.attention.native import absence, engine
 from linearize.attention.native.gradient import attend_with_gradient
 from linearize.attention.native.options import AttendOptions
 from linearize.ops import LinearOp, LinearOptions, State, causal_attention
@@ -26,21 +26,22 @@ def why_not_native(x: Tensor, *, normalize: bool) -> str:
     return absence() if engine() is None else ""
 
 
-def causal_op(x: Tensor, *, normalize: bool) -> LinearOp:
-    """Return the op for such keys or features x [B, K, T, D]: `attend_with_state`, or the op in PyTorch itself."""
-    return causal_attention if why_not_native(x, normalize=normalize) else attend_with_state
+def causal_op(native: Any, *, normalize: bool) -> LinearOp:
+    """Return the op for a call with such a native op: `attend_with_state`, or the op in PyTorch itself."""
+    return causal_attention if native is None or not normalize else attend_with_state
 
 
 def attend_with_state(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, State]:
     """Attend causally; arguments and results as in `linearize.ops.causal_attention`."""
-    if _in_pytorch(phi_q, phi_k, v, options) or _has_gradient(phi_q, phi_k, v, options.get("log_scale")):
+    native = _readable(phi_q, phi_k, v, options)
+    if native is None or _has_gradient(phi_q, phi_k, v, options.get("log_scale")):
         return causal_attention(phi_q, phi_k, v, **options)
     rest = _attend_options(options), options.get("initial_state")
-    out, kv, top = engine().attend([], phi_q, phi_k, v, *rest)
+    out, kv, top = native.attend([], phi_q, phi_k, v, *rest)
     if (apart := absurd_apart(v, options.get("key_padding_mask"), phi_q.shape[1])) is not None:
-        out = engine().attend([], phi_q, phi_k, apart[0], *rest)[0] + apart[1]
+        out = native.attend([], phi_q, phi_k, apart[0], *rest)[0] + apart[1]
     return out, State(kv, top)
 
 
@@ -67,7 +68,7 @@ def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[L
     Returns:
         [B, H, T, V].
     """
-    plain = options.get("initial_state") is not None or _in_pytorch(phi_q, phi_k, v, options)
+    plain = options.get("initial_state") is not None or _readable(phi_q, phi_k, v, options) is None
     if plain or not _has_gradient(phi_q, phi_k, v, options.get("log_scale")):
         return attend_with_state(phi_q, phi_k, v, **options)[0]
 
@@ -80,8 +81,10 @@ def attend_causally(phi_q: Tensor, phi_k: Tensor, v: Tensor, **options: Unpack[L
     return out if later is None else out + later
 
 
-def _in_pytorch(phi_q: Tensor, phi_k: Tensor, v: Tensor, options: LinearOptions) -> bool:
-    return not options.get("normalize", True) or bool(unreadable(phi_q, phi_k, v))
+def _readable(phi_q: Tensor, phi_k: Tensor, v: Tensor, options: LinearOptions) -> Any:
+    """Return the native op if it computes such a call; otherwise None."""
+    native = engine() if options.get("normalize", True) else None
+    return native if native is not None and native.supports(phi_q, phi_k, v) else None
 
 
 def _has_gradient(*tensors: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from linearize.attention.backends import streamed, triton_calls
 from linearize.attention.backends.causal import NATIVE_OP, PYTORCH_OP, why_not_native
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused import Fused
@@ -18,13 +19,15 @@ from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.backends.fused_window import FusedWindow
 from linearize.attention.backends.native import Native
 from linearize.attention.backends.streamed import Streamed
-from linearize.attention.call import AttentionCall, MixerState, running_count
+from linearize.attention.call import AttentionCall, Kind, MixerState, running_count
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import CACHED
+from linearize.attention.native import enabled
 from linearize.attention.parts import HEADS, not_supported
 from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid
 from linearize.kernels.base import FeatureMap
+from linearize.ops.state import is_tracing
 
 
 class Backend(Protocol):
@@ -40,16 +43,13 @@ class Backend(Protocol):
     uses_op: bool
     supports: frozenset[str]
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call of a layer whose parts it supports; empty if it can compute it.
-
-        This is called at every decoding step, so do the cheap checks first and return constant texts.
-        """
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines calls of this kind of a layer whose parts it supports; empty if it computes them."""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] in the dtype of the values, and the state after (None without `needs_state`).
 
-        Called only after `declined` returned an empty text.
+        Called only for kinds of calls that it did not decline.
         """
 
 
@@ -60,21 +60,69 @@ BACKENDS: tuple[Backend, ...] = (
 """All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
 
-def declined(backend: Backend, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-    """Return why a backend does not compute a call; empty if it does."""
+def kind_of(mixer: FeatureMapMixer, call: AttentionCall) -> Kind:
+    """Return the kind of a call."""
+    if is_tracing():
+        # Reading anything else, such as the number of tokens, would make it a constant of the graph.
+        return Kind(tracing=True)
+    q, k, v, state = call.q, call.k, call.v, call.state
+    device, step, writes, uneven = k.device, call.one_step, False, False
+    native = enabled() if k.is_cpu else None
+    reads = native is not None and native.supports(q, k, v)
+    if step and state is not None:
+        if not reads:
+            writes = state["kv"].dtype == torch.float32 and all(map(Tensor.is_contiguous, state.values()))
+        elif mixer.window is not None:
+            writes = native.supports_window_step(q, k, v, state)
+        else:
+            writes = native.supports_step(q, k, v, state["kv"], state["log_scale"])
+        length = mixer.hybrid.trained_length
+        if reads and length is not None and q.shape[0] > 1:
+            least, most = call.places.aminmax()
+            uneven = float(most) >= length and bool(least != most)
+    return Kind(
+        tracing=False,
+        device=device,
+        types=(q.dtype, k.dtype, v.dtype),
+        plain=type(q) is type(k) is type(v) is Tensor,
+        rows=q.shape[0] > 0,
+        tokens=min(k.shape[2], 2),
+        long=k.shape[2] >= streamed.RECOMPUTED,
+        gradient=torch.is_grad_enabled(),
+        one_step=step,
+        has_state=state is not None,
+        needs_state=call.needs_state,
+        native=native,
+        reads=reads,
+        writes=writes,
+        uneven=uneven,
+        offloaded=mixer.is_offloaded(),
+        switches=triton_calls.switches() if device.type in triton_calls.DEVICES else (),
+    )
+
+
+def declined(backend: Backend, mixer: FeatureMapMixer, kind: Kind) -> str:
+    """Return why a backend does not compute calls of a kind; empty if it does."""
     if mixer.asked <= backend.supports:
-        return backend.why_not(mixer, call)
+        return backend.why_not(mixer, kind)
     return not_supported(mixer.asked - backend.supports)
 
 
 def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
-    """Return the backend that computes a call.
+    """Return the backend that computes a call, and let it use the native op: once for each kind, then remembered.
 
     Raises:
         ConfigError: if no backend does, because of the layer's additions.
     """
+    kind = kind_of(mixer, call)
+    call.native = kind.native
+    known: Backend | None = None if kind.tracing else mixer.memory.get(kind)
+    if known is not None:
+        return known
     for backend in BACKENDS:
-        if not declined(backend, mixer, call):
+        if not declined(backend, mixer, kind):
+            if not kind.tracing:
+                mixer.memory[kind] = backend
             return backend
     raise _no_backend(mixer.hybrid)
 
@@ -97,7 +145,8 @@ class LinearMixer(FeatureMapMixer):
         Raises:
             ConfigError: if no backend computes them together.
         """
-        if not any(frozenset(hybrid.changed) - HEADS <= backend.supports for backend in BACKENDS):
+        asked = frozenset(hybrid.changed) - HEADS
+        if not any(asked <= backend.supports for backend in BACKENDS):
             raise _no_backend(hybrid)
         super().change(hybrid)
 
@@ -155,8 +204,8 @@ def explain(mixer: Any, tokens: int, *, device: str = "cpu", dtype: torch.dtype 
 
 
 def _explain_call(mixer: FeatureMapMixer, words: str, call: AttentionCall) -> Explanation:
-    backend = choose(mixer, call)
-    before = [(one.name, declined(one, mixer, call)) for one in BACKENDS[: BACKENDS.index(backend)]]
+    backend, kind = choose(mixer, call), kind_of(mixer, call)
+    before = [(one.name, declined(one, mixer, kind)) for one in BACKENDS[: BACKENDS.index(backend)]]
     if not backend.uses_op:
         return words, backend.name, tuple(before)
     # Bidirectional attention uses no causal op, so it is computed in PyTorch.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
-from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.parts import NEAR, SCALED
 from linearize.ops import WindowState, advance, bidirectional_attention, floored_attention, window_attention
@@ -19,8 +19,8 @@ class Eager:
 
     name, uses_op, supports = "eager", True, SCALED
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it."""
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines such calls; empty if it can compute them."""
         return ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
@@ -28,7 +28,7 @@ class Eager:
         queries, keys = mixer.features(call)
         # Stay in fp32 until the output: sums without a denominator would overflow fp16.
         tensors, options = (queries.phi, keys.phi, call.v.float()), mixer.options(call, keys.log_scale)
-        op = causal_op(call.k, normalize=mixer.divides) if mixer.shape.causal else bidirectional_attention
+        op = causal_op(call.native, normalize=mixer.divides) if mixer.shape.causal else bidirectional_attention
         if op is attend_with_state and not call.needs_state:
             return mixer.cast_output(attend_causally(*tensors, **options), call.v.dtype), None
         if mixer.floor > 0.0:
@@ -43,8 +43,8 @@ class Windowed:
 
     name, uses_op, supports = "window", True, NEAR | SCALED
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it."""
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines such calls; empty if it can compute them."""
         return "the layer has no softmax window" if mixer.window is None else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
@@ -64,22 +64,24 @@ class OneStep:
 
     name, uses_op, supports = "one step", False, SCALED
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it."""
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines such calls; empty if it can compute them."""
         if mixer.floor > 0.0:
             return NO_FLOOR
-        return "" if call.one_step else "the call is not a decoding step"
+        return "" if kind.one_step else "the call is not a decoding step"
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, 1, V] and the state, which is updated in place."""
         if mixer.symmetric and call.q.shape[1] == call.k.shape[1]:
             both = torch.cat(call.without_padding(), dim=2)
-            features = mixer.map_tokens(both, call.scaling)
+            features = mixer.map_tokens(both, call.scaling, native=call.native)
             phi_q, phi_k = features.phi[:, :, :1], features.phi[:, :, 1:]
             log_scale = None if features.log_scale is None else features.log_scale[..., 1:]
         else:
             queries, keys = mixer.features(call)
             phi_q, phi_k, log_scale = queries.phi, keys.phi, keys.log_scale
-        assert call.linear_state is not None
-        out, state = advance(phi_q, phi_k, call.v, call.linear_state, **mixer.options(call, log_scale))
+        options = mixer.options(call, log_scale)
+        before = options["initial_state"]
+        assert before is not None
+        out, state = advance(phi_q, phi_k, call.v, before, **options)
         return mixer.cast_output(out, call.v.dtype), state._asdict()

@@ -28,7 +28,7 @@ from linearize.attention.backends.triton_calls import (
     strides,
     unusable,
 )
-from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.native.gradient import first_order
 from linearize.attention.parts import SCALED
@@ -76,19 +76,19 @@ class Fused:
 
     name, uses_op, supports = "triton", False, SCALED
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it."""
-        if why := not_whole(call):
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines such calls; empty if it can compute them."""
+        if why := not_whole(kind):
             return why
         if mixer.floor > 0.0:
             return NO_FLOOR
-        if call.needs_state and torch.is_grad_enabled():
+        if kind.needs_state and kind.gradient:
             return "its gradient does not pass through states"
         if mixer.shape.causal and mixer.key_scale is not None:
             return "it does not support learned log-scales of causal keys"
-        if mixer.shape.causal and precision_of(call.v) == EXACT:
+        if mixer.shape.causal and precision_of(kind.types[2]) == EXACT:
             return "exact fp32 products of causal calls are faster in PyTorch"
-        return unusable(mixer, call)
+        return unusable(mixer, kind)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
@@ -156,7 +156,7 @@ class Launcher:
         self.segment = max(LEAST, -(-self.tokens // (most * UNIT)) * UNIT)
         self.segments = -(-self.tokens // self.segment)
         self.padded = padded_sizes(self.numbers)
-        self.precision = precision_of(call.v)
+        self.precision = precision_of(call.v.dtype)
         self.tuning = TIGHT if max(self.numbers) > USUAL or self.precision == EXACT else TUNING
 
     def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[Any], **options: bool | int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from linearize.attention.backends.eager import NO_FLOOR
@@ -18,7 +17,7 @@ from linearize.attention.backends.triton_calls import (
     unusable,
     weights_of,
 )
-from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING, UNITS
 from linearize.attention.parts import NEAR, SCALED
@@ -37,20 +36,19 @@ class FusedStep:
 
     name, uses_op, supports = "triton step", False, NEAR | SCALED
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it."""
-        if why := elsewhere(call):
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines such calls; empty if it can compute them."""
+        if why := elsewhere(kind):
             return why
-        state = call.state
-        if state is None or not call.one_step or call.q.shape[0] == 0:
+        if not kind.one_step or not kind.rows:
             return "the call is not a decoding step"
         if mixer.floor > 0.0:
             return NO_FLOOR
-        if state["kv"].dtype != torch.float32 or not all(x.is_contiguous() for x in state.values()):
+        if not kind.writes:
             return "it cannot write into this state"
-        if call.q.shape[1] > MOST_GROUPS * call.k.shape[1]:
+        if mixer.shape.heads > MOST_GROUPS * mixer.shape.key_heads:
             return "its queries would need too many registers"
-        return unusable(mixer, call, USUAL)
+        return unusable(mixer, kind, USUAL)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, 1, V] and the state, which is updated in place."""

@@ -26,7 +26,7 @@ from linearize.attention.backends.triton_calls import (
     unusable,
     weights_of,
 )
-from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING
 from linearize.attention.parts import NEAR, SCALED
@@ -47,19 +47,19 @@ class FusedWindow:
 
     name, uses_op, supports = "triton window", False, NEAR | SCALED
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it."""
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines such calls; empty if it can compute them."""
         if mixer.window is None and (mixer.key_scale is None or not mixer.shape.causal):
             return "the layer has no softmax window"
-        if why := not_whole(call):
+        if why := not_whole(kind):
             return why
-        if torch.is_grad_enabled():
+        if kind.gradient:
             return "it has no gradient"
         if mixer.floor > 0.0:
             return NO_FLOOR
-        if mixer.hybrid.exact_keys and mixer.shape.causal and precision_of(call.v) == EXACT:
+        if mixer.hybrid.exact_keys and mixer.shape.causal and precision_of(kind.types[2]) == EXACT:
             return "Triton cannot compile exact fp32 products with exact keys of causal calls"
-        return unusable(mixer, call, USUAL)
+        return unusable(mixer, kind, USUAL)
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the Triton kernels."""
@@ -111,7 +111,7 @@ class Launcher:
         self.key_heads = self.k.shape[1]
         self.rows = self.k.shape[0] * self.key_heads
         sizes = maps[0].first.shape[1], self.q.shape[3], self.v.shape[3]
-        self.sizes, self.precision = sizes, precision_of(self.v)
+        self.sizes, self.precision = sizes, precision_of(self.v.dtype)
         self.features = HALVES[maps[0].kind] * sizes[0]
         kind, self.chunk = maps[0].kind, padded(-(-self.tokens // SEGMENTS), CHUNK)
         self.options: dict[str, Any] = {**padded_sizes(sizes), "KIND": kind, "HALVES": HALVES[kind]}

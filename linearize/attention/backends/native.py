@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.causal import absurd_apart
-from linearize.attention.call import AttentionCall, MixerState
+from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import fade
-from linearize.attention.native import loaded, unreadable
+from linearize.attention.native import absence
 from linearize.attention.native.gradient import WindowedAttention, attend_with_gradient
 from linearize.attention.native.options import NEVER, AttendOptions
 from linearize.attention.parts import NEAR, SCALED
@@ -28,32 +28,24 @@ class Native:
 
     name, uses_op, supports = "native", False, NEAR | SCALED
 
-    def why_not(self, mixer: FeatureMapMixer, call: AttentionCall) -> str:
-        """Return why it declines a call; empty if it can compute it."""
-        step = call.one_step
-        if not step and mixer.window is not None and call.state is not None:
+    def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
+        """Return why it declines such calls; empty if it can compute them."""
+        if not kind.one_step and mixer.window is not None and kind.has_state:
             return "it cannot add several tokens to the state of a window"
-        if not step and torch.is_grad_enabled() and (call.state is not None or call.needs_state):
+        if not kind.one_step and kind.gradient and (kind.has_state or kind.needs_state):
             return "its gradient does not pass through states"
-        why = unreadable(call.q, call.k, call.v) or unknown_maps(mixer)
-        if why or not step or call.state is None:
+        if not kind.reads:
+            here = kind.native is not None or (kind.device is not None and kind.device.type != "cpu")
+            return "it only reads plain tensors in fp32 or bf16 on the CPU" if here else absence()
+        if (why := unknown_maps(mixer, kind)) or not kind.one_step:
             return why
-        inputs, state = (call.q, call.k, call.v), call.state
-        if mixer.window is not None:
-            writable = loaded().supports_window_step(*inputs, state)
-        else:
-            writable = loaded().supports_step(*inputs, state["kv"], state["log_scale"])
-        if not writable:
+        if not kind.writes:
             return "it cannot write into this state"
-        length = mixer.hybrid.trained_length
-        if length is None or call.q.shape[0] == 1:
-            return ""
-        least, most = call.places.aminmax()
-        return "rows of different lengths fade differently" if float(most) >= length and bool(least != most) else ""
+        return "rows of different lengths fade differently" if kind.uneven else ""
 
     def run(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
         """Return the output [B, H, T, V] and the state after, from the op in C."""
-        native, mask, inputs = loaded(), call.key_padding_mask, (call.q, call.k, call.v)
+        native, mask, inputs = call.native, call.key_padding_mask, (call.q, call.k, call.v)
         if call.one_step and call.state is not None:
             state, maps = call.state, _packed_maps(mixer, call)
             if mixer.window is not None:
@@ -67,7 +59,7 @@ class Native:
         return self._attend(mixer, call)
 
     def _attend(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
-        native, mask, inputs = loaded(), call.key_padding_mask, (call.q, call.k, call.v)
+        native, mask, inputs = call.native, call.key_padding_mask, (call.q, call.k, call.v)
         if mixer.window is not None:
             return _attend_window(mixer, call)
         log_scale = mixer.log_scales(call)[1]
@@ -106,13 +98,13 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     if form.exact_keys:
         # The log-scales of the keys' features decide the exact keys.
         scaled = maps_of(mixer)[0].scaled
-        priority = mixer.map_tokens(k, call.scaling).log_scale if scaled else scales[1]
+        priority = mixer.map_tokens(k, call.scaling, native=call.native).log_scale if scaled else scales[1]
         options = options._replace(priority=torch.zeros(k.shape[:3]) if priority is None else priority)
     if torch.is_grad_enabled():
         queries, keys = mixer.features(call, scales)
         out: Tensor = WindowedAttention.apply(maps_of(mixer), options, form, q, k, v, *queries, *keys)
         return out if order is None else put_back(out, order), None
-    attended = loaded().window(maps_of(mixer), q, k, v, options, form)
+    attended = call.native.window(maps_of(mixer), q, k, v, options, form)
     out = attended.out if order is None else put_back(attended.out, order)
     if not call.needs_state or not form.causal:
         return out, None
@@ -121,21 +113,17 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     return out, state_after(k, v, real_tokens(k, mask), form, past, kept, options.priority).present()
 
 
-def unknown_maps(mixer: FeatureMapMixer) -> str:
+def unknown_maps(mixer: FeatureMapMixer, kind: Kind) -> str:
     """Return why the op cannot compute the mixer apart from its window; empty if it can."""
-    if mixer.is_offloaded():
+    if kind.offloaded:
         return "its weights are offloaded, and it reads them directly"
-    why = mixer.memory.get("native.unknown_maps")
-    if why is None:
-        why = ""
-        if mixer.inputs is not None or mixer.output is not None or mixer.info.positional:
-            why = "it does not support what this kernel does before or after its map"
-        elif mixer.floor > 0.0 or not mixer.keys.normalize:
-            why = "it does not support this kernel's denominator"
-        elif any(map.map_spec() is None for map in _feature_maps(mixer)):
-            why = "it does not support this kernel's feature map"
-        mixer.memory["native.unknown_maps"] = why
-    return str(why)
+    if mixer.inputs is not None or mixer.output is not None or mixer.info.positional:
+        return "it does not support what this kernel does before or after its map"
+    if mixer.floor > 0.0 or not mixer.keys.normalize:
+        return "it does not support this kernel's denominator"
+    if any(map.map_spec() is None for map in _feature_maps(mixer)):
+        return "it does not support this kernel's feature map"
+    return ""
 
 
 def _feature_maps(mixer: FeatureMapMixer) -> list[FeatureMap]:
@@ -171,7 +159,7 @@ def _packed_maps(mixer: FeatureMapMixer, call: AttentionCall) -> Any:
     tensors = [scale.tensors for scale in learned]
     if faded is not None:
         tensors[-1] = (tensors[-1][0], faded, *tensors[-1][2:])
-    packed = loaded().pack(maps_of(mixer), mixer.input_scale(call.scaling), tensors)
+    packed = call.native.pack(maps_of(mixer), mixer.input_scale(call.scaling), tensors)
     if {id(w) for w in packed.held} <= {id(w) for w in (*weights, faded)}:
         mixer.memory[name] = key, packed._replace(held=()), faded
     return packed

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from linearize.attention.backends.native import maps_of, unknown_maps
-from linearize.attention.call import AttentionCall
+from linearize.attention.call import Kind
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.kernels.base import MapSpec
-from linearize.ops.state import is_tracing
 
 SWITCH = "LINEARIZE_TRITON"
 """Environment variable: with 0 the Triton kernels are not used."""
@@ -58,36 +57,41 @@ KEPT = 4096
 """Most compiled kernels that are kept by the kinds of their arguments."""
 
 
-def elsewhere(call: AttentionCall) -> str:
-    """Return why the kernels cannot run on the device of a call; empty if they can."""
-    return "" if call.q.device.type in DEVICES else "it runs only on CUDA"
+def switches() -> tuple[str | None, ...]:
+    """Return the settings that decide whether and how the kernels run."""
+    return os.environ.get(SWITCH), torch.backends.cuda.matmul.fp32_precision
 
 
-def not_whole(call: AttentionCall) -> str:
-    """Return why kernels for whole rows of tokens do not suit a call; empty if they do."""
-    if is_tracing():
+def elsewhere(kind: Kind) -> str:
+    """Return why the kernels cannot run on the device of such calls; empty if they can."""
+    return "" if kind.device is not None and kind.device.type in DEVICES else "it runs only on CUDA"
+
+
+def not_whole(kind: Kind) -> str:
+    """Return why kernels for whole rows of tokens do not suit such calls; empty if they do."""
+    if kind.tracing:
         return "a graph is being traced"
-    if why := elsewhere(call):
+    if why := elsewhere(kind):
         return why
-    if call.q.shape[2] < 2 or call.q.shape[0] == 0:
+    if kind.tokens < 2 or not kind.rows:
         return "it needs several tokens to be fast"
-    return "it cannot start from a state" if call.state is not None else ""
+    return "it cannot start from a state" if kind.has_state else ""
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device | None) -> int:
     """Return the KiB of shared memory per block of a device; 0 if it has no tensor cores for bf16 or TF32."""
-    if device.type != "cuda":
+    if device is None or device.type != "cuda":
         return max(SHARED.values())
     capability = torch.cuda.get_device_capability(device)
     return SHARED.get(capability, min(SHARED.values())) if capability >= (8, 0) and torch.version.hip is None else 0
 
 
-def precision_of(v: Tensor) -> str:
+def precision_of(values: torch.dtype) -> str:
     """Return the precision of products for such values: bf16 for bf16, as in SDPA, or as in `triton.language.dot`."""
-    if v.dtype == torch.bfloat16:
+    if values == torch.bfloat16:
         return "bf16"
-    return "tf32" if v.dtype == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
+    return "tf32" if values == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
 
 
 @functools.lru_cache
@@ -100,23 +104,21 @@ def kernels(name: str = "fused_kernels") -> Any:
         return None
 
 
-def unusable(mixer: FeatureMapMixer, call: AttentionCall, most: int = LARGEST) -> str:
-    """Return why the kernels cannot compute a call on a GPU; empty if they can.
+def unusable(mixer: FeatureMapMixer, kind: Kind, most: int = LARGEST) -> str:
+    """Return why the kernels cannot compute such calls on a GPU; empty if they can.
 
     Args:
-        mixer: the mixer of the call.
-        call: the call.
+        mixer: the mixer of the calls.
+        kind: their kind.
         most: largest size that a GPU has run. The kernels of windows and decoding compile for heads of 128 numbers too,
             but use many registers there.
     """
-    tensors = (call.q, call.k, call.v)
-    if any(type(x) is not Tensor or x.dtype not in TYPES for x in tensors):
+    shape = mixer.shape
+    if not kind.plain or not set(kind.types) <= set(TYPES):
         return "it only reads plain tensors in fp32, bf16 or fp16"
-    if call.q.shape[2] != call.k.shape[2]:
-        return "there are fewer queries than keys"
-    if max(call.q.shape[3], call.v.shape[3]) > LARGEST:
+    if max(shape.head_dim, shape.value_dim) > LARGEST:
         return "it only supports heads of at most 128 numbers"
-    if why := unknown_maps(mixer):
+    if why := unknown_maps(mixer, kind):
         return why
     # A separate map of the queries has the same kind and size.
     map = maps_of(mixer)[0]
@@ -124,15 +126,15 @@ def unusable(mixer: FeatureMapMixer, call: AttentionCall, most: int = LARGEST) -
     if map.kind not in HALVES or map.amplitude != 1.0 or map.scaled or rows > LARGEST:
         return "it does not support this kernel's feature map"
     # A block must fit into shared memory.
-    precision, largest = precision_of(call.v), max(rows, call.q.shape[3], call.v.shape[3])
+    precision, largest = precision_of(kind.types[2]), max(rows, shape.head_dim, shape.value_dim)
     if largest > USUAL and precision != "bf16":
         return "except in bf16, it only supports heads of at most 64 numbers and maps of at most 64 rows"
     if largest > most:
         return f"no GPU has run it with heads or maps of more than {most} numbers"
-    if NEEDED[precision, largest > USUAL][torch.is_grad_enabled()] > shared_memory(call.q.device):
+    if NEEDED[precision, largest > USUAL][kind.gradient] > shared_memory(kind.device):
         return "this GPU has too little shared memory"
     tight = largest > USUAL or precision == EXACT
-    if tight and map.kind == "positive_waves" and torch.is_grad_enabled():
+    if tight and map.kind == "positive_waves" and kind.gradient:
         return "the gradient of this map needs too much shared memory, except for small heads with TF32 products"
     return absence()
 

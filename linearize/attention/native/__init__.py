@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
 from linearize.ops.state import is_tracing
 
 SWITCH = "LINEARIZE_NATIVE"
@@ -23,7 +21,12 @@ SWITCH = "LINEARIZE_NATIVE"
 
 def engine() -> Any:
     """Return the engine (`native.calls.Engine`) built for this machine; None if it is not built, or while tracing."""
-    return None if is_tracing() or os.environ.get(SWITCH) == "0" else loaded()
+    return None if is_tracing() else enabled()
+
+
+def enabled() -> Any:
+    """Return what `engine` returns, for callers that know that nothing is being traced."""
+    return None if os.environ.get(SWITCH) == "0" else loaded()
 
 
 def absence() -> str:
@@ -35,7 +38,7 @@ def absence() -> str:
 
 @functools.lru_cache(maxsize=1)
 def loaded() -> Any:
-    """Return the engine regardless of the environment variable: for callers that have just called `engine`."""
+    """Return the engine regardless of the environment variable."""
     # Import by name and only if installed: the code in a checkpoint lacks that module.
     try:
         module = importlib.import_module("linearize.attention.native.calls")
@@ -47,14 +50,6 @@ def loaded() -> Any:
 def forget() -> None:
     """Make the next call load again, because a library was built or removed."""
     loaded.cache_clear()
-
-
-def unreadable(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Return why the op does not accept such q [B, H, T, D], k [B, K, T, D] and v [B, K, T, V]; empty if it does."""
-    native = engine()
-    if native is None:
-        return absence()
-    return "" if native.supports(q, k, v) else "it only reads plain tensors in fp32 or bf16 on the CPU"
 
 
 @contextmanager

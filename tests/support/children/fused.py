@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from linearize.attention.backends import fused, fused_window, triton_calls
+from linearize.attention.backends.choose import kind_of
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.call import AttentionCall, running_count
@@ -161,7 +162,7 @@ def window_errors(case: Case, *, causal: bool) -> dict[str, float]:
     places = (running_count(k, mask, None) - 1.0).clamp(min=0.0)
     call = AttentionCall(q, k, v, DIM**-0.5, mask, places, needs_state=causal)
     ours, theirs = fused_window.FusedWindow(), Eager() if mixer.window is None else Windowed()
-    assert (why := ours.why_not(mixer, call)) == "", why
+    assert (why := ours.why_not(mixer, kind_of(mixer, call))) == "", why
     (out, state), (wanted, after) = ours.run(mixer, call), theirs.run(mixer, call)
     real = torch.ones(()) if mask is None else mask[:, None, :, None]
     found = {"out": error(*(torch.where(real != 0, x, 0.0) for x in (out, wanted)))}
@@ -185,7 +186,7 @@ def step_errors(case: Case) -> dict[str, float]:
     ours, found = {name: x.clone().contiguous() for name, x in theirs.items()}, {}
     for place in range(3, case.tokens):
         now = call(place, place + 1, ours)
-        assert (why := FusedStep().why_not(mixer, now)) == "", why
+        assert (why := FusedStep().why_not(mixer, kind_of(mixer, now))) == "", why
         (out, ours), (wanted, theirs) = FusedStep().run(mixer, now), other.run(mixer, call(place, place + 1, theirs))
         if mask is not None:
             # Padding changes nothing; its output is zero here.
@@ -201,7 +202,7 @@ def errors(case: Case, *, causal: bool) -> dict[str, float]:
     (q, k, v), mask = inputs(case, generator)
     call = AttentionCall(q, k, v, DIM**-0.5, mask, needs_state=True)
     with torch.no_grad():
-        assert (why := fused.Fused().why_not(mixer, call)) == "", why
+        assert (why := fused.Fused().why_not(mixer, kind_of(mixer, call))) == "", why
         (out, state), (wanted, after) = (backend.run(mixer, call) for backend in (fused.Fused(), Eager()))
     assert out.dtype == wanted.dtype and out.isfinite().all() and state is not None and after is not None
     found = {"out": error(out, wanted), "kv": error(state["kv"], after["kv"])}
