@@ -62,8 +62,9 @@ class Section:
         """Return the fields that are options, by the option's name."""
         options = {}
         # Fields that several configs inherit come last.
-        inherited = [name for base in self.config.__mro__[1:] for name in getattr(base, "__annotations__", {})]
-        for field in sorted(dataclasses.fields(self.config), key=lambda field: field.name in inherited):
+        inherited = {name for base in self.config.__mro__[1:] for name in getattr(base, "__annotations__", {})}
+        fields = dataclasses.fields(self.config)
+        for field in [f for f in fields if f.name not in inherited] + [f for f in fields if f.name in inherited]:
             wanted = "help" in field.metadata if self.only is None else field.name in self.only
             if wanted and field.name not in self.leave_out:
                 name = self.names.get(field.name, field.metadata.get("name", field.name))
@@ -104,7 +105,8 @@ class Option:
         """The help text with the default."""
         text = str(self.metadata["help"])
         shown = self.metadata.get("shown")
-        if shown is None and not any(self.default is nothing for nothing in (None, False, MISSING, ())):
+        nothing = self.default is None or self.default is False or self.default is MISSING or self.default == ()
+        if shown is None and not nothing:
             shown = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
         return f"{text} ({shown})" if shown else text
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import operator
 import pkgutil
 import sys
@@ -170,8 +171,12 @@ class Hybrid:
     @property
     def changed(self) -> dict[str, Any]:
         """The values that differ from the defaults, as plain data."""
-        pairs = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
-        return {n: list(x) if isinstance(default, tuple) else x for n, x, default in pairs if x != default}
+        values: dict[str, Any] = {}
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if value != one.default:
+                values[one.name] = list(value) if isinstance(one.default, tuple) else value
+        return values
 
 
 def _number(value: Any) -> Any:
@@ -351,12 +356,13 @@ def check(config: DataclassInstance, where: str) -> None:
     for one in dataclasses.fields(config):
         kinds, value = kinds_of(hints[one.name]), getattr(config, one.name)
         optional = value is None and type(None) in typing.get_args(hints[one.name])
-        if optional or not all(kind in KINDS for kind in kinds):
+        if optional or not KINDS.keys() >= set(kinds):
             continue
-        if not any(fits(value, kind) for kind in kinds) or not within(value, one.metadata):
+        if not any(map(fits, itertools.repeat(value), kinds)) or not within(value, one.metadata):
             raise ConfigError(f"{where}, {one.name}: got {value!r}, expected {allowed(kinds, one.metadata)}")
 
 
+@functools.cache
 def kinds_of(hint: object) -> tuple[Any, ...]:
     """Return the types of an annotation, without None."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -379,8 +385,10 @@ def within(value: Any, limits: Mapping[str, Any]) -> bool:
     if "choices" in limits:
         return value in limits["choices"]
     tests = {"low": operator.ge, "high": operator.le, "above": operator.gt, "below": operator.lt}
-    inside = all(test(value, limits[name]) for name, test in tests.items() if name in limits)
-    return inside and not ("multiple_of" in limits and value % limits["multiple_of"])
+    for name, test in tests.items():
+        if name in limits and not test(value, limits[name]):
+            return False
+    return not ("multiple_of" in limits and value % limits["multiple_of"])
 
 
 def allowed(kinds: Iterable[type], limits: Mapping[str, Any]) -> str:

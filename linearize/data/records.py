@@ -132,7 +132,8 @@ class TextRecords(TableRecords):
     def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
         for text, pair, _ in self.each(rows):
             # White space around texts does not count. The length distinguishes ("ab", "c") from ("a", "bc").
-            first, second = (one.strip().encode("utf-8", "surrogatepass") for one in (text, pair or ""))
+            first = text.strip().encode("utf-8", "surrogatepass")
+            second = (pair or "").strip().encode("utf-8", "surrogatepass")
             yield bytes_digest(b"%d:" % len(first) + first + second)
 
 
