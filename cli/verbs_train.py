@@ -51,11 +51,10 @@ class Search(Verb):
       linearize convert roberta-base --plan plan.yaml                 # carry out a plan, which may be edited
       linearize convert roberta-base --kernel auto                    # search and convert in one step
 
-    The candidates of all layers are trained in one pass of the frozen model: all of them for some steps, the better
-    half of each layer for twice as many, and so on. Costs are measured on this machine relative to softmax, and cached.
-    Then the best plans within the budget, and each kernel in every layer, are tried on the whole model on held-out
-    data, because errors of single layers misrank plans. A candidate with a window is also tried without its kernel.
-    Ctrl-C keeps the best plan so far; --save-every N keeps states for --resume.
+    The candidates of all layers are trained in one pass of the frozen model. Costs are measured on this machine
+    relative to softmax, and cached. Then the best plans within the budget, and each kernel in every layer, are tried on
+    the whole model on held-out data, because errors of single layers misrank plans. A candidate with a window is also
+    tried without its kernel. --save-every N keeps states for --resume.
     """
 
     summary = "choose the kernel of every layer under a budget"

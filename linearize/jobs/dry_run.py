@@ -55,7 +55,7 @@ AnyJob = ConvertJob | DistillJob | AlignJob | TuneJob
 TIMED = 3
 """Steps of each stage: the first one is a warm-up, and an evaluation follows the last one."""
 TIMED_IN_SEARCH = 7
-"""Steps of a search, so that each of up to three rounds has at least one."""
+"""Steps of a search."""
 CHOICES = {"window": ("choosing the windows", 1), "keep_softmax_heads": ("choosing the heads", POINTS)}
 """What `stages.choose` chooses: its name in the estimate, and how much longer than the dry run the job takes for it."""
 NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False}

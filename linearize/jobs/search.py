@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-
 from linearize.checkpoint.loading import load_model
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.plan import plan
@@ -15,7 +12,7 @@ from linearize.jobs import stages
 from linearize.jobs.config import ConvertJob, SearchJob
 from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.kernel_search.candidates import parse_candidates
-from linearize.kernel_search.loop import CARRIER, NO_FSDP, SearchInterruptedError, search
+from linearize.kernel_search.loop import CARRIER, NO_FSDP, search
 from linearize.kernel_search.result import SearchResult, write_plot
 from linearize.training.stage_one.processes import is_main, under_fsdp
 
@@ -29,7 +26,6 @@ def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResu
 
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
-        KeyboardInterrupt: on Ctrl-C; the message names the file with the best plan so far.
     """
     check_search(job)
     if job.plot is not None:
@@ -69,41 +65,23 @@ def check_search(job: SearchJob | ConvertJob) -> None:
 
 
 def choose_plan(context: stages.Context, max_length: int | None) -> SearchResult:
-    """Search, and write the plan if a file was named; Ctrl-C keeps the best plan so far.
+    """Search, and write the plan if a file was named.
 
     Args:
         context: the running job; its model and data are open, and the converted layers of its plan are searched.
         max_length: longest input that the result must take.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C; the message names the file of the best plan so far.
     """
     job = context.job
     assert isinstance(job, SearchJob | ConvertJob)
-    try:
-        result = search(
-            context.loaded.model,
-            context.source,
-            job.search,
-            plan=context.plan,
-            max_length=max_length,
-            on_step=lambda report: context.on_event(StepDone(report)),
-            on_event=context.on_event,
-        )
-    except SearchInterruptedError as interrupt:
-        if not is_main():
-            raise
-        file = job.plan_out
-        if file is None:
-            target = context.target
-            names = itertools.chain([f"{target}.plan.yaml"], (f"{target}.plan-{n}.yaml" for n in itertools.count(2)))
-            file = next(name for name in names if not os.path.lexists(name))
-        write_plan(file, interrupt.plan, interrupt.why)
-        text = f"the best plan so far is in {file}; use it with: linearize convert {job.model} --plan {file}"
-        for states in stages.states_of(job):
-            if steps := states.steps():
-                text += f"; the state of step {steps[-1]} is in {states.folder}; resume with the same line and --resume"
-        raise KeyboardInterrupt(text) from None
+    result = search(
+        context.loaded.model,
+        context.source,
+        job.search,
+        plan=context.plan,
+        max_length=max_length,
+        on_step=lambda report: context.on_event(StepDone(report)),
+        on_event=context.on_event,
+    )
     context.searched = result
     if is_main() and job.plan_out is not None:
         write_plan(job.plan_out, result.plan, result.why)

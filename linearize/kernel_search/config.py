@@ -77,7 +77,7 @@ class SearchConfig(RunConfig):
         shown=f"the time of {REFERENCE} in every layer",
     )
     length: int = option(4096, "input length in tokens at which candidates are timed", low=1)
-    steps: int = option(300, "optimizer steps of the candidates that remain until the end", low=1)
+    steps: int = option(150, "optimizer steps of every candidate", low=1)
     query_sample: int | None = option(None, "take the loss on N random queries per row, for long rows", low=1)
     precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
     seed: int = option(0, "seed of the kernels, the order of the data and the sampling")
@@ -98,12 +98,12 @@ class SearchConfig(RunConfig):
         """How many layers may stay softmax."""
         return int(self.budget.get(SOFTMAX_LAYERS, 0))
 
-    def learning(self, steps: int, rung: int = 0) -> DistillConfig:
-        """Return the training options of a rung: candidates are trained as in stage one."""
+    def learning(self) -> DistillConfig:
+        """Return the training options: candidates are trained as in stage one."""
         return DistillConfig(
-            steps=steps,
+            steps=self.steps,
             precision=self.precision,
             query_sample=self.query_sample,
             gradient_accumulation=self.gradient_accumulation,
-            seed=self.seed + rung,
+            seed=self.seed,
         )

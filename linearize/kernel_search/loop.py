@@ -1,4 +1,4 @@
-"""The search, from model and data to plan: successive halving in one frozen pass, then a choice on the whole model."""
+"""The search, from model and data to plan: all candidates in one frozen pass, then a choice on the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linearize.conversion.plan import apply
 from linearize.conversion.plan import plan as make_plan
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, TrainingError
-from linearize.core.events import Callback, Noted, Started, ignore
+from linearize.core.events import Callback, Started, ignore
 from linearize.kernel_search.candidates import Candidates, Key, Layout, lay_out
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.costs import Cost, Costs, costs_of_layers
@@ -27,10 +27,8 @@ from linearize.kernel_search.result import (
     layer_choices,
     make_points,
     named_choices,
-    reasons,
-    short,
 )
-from linearize.kernel_search.table import Choice, Table, rung_steps
+from linearize.kernel_search.table import Table
 from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
@@ -47,19 +45,6 @@ NO_FSDP = (
     "search: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, or search first "
     "on one device (linearize search MODEL --plan-out FILE.yaml) and convert with --plan FILE.yaml"
 )
-
-
-class SearchInterruptedError(KeyboardInterrupt):
-    """Ctrl-C during a search that already has a plan.
-
-    Attributes:
-        plan: the best plan so far.
-        why: why each layer has its kernel.
-    """
-
-    def __init__(self, plan: Plan, why: dict[int, str]) -> None:
-        super().__init__()
-        self.plan, self.why = plan, why
 
 
 def search(
@@ -84,7 +69,7 @@ def search(
         plan: a plan whose converted layers are searched; None: all layers that can be converted.
         max_length: longest input of the result, for kernels that depend on it.
         on_step: called after every step (progress bars, logs).
-        on_event: called with `Started` before other slow work, and with `Noted` after every rung.
+        on_event: called with `Started` before other slow work.
         accelerator: an Accelerate object; one is created if None.
 
     Returns:
@@ -94,7 +79,6 @@ def search(
         UnsupportedModelError: if no attention of the model can be converted.
         ConfigError: if a candidate does not fit the model, no plan meets the budget, or an option differs from that of
             the run to be resumed.
-        KeyboardInterrupt: on Ctrl-C; a `SearchInterruptedError` with the best plan so far, if there is one.
 
     Example:
         >>> result = linearize.search(model, data, SearchConfig(budget="cost=0.25", length=4096))
@@ -129,16 +113,15 @@ def carrier_of(model: PreTrainedModel, base: Plan) -> PreTrainedModel:
 
 
 class _Search(Run):
-    """One search: successive rungs of halving, then the choice."""
+    """One search: all candidates are trained and measured, then the choice."""
 
-    part_name, weights_name, report = "rung", "kernel", SearchStep
+    part_name, weights_name, report = "part", "kernel", SearchStep
     config: SearchConfig
     trainer: SearchTrainer
     progress: Progress
     costs: Costs
     table: Table
     whole: WholeModel
-    best: Choice | None = None
 
     def run(
         self,
@@ -149,11 +132,11 @@ class _Search(Run):
         max_length: int | None,
         on_event: Callback,
     ) -> SearchResult:
-        """Search; after a Ctrl-C the error carries the best plan so far."""
+        """Search."""
         self.carrier, self.layout, self.max_length, self.on_event = carrier, layout, max_length, on_event
         self.candidates = Candidates(layout, carrier, self.accelerator.device)
         self.identify(model)
-        first, saved = 0, self.load(self.candidates.weights())
+        saved = self.load(self.candidates.weights())
         if saved is not None:
             # A resumed search keeps its costs. States of earlier versions also have the peak memory.
             names = [field.name for field in fields(Cost)]
@@ -171,40 +154,23 @@ class _Search(Run):
         self.table = Table.of(self.layout, self.costs, self.config)
         self.whole = WholeModel(self.carrier, self.candidates, held_out, self.accelerator, self.config.precision)
         if saved is not None:
-            first = self.part_of(saved)
             assert self.states is not None
             with self.states.reading():
-                self.table.load(saved.record["table"])
                 self.whole.known = {tuple(x): WholeError(**error) for x, error in saved.record["known"]}
-            if self.table.measured:
-                self.best = self.table.best()
+        self._learn(saved)
         try:
-            for number in range(first, self.table.rungs):
-                self._rung(number, saved)
-                saved = None
-            try:
-                return self._conclude()
-            except KeyboardInterrupt:
-                self.save()
-                raise
-        except KeyboardInterrupt as interrupt:
-            if self.best is None:
-                raise
-            why = reasons(self.best, self.table)
-            raise SearchInterruptedError(self.layout.plan(self.best, why), why) from interrupt
+            return self._conclude()
+        except KeyboardInterrupt:
+            self.save()
+            raise
 
-    def _rung(self, number: int, saved: RunState | None) -> None:
-        """Train the remaining candidates, measure them, and keep the better half of each layer."""
-        rungs = self.table.rungs
-        steps = rung_steps(self.config.steps, rungs)
-        before = sum(steps[:number])
-        keys = [(n, label) for n, row in self.table.rows.items() for label, entry in row.items() if entry.left]
-        learning = self.config.learning(max(1, steps[number]), number)
-        trainer = SearchTrainer(self.carrier, self.candidates, keys, learning, self.accelerator)
-        planned = steps[number] if trainer.layers else 0
-        if number == 0 and saved is None:
+    def _learn(self, saved: RunState | None) -> None:
+        """Train all candidates, and measure their errors."""
+        keys = [(n, label) for n, row in self.table.rows.items() for label in row]
+        trainer = SearchTrainer(self.carrier, self.candidates, keys, self.config.learning(), self.accelerator)
+        if saved is None:
             start_scales(trainer, self.train_batches(), self.whole.held_out)
-        self.begin(number, before, planned, trainer, saved)
+        self.begin(0, 0, self.config.steps if trainer.layers else 0, trainer, saved)
         if saved is not None:
             for loss in [x for x in trainer.layers if list(trainer.key_of[x]) in saved.record["dropped"]]:
                 trainer.drop(loss)
@@ -215,18 +181,10 @@ class _Search(Run):
         for (n, label), error in self.whole.errors_of(keys).items():
             self.candidates.modules[n, label].requires_grad_(False)
             entry = self.table.rows[n][label]
-            entry.error, entry.steps = error, before + self.progress.step
-            entry.diverged = entry.diverged or not math.isfinite(error)
-        if number + 1 < rungs:
-            self.table.halve(number + 1)
-        self.best = self.table.best()
-        left = f"{self.table.left} candidates of {len(self.table.rows)} layers left"
-        self.on_event(
-            Noted(f"Search, rung {number + 1} of {rungs}: {left}; best so far: {short(self.best or ()) or 'none'}")
-        )
+            entry.error, entry.diverged = error, entry.diverged or not math.isfinite(error)
 
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
-        """Train the candidates of a rung for one step."""
+        """Train the candidates for one step."""
         trainer, progress, step = self.trainer, self.progress, self.progress.step + 1
         rate = trainer.step(batches, step)
         progress.step = step
@@ -234,15 +192,12 @@ class _Search(Run):
             self.best_weights = trainer.snapshot()
         losses = [loss.mean for loss in trainer.layers]
         report = SearchStep(
-            self.before + step,
+            step,
             self.config.steps,
             rate,
             self.seconds,
-            rung=self.number + 1,
-            rungs=self.table.rungs,
-            candidates_left=self.table.left - len(trainer.dropped),
+            candidates=len(self.candidates.modules) - len(trainer.dropped),
             loss=sum(losses) / max(1, len(losses)),
-            best=short(self.best or ()),
         )
         self.finish_step(report)
 
@@ -252,14 +207,15 @@ class _Search(Run):
         Raises:
             TrainingError: if so many candidates diverged that no plan meets the budget.
         """
-        if self.best is None:
+        best = self.table.best()
+        if best is None:
             raise TrainingError(
                 "search: too many candidates diverged (NaN or infinite) for a plan that meets the budget; "
                 "check the data for broken inputs, or name other candidates (--candidates)"
             )
         self.on_event(Started("trying plans on the whole model"))
         closest = tuple(map(self.table.best_of, self.table.rows))
-        choice = self.best = self.whole.decide(self.table, closest, self.best)
+        choice = self.whole.decide(self.table, closest, best)
         names = named_choices(choice, self.table)
         self.on_event(Started(f"trying {len(names)} plans for the table"))
         self.whole.errors(list(names))
@@ -277,7 +233,7 @@ class _Search(Run):
             limit=self.table.limit,
             budget=self.config.budget,
             reference=self.layout.reference,
-            steps=self.before + self.progress.step,
+            steps=self.progress.step,
             tried=len(self.whole.known),
             noisy=any(cost.noisy for row in self.costs.values() for cost in row.values()),
             seconds=self.seconds,
@@ -288,24 +244,21 @@ class _Search(Run):
 
     def options(self) -> dict[str, object]:
         """Return the options that must be unchanged when a run is resumed."""
-        return super().options() | {"data": getattr(self.data, "description", None), "max_length": self.max_length}
+        named = {"data": getattr(self.data, "description", None), "max_length": self.max_length}
+        # Earlier versions trained in rounds and dropped candidates after each; their states cannot be resumed.
+        return super().options() | named | {"rounds": 1}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of all candidates, including those that are no longer trained."""
+        """Return the weights of all candidates, including those that are not trained."""
         return self.candidates.weights()
 
     def record(self) -> dict[str, object]:
         """Return the state as plain data."""
         return super().record() | {
-            "table": self.table.to_dict(),
             "costs": {str(n): {x: vars(cost) for x, cost in row.items()} for n, row in self.costs.items()},
             "dropped": [list(key) for key in sorted(self.trainer.dropped)],
             "known": [[list(choice), vars(error)] for choice, error in self.whole.known.items()],
         }
-
-    def last_state(self) -> RunState | None:
-        """Return the state of the finished search; None before its last rung."""
-        return self.current_state() if self.number + 1 == self.table.rungs else None
 
 
 class SearchTrainer(KernelTrainer):
@@ -352,4 +305,4 @@ class SearchTrainer(KernelTrainer):
         self.dropped.add(self.key_of[loss])
 
 
-__all__ = ["SearchConfig", "SearchInterruptedError", "SearchResult", "search"]
+__all__ = ["SearchConfig", "SearchResult", "search"]

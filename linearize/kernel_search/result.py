@@ -34,28 +34,22 @@ class SearchStep(Report):
 
     Attributes:
         stage: "search".
-        rung: round of halving, from 1.
-        rungs: number of rounds.
-        candidates_left: number of candidates still in training, over all layers.
+        candidates: number of candidates in training, over all layers; those that diverged are left out.
         loss: their mean loss.
-        best: the best plan so far in short form; empty before the end of the first rung.
         losses: always empty, as there are too many.
-        held_out: always None, as errors are measured at the end of a rung.
+        held_out: always None, as errors are measured at the end.
     """
 
     stage: ClassVar[str] = "search"
-    rung: int
-    rungs: int
-    candidates_left: int
+    candidates: int
     loss: float
-    best: str
     losses: dict[str, float] = field(default_factory=dict)
     held_out: float | None = None
 
     @property
     def phase(self) -> str:
-        """The number of candidates left, as text."""
-        return f"{self.candidates_left} candidates left"
+        """The number of candidates in training, as text."""
+        return f"{self.candidates} candidates"
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,7 @@ class LayerChoice:
         share: time with this candidate, as a share of the layer's time under softmax.
         weight: how much of the layer's squared error reaches the whole model's score.
         why: the reason in a sentence.
-        tried: error, share, steps and divergence of every candidate, by label.
+        tried: error, share and divergence of every candidate, by label.
     """
 
     layer: int
@@ -252,7 +246,7 @@ def layer_choices(choice: Choice, layout: Layout, table: Table) -> tuple[LayerCh
     for (number, layer), label in zip(layout.layers.items(), choice, strict=True):
         row = table.rows[number]
         error, share = (0.0, 1.0) if label == SOFTMAX else (row[label].error or 0.0, row[label].share)
-        figures = ("error", "share", "steps", "diverged")
+        figures = ("error", "share", "diverged")
         tried = {x: {name: getattr(entry, name) for name in figures} for x, entry in row.items()}
         weight = table.weights.get(number, 1.0)
         choices.append(LayerChoice(number, layer.module, label, error, share, weight, why[number], tried))

@@ -1,14 +1,11 @@
-"""The figures of all candidates in all layers, with successive halving, and the best choice under a budget.
-
-Successive halving: Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943.
-"""
+"""The figures of all candidates in all layers, and the best choice under a budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from linearize.core.errors import ConfigError
 from linearize.kernel_search.candidates import Layout
@@ -32,15 +29,11 @@ class Entry:
         share: its time, as a share of the layer's time under softmax.
         error: norm of the difference between the layer's output and softmax's, divided by the norm of softmax's, on
             held-out data; None until it is measured.
-        steps: number of optimizer steps it was trained for.
-        left: whether it is still being trained.
         diverged: whether its loss, gradient or error became NaN or infinite.
     """
 
     share: float
     error: float | None = None
-    steps: int = 0
-    left: bool = True
     diverged: bool = False
 
     @property
@@ -86,40 +79,6 @@ class Table:
         table.set_limit(config)
         return table
 
-    @property
-    def left(self) -> int:
-        """Number of entries that are still being trained."""
-        return sum(entry.left for row in self.rows.values() for entry in row.values())
-
-    @property
-    def measured(self) -> bool:
-        """Whether every entry has an error."""
-        return all(entry.error is not None for row in self.rows.values() for entry in row.values())
-
-    @property
-    def rungs(self) -> int:
-        """Number of rungs of halving until two candidates per layer are left."""
-        return max(1, math.ceil(math.log2(max(1, len(self.allowed)))))
-
-    def halve(self, rung: int) -> None:
-        """Keep the better half of each layer, the reference, and the best candidate within an equal share of the limit.
-
-        Args:
-            rung: the next rung, from 1: after it at most 1 / 2^rung of the candidates are left, but at least two.
-        """
-        count = max(2, math.ceil(len(self.allowed) / 2**rung))
-        kept_softmax = self.softmax / len(self.rows)
-        # The share of softmax's time that each linear layer may take if all of them take the same share.
-        limit = (self.limit - kept_softmax) / (1 - kept_softmax)
-        for row in self.rows.values():
-            alive = [label for label, entry in row.items() if entry.left and label in self.allowed]
-            ranked = sorted(alive, key=lambda label: (row[label].rank, label))
-            affordable = [label for label in ranked if row[label].share <= limit * TOLERANCE]
-            cheapest = min(ranked, key=lambda label: row[label].share)
-            kept = {self.reference, *ranked[:count], *(affordable[:1] or [cheapest])}
-            for label, entry in row.items():
-                entry.left = entry.left and label in kept
-
     def cost(self, choice: Sequence[str]) -> float:
         """Return the time of a choice, as a share of all layers' time under softmax."""
         pairs = zip(self.rows.items(), choice, strict=True)
@@ -131,9 +90,9 @@ class Table:
         return min((label for label in row if label in self.allowed), key=lambda label: (row[label].rank, label))
 
     def everywhere(self) -> list[str]:
-        """Return the labels that may be chosen and were trained to the end in all layers; the reference comes first."""
+        """Return the labels that may be chosen and diverged in no layer; the reference comes first."""
         rows = self.rows.values()
-        full = [x for x in self.allowed if all(x in row and row[x].left and not row[x].diverged for row in rows)]
+        full = [x for x in self.allowed if all(x in row and not row[x].diverged for row in rows)]
         return sorted(full, key=lambda label: label != self.reference)
 
     def uniform(self) -> list[Choice]:
@@ -185,20 +144,6 @@ class Table:
                 f"({', '.join(dict.fromkeys(cheapest))}) takes {nearest:.4g} times softmax's time; the smallest "
                 f"possible is --budget cost={nearest * 1.0005 + 5e-5:.4f}, or give a longer --length"
             )
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data; layer numbers become strings, as in JSON."""
-        return {str(n): {label: asdict(entry) for label, entry in row.items()} for n, row in self.rows.items()}
-
-    def load(self, data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        """Load data in the format of `to_dict`."""
-        self.rows = {int(n): {label: Entry(**values) for label, values in row.items()} for n, row in data.items()}
-
-
-def rung_steps(steps: int, rungs: int) -> list[int]:
-    """Return the steps of each rung, twice as many as in the rung before, so that all rungs cost about the same."""
-    ends = [round(steps * (2 ** (n + 1) - 1) / (2**rungs - 1)) for n in range(rungs)]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 class Option(NamedTuple):

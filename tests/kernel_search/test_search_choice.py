@@ -1,4 +1,4 @@
-"""Choosing under limits, successive halving, budgets and candidates: no model is run."""
+"""Choosing under limits, budgets and candidates: no model is run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linearize.core.errors import ConfigError
 from linearize.kernel_search.candidates import parse_candidate, parse_candidates, windows_alone
 from linearize.kernel_search.config import SearchConfig, parse_budget
 from linearize.kernel_search.result import Point, SearchResult, reasons
-from linearize.kernel_search.table import Entry, Option, Table, choose, rung_steps
+from linearize.kernel_search.table import Entry, Option, Table, choose
 
 
 @pytest.mark.parametrize("softmax", [0, 1, 2])
@@ -41,31 +41,6 @@ def table():
     return Table(rows, {0: 0.5, 1: 0.5}, "c", ("a", "b", "d"))
 
 
-def test_halving_keeps_the_better_half_the_reference_and_what_can_be_paid():
-    found = table()
-    assert found.rungs == 2
-    found.rows[1]["a"].error = float("nan")
-    found.rows[1]["a"].diverged = True
-    found.limit = 0.06
-    found.halve(1)
-    assert [label for label, entry in found.rows[0].items() if entry.left] == ["a", "b", "c", "d"]
-    assert [label for label, entry in found.rows[1].items() if entry.left] == ["b", "c", "d"]
-    again = table()
-    again.halve(1)
-    assert [label for label, entry in again.rows[0].items() if entry.left] == ["a", "b", "c"] and again.left == 6
-
-
-def test_every_rung_has_half_the_candidates_of_the_last():
-    labels = tuple("abcdefgh")
-    found = Table({0: {x: Entry(0.1, n / 10) for n, x in enumerate(labels)}}, {0: 1.0}, "h", labels)
-    left = []
-    for rung in range(1, found.rungs):
-        found.halve(rung)
-        left.append("".join(x for x, entry in found.rows[0].items() if entry.left))
-    assert left == ["abcdh", "abh"]
-    assert [rung_steps(steps, 3) for steps in (7, 300)] == [[1, 2, 4], [43, 86, 171]]
-
-
 def test_costs_and_errors_of_a_choice():
     found = table()
     assert found.cost(("a", "softmax")) == pytest.approx(0.5 * 0.3 + 0.5)
@@ -75,9 +50,6 @@ def test_costs_and_errors_of_a_choice():
     assert [option.labels for option in first] == [("a",), ("b",), ("d",), ("softmax",)]
     assert [option.error for option in first] == pytest.approx([2 * 0.1**2, 2 * 0.2**2, 2 * 0.4**2, 0.0])
     assert second[2].error == pytest.approx(3 * 0.4**2) and second[2].cost == pytest.approx(0.5 * 0.05)
-    copy = table()
-    copy.load(found.to_dict())
-    assert copy.rows == found.rows
 
 
 def test_one_kernel_everywhere_within_the_limit_is_tried_too():

@@ -12,10 +12,10 @@ import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.core import registry
 from linearize.core.errors import ConfigError
-from linearize.core.events import Noted
+from linearize.core.events import Started
 from linearize.kernel_search import SearchConfig
 from linearize.kernel_search.costs import Cost
-from linearize.kernel_search.loop import SearchInterruptedError, search
+from linearize.kernel_search.loop import search
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import distill
 
@@ -37,12 +37,10 @@ def test_a_search_from_end_to_end(model, data):
     assert set(before) == set(model.state_dict()) and not linear_attentions(model)
     assert [p.requires_grad for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
     assert told == result.history and [one.step for one in told] == list(range(1, 13)) and result.steps == 12
-    assert told[0].candidates_left == 8 and told[-1].candidates_left < 8 and told[-1].best
-    assert sum("best so far" in event.text for event in events if isinstance(event, Noted)) == 2
-    # Every candidate learned, and those that stayed learned longer.
+    assert {one.candidates for one in told} == {8} and told[-1].loss < told[0].loss
+    assert "trying plans on the whole model" in [event.text for event in events if isinstance(event, Started)]
     for layer in result.layers:
-        steps = {label: one["steps"] for label, one in layer.tried.items()}
-        assert set(steps) == set(CANDIDATES) and set(steps.values()) == {4, 12}
+        assert set(layer.tried) == set(CANDIDATES) and all(0 < one["error"] < 1 for one in layer.tried.values())
         assert layer.error == layer.tried[layer.label]["error"] and layer.why and "\n" not in layer.why
     points = {point.name.split(",")[0]: point for point in result.points}
     plan = result.points[0]
@@ -117,10 +115,8 @@ def test_resumed_equals_uninterrupted_to_the_bit(stop_at, model, data, tmp_path)
             raise KeyboardInterrupt
 
     options = config(save_every=100, folder=str(tmp_path / "states"))
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt):
         search(model, data, options, on_step=stop)
-    # After the first rung there is a plan to keep.
-    assert isinstance(caught.value, SearchInterruptedError) == (stop_at > 4)
     again = search(model, data, dataclasses.replace(options, resume=True))
     assert again.plan == whole.plan and again.layers == whole.layers and again.points == whole.points
     for module, tensors in whole.kernels.items():
@@ -135,17 +131,6 @@ def test_a_resumed_search_has_the_costs_that_it_began_with(given_costs, model, d
     whole = search(model, data, options)
     given_costs["hedgehog"] = 0.9
     assert search(model, data, dataclasses.replace(options, resume=True)).points == whole.points
-
-
-@pytest.mark.usefixtures("given_costs")
-def test_ctrl_c_keeps_the_best_plan_so_far(model, data):
-    def stop(report):
-        if report.step == 7:
-            raise KeyboardInterrupt
-
-    with pytest.raises(SearchInterruptedError) as caught:
-        search(model, data, config(), on_step=stop)
-    assert len(caught.value.plan.converted) == 2 and set(caught.value.why) == {0, 1}
 
 
 @pytest.mark.usefixtures("given_costs")
@@ -228,5 +213,5 @@ def test_candidates_with_a_window_start_with_fitted_scales(monkeypatch):
     search(
         model, Fixed(batches(model)), config(candidates=("hedgehog", "hedgehog:window=4", "hedgehog:window=6"), steps=4)
     )
-    # In each of two layers, once; rungs after the first start from what was learned.
+    # In each of two layers, once.
     assert sorted(window for window, _ in fitted) == [4, 4, 6, 6]

@@ -29,7 +29,6 @@ def test_two_processes_find_the_plan_of_one(tmp_path):
     for mine, other in zip(first["layers"], one["layers"], strict=True):
         for label, tried in other["tried"].items():
             assert mine["tried"][label]["error"] == pytest.approx(tried["error"], abs=1e-5)
-            assert mine["tried"][label]["steps"] == tried["steps"]
     assert len(first["points"]) == len(one["points"])
     for mine, other in zip(first["points"], one["points"], strict=True):
         assert (mine["name"], mine["kernels"], mine["share"]) == (other["name"], other["kernels"], other["share"])

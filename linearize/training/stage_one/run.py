@@ -54,7 +54,7 @@ class Trainer(ABC):
 
     def __init__(self, accelerator: Accelerator, groups: list[dict[str, Any]], **options: Any) -> None:
         self.accelerator, self.interrupts = accelerator, Interrupts()
-        # A rung of the search may have nothing left to train.
+        # A search may have nothing to train.
         self.optimizer = torch.optim.AdamW(groups or [{"params": []}], **options)
 
     @abstractmethod
