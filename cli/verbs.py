@@ -7,7 +7,7 @@ import inspect
 import linearize.cli.verbs_train  # noqa: F401 - its verbs come first
 from linearize.cli._options import Argument, Parser, Verb, add_options, argument, repeated, switch
 from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
-from linearize.jobs.config import DemoJob, ExportJob, InitJob
+from linearize.jobs.config import DemoJob, EmbedJob, ExportJob, InitJob
 
 FORMATS = ("table", "md", "json")
 SHELLS = ("bash", "zsh", "fish")
@@ -159,6 +159,27 @@ class Export(Verb):
     summary = "write a converted checkpoint as ONNX, checked in onnxruntime"
     module = "checkpoints"
     job = ExportJob
+
+
+class Embed(Verb):
+    """Embed documents with a converted sentence embedder: one vector each and, in the same pass, one per span.
+
+    examples:
+      linearize embed ./minilm-long --dataset docs.jsonl --spans 256 --output vectors.parquet
+      linearize embed ./minilm-long --dataset docs.jsonl --spans 256 --output vectors.parquet --resume
+      linearize embed ./minilm-long --dataset papers.parquet --text-column body --output vectors.npy
+
+    Every document is one row, however long, so the tokens of a span have read the whole document ("late chunking").
+    The vector of a document equals SentenceTransformer.encode; that of a span pools only the span's tokens, then
+    passes the embedder's other modules (normalisation, dense layers).
+
+    Both formats have the same columns: document (number of its row), span (-1: the document as a whole), start and end
+    (characters of the text), tokens, vector. A .npy file is one structured array.
+    """
+
+    summary = "embed documents and their spans with a converted embedder"
+    job = EmbedJob
+    flags = ("--no-native", "--json")
 
 
 class Push(Verb):

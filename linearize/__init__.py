@@ -23,6 +23,7 @@ _PUBLIC = {
     "apply": "linearize.conversion.plan",
     "convert": "linearize.conversion.plan",
     "distill": "linearize.training.stage_one.loop",
+    "embed": "linearize.jobs.embed",
     "kernel_info": "linearize.core.registry",
     "kernel_infos": "linearize.core.registry",
     "plan": "linearize.conversion.plan",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from linearize.core.registry import kernel_info as kernel_info
     from linearize.core.registry import kernel_infos as kernel_infos
     from linearize.core.registry import register_kernel as register_kernel
+    from linearize.jobs.embed import embed as embed
     from linearize.kernel_search.loop import search as search
     from linearize.modeling.plan import Plan as Plan
     from linearize.training.alignment.loop import align as align

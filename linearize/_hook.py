@@ -1,7 +1,7 @@
-"""Register with transformers once its Auto classes are used.
+"""Register with transformers once its Auto classes or its models are used.
 
-`import linearize` must be quick, but `AutoModel.from_pretrained` must know converted checkpoints afterwards. So an
-entry is added to transformers' config registry after the import of that registry.
+`import linearize` must be quick, but `from_pretrained` must know converted checkpoints afterwards. So an entry is added
+to transformers' config registry after the import of that registry, and loading is extended after the import of models.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from linearize.modeling.late import when_imported
 
 TARGET = "transformers.models.auto.configuration_auto"
+MODELS = "transformers.modeling_utils"
 
 
 def _register() -> None:
@@ -17,6 +18,13 @@ def _register() -> None:
     register()
 
 
+def _guard_models() -> None:
+    from linearize.modeling.auto import guard_models
+
+    guard_models()
+
+
 def install() -> None:
-    """Register now if the Auto classes are already loaded, otherwise when they are loaded."""
+    """Register now if the Auto classes and models are already loaded, otherwise when they are loaded."""
     when_imported(TARGET, _register)
+    when_imported(MODELS, _guard_models)

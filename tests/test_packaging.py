@@ -84,9 +84,11 @@ def test_the_table_of_extras_is_that_of_the_project():
         name = DISTRIBUTION.get(package, package)
         assert name in names(extras[extra]) and name not in names(found["dependencies"])
     known = {DISTRIBUTION.get(package, package) for package in EXTRAS}
-    optional = set().union(*(names(extras[extra]) for extra in ("train", "report", "vision", "export", "gguf")))
+    optional = set().union(
+        *(names(extras[extra]) for extra in ("train", "report", "vision", "embed", "export", "gguf"))
+    )
     assert {name for name in optional if not name.startswith("linearize[")} == known
-    assert extras["all"] == ["linearize[export,gguf,report,train,vision]"]
+    assert extras["all"] == ["linearize[embed,export,gguf,report,train,vision]"]
 
 
 def test_the_plain_install_loads_runs_and_saves(tmp_path):

@@ -170,6 +170,26 @@ def claim(target: Name, *, overwrite: bool = False, sources: Iterable[Name | Non
                 parent.rmdir()
 
 
+@contextlib.contextmanager
+def claim_file(target: Path) -> Iterator[Path]:
+    """Lock an output file for this process while the block runs, and remove leftovers of a killed one.
+
+    Yields:
+        A temporary name beside it, for the block to fill and to rename; what has this name afterwards is removed.
+
+    Raises:
+        CheckpointError: if another process writes to it.
+    """
+    path = target.absolute()
+    with _locked(path, str(target)):
+        _clear_leftovers(path)
+        beside = spare_name(path)
+        try:
+            yield beside
+        finally:
+            _remove(beside)
+
+
 def clear_leftovers(target: Name) -> None:
     """Remove the leftovers of killed processes next to a complete output and inside it, including locks.
 

@@ -203,7 +203,7 @@ def check_file(path: str, option: str, endings: tuple[str, ...], *, overwrite: b
         ConfigError: if it has another ending, its folder does not exist, or it exists and `overwrite` is false.
     """
     if not path.lower().endswith(endings):
-        raise ConfigError(f"{option}: got {path!r}, expected the name of a {endings[0]} file")
+        raise ConfigError(f"{option}: got {path!r}, expected the name of a {' or '.join(endings)} file")
     file = Path(path)
     try:
         if not file.absolute().parent.is_dir() or file.is_dir():

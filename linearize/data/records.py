@@ -71,6 +71,9 @@ class TableRecords(Records):
     Args:
         table: A table from `linearize.data.columns.uniform`.
         names: Names of the classes, if the labels are classes.
+
+    Attributes:
+        rows: Numbers [N] of the usable rows in the table.
     """
 
     def __init__(self, table: Dataset, names: tuple[str, ...] | None = None) -> None:
@@ -94,7 +97,8 @@ class TableRecords(Records):
                 good &= known.to_numpy()
             parts.append((good, sizes))
         usable, sizes = map(np.concatenate, zip(*parts, strict=True))
-        self.table = table if usable.all() else table.select(np.flatnonzero(usable))
+        self.rows = np.flatnonzero(usable)
+        self.table = table if usable.all() else table.select(self.rows)
         self.sizes, self.skipped, self.names = sizes[usable], int((~usable).sum()), names
         self.lists = isinstance(table.features.get("label"), List | LargeList)
 

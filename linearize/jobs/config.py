@@ -1,4 +1,4 @@
-"""The options of the jobs that train kernels, and of `init`, `export` and `demo`.
+"""The options of the jobs that train kernels, and of `init`, `export`, `embed` and `demo`.
 
 The command line builds its help from them, so importing this module loads nothing heavy.
 """
@@ -423,6 +423,28 @@ class ExportJob(Job):
     last_logits: bool = option(False, "for causal models: only the logits of a prompt's last token")
     onnxruntime_op: bool = option(False, "compute steps by onnxruntime's LinearAttention, which other programs lack")
     overwrite: bool = option(False, OVERWRITE)
+
+
+@dataclass(frozen=True)
+class EmbedJob(Job):
+    """Options of `embed`."""
+
+    model: str = option(help="converted sentence embedder: folder or Hub name", positional=True, metavar="DIR")
+    dataset: str = option(help="documents: Hub data set, local file or folder", metavar="NAME_OR_PATH")
+    data: DataConfig = section(DataConfig, only=("split", "text_column"), shown={"text_column": "found"})
+    spans: int | None = option(None, "also one vector per span of N tokens, from the same pass", low=1)
+    prompt: str | None = option(
+        None, "name of the embedder's prompt to put before each document; by default the one it uses by default"
+    )
+    batch_tokens: int = option(16_384, "tokens per batch, with padding; as many documents as fit, at least one", low=1)
+    output: str | None = option(None, "output file, .parquet or .npy (<model>-vectors.parquet)", metavar="FILE")
+    overwrite: bool = option(False, "replace the output, if `embed` wrote it")
+    resume: bool = option(False, "continue an interrupted run of the same output")
+    device: str = option("auto", DEVICES, metavar="D")
+
+    def target(self) -> Path:
+        """Return the output file: the one given, or `<model>-vectors.parquet`."""
+        return Path(self.output or f"{Path(self.model).name}-vectors.parquet")
 
 
 @dataclass(frozen=True)

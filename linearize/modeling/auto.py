@@ -19,17 +19,66 @@ def register() -> None:
     """Register the model type `linearize`; an architecture is registered when its first checkpoint is loaded."""
     AutoConfig.register(MODEL_TYPE, LinearizeConfig, exist_ok=True)
     on_config_class(register_architecture)
-    PreTrainedConfig.from_dict = classmethod(_from_dict)  # type: ignore[assignment]
+    guard_configs()
 
 
 _READ: Any = vars(PreTrainedConfig)["from_dict"].__func__
 
 
+class _ConvertedError(CheckpointError):
+    """A class of transformers reads the config of a converted checkpoint."""
+
+
+@functools.cache
+def guard_configs() -> None:
+    """Let no class of transformers read the config of a converted checkpoint as its own."""
+    PreTrainedConfig.from_dict = classmethod(_from_dict)  # type: ignore[assignment]
+
+
+@functools.cache
+def guard_models() -> None:
+    """Let a class of transformers load its converted counterpart.
+
+    Many look the class up in `config.architectures`: sentence-transformers with our config, `transformers serve`
+    without one.
+    """
+    from transformers.modeling_utils import PreTrainedModel
+
+    load: Any = vars(PreTrainedModel)["from_pretrained"].__func__
+
+    @functools.wraps(load)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config")
+        if config is None:
+            try:
+                return load(cls, *args, **kwargs)
+            except _ConvertedError:
+                options = {key: kwargs[key] for key in _READING if key in kwargs}
+                name = args[0] if args else kwargs["pretrained_model_name_or_path"]
+                config = AutoConfig.from_pretrained(name, **options)
+        from linearize.modeling.model import LinearizedModel, model_class
+
+        if not isinstance(config, LinearizeConfig) or issubclass(cls, LinearizedModel):
+            return load(cls, *args, **kwargs)
+        if cls.config_class is None or not isinstance(config, cls.config_class):
+            raise CheckpointError(
+                f"{cls.__name__}: got the {type(config).__name__} of a converted model, expected a config of this "
+                "class; load it with an Auto class, such as AutoModel"
+            )
+        return model_class(cls, type(config)).from_pretrained(*args, **kwargs | {"config": config})
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]
+
+
+_READING = ("trust_remote_code", "revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download")
+"""Arguments of `from_pretrained` that say where a config is and whether its code may run."""
+
+
 def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
     """Read a config as transformers does, but refuse to read a converted model's config as the original's.
 
-    Otherwise `BertForMaskedLM.from_pretrained(folder)` would run a converted BERT as softmax. `GUARD` also prevents
-    this, but with a less helpful error, and older checkpoints do not have it.
+    Otherwise a model of the original's class would run a converted checkpoint as softmax. `GUARD` also prevents this,
+    but with a less helpful error, and older checkpoints do not have it.
 
     Raises:
         CheckpointError: if a transformers class reads the config of a converted checkpoint.
@@ -37,7 +86,7 @@ def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwarg
     written = config_dict.get("model_type") == MODEL_TYPE or isinstance(config_dict.get(MODEL_TYPE), dict)
     # Ask for the field, because the code saved with a checkpoint has another LinearizeConfig.
     if written and not hasattr(cls, MODEL_TYPE):
-        raise CheckpointError(
+        raise _ConvertedError(
             f"{cls.__name__}: got the config of a checkpoint with linear attention, which this class would run as "
             "softmax; load it with an Auto class, such as AutoModel or AutoModelForMaskedLM"
         )
@@ -46,6 +95,9 @@ def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwarg
 
 def register_architecture(config: type[LinearizeConfig], base: type[PreTrainedConfig]) -> None:
     """Register `config`, the config class of converted models of `base`, in every table that knows `base`."""
+    # linearize's hook did this, but not where only the code saved with a checkpoint runs.
+    guard_configs()
+    guard_models()
     from transformers import PreTrainedModel
     from transformers.models.auto.auto_factory import _LazyAutoMapping
 

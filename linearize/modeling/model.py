@@ -216,31 +216,6 @@ def saved_class(config: Any) -> type[PreTrainedModel] | None:
     return model_class(base, type(config)) if known else None  # type: ignore[arg-type]
 
 
-_LOAD: Any = vars(PreTrainedModel)["from_pretrained"].__func__
-
-
-@functools.wraps(_LOAD)
-def _load(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-    """Load as transformers does; with the config of a converted model, a class of transformers loads its counterpart.
-
-    sentence-transformers looks the class up in `config.architectures`, and would run the checkpoint as softmax.
-
-    Raises:
-        CheckpointError: if the config belongs to another class.
-    """
-    config: Any = kwargs.get("config")
-    if not isinstance(config, LinearizeConfig) or issubclass(cls, LinearizedModel):
-        return _LOAD(cls, *args, **kwargs)
-    if cls.config_class is None or not isinstance(config, cls.config_class):
-        raise CheckpointError(
-            f"{cls.__name__}: got the {type(config).__name__} of a converted model, expected a config of this class; "
-            "load it with an Auto class, such as AutoModel"
-        )
-    return model_class(cls, type(config)).from_pretrained(*args, **kwargs)
-
-
-PreTrainedModel.from_pretrained = classmethod(_load)  # type: ignore[assignment, method-assign]
-
 _INIT = PreTrainedModel.__init__
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.checkpoints import make_original, make_text, texts
+from support.checkpoints import make_embedder, make_original, make_text, texts
 
 from linearize.cli import main
 from linearize.cli.main import VERBS, build_parser
@@ -36,6 +36,10 @@ CASES = {
     "results": ("runs/made", {"title", "rows", "columns"}),
     "kernels": ("", {"name", "formula", "arguments", "quality", "speed", "choose"}),
     "inspect": ("linear", {"converted", "plan", "provenance"}),
+    "embed": (
+        "embedder --dataset texts.jsonl --spans 8 --output vectors.npy --device cpu",
+        {"output", "documents", "spans", "size", "tokens", "cut"},
+    ),
     "export": ("linear --output i", {"output", "graphs", "checked"}),
     "push": ("linear alice/linear", {"url"}),
     "report": (f"linear {LOOK} --output e", {"checkpoint", "fidelity", "left_out"}),
@@ -67,6 +71,7 @@ def place(tmp_path_factory):
     make_original(root / "classifier", head="AutoModelForSequenceClassification")
     for name in ("linear", "linear2"):
         make_text(root / name)
+    make_embedder(root / "embedder")
     config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
     (root / "config.json").write_text(json.dumps(config))
     (root / "recipe.yaml").write_text(RECIPE)

@@ -196,7 +196,7 @@ def test_a_resumed_conversion_may_write_its_plan_again(place, capsys, monkeypatc
             "the smallest possible is --budget cost=0.1",
         ),
         ("search bert --budget price=1", "unknown budget 'price'"),
-        ("search bert --plan-out plan.txt", "expected the name of a .yaml file"),
+        ("search bert --plan-out plan.txt", "expected the name of a .yaml or .yml file"),
         (
             "search bert --plan-out nowhere/plan.yaml",
             "error: --plan-out: got 'nowhere/plan.yaml', expected a file in an ex",

@@ -20,6 +20,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.mixer import IMPLEMENTATION
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.config import GUARD
+from linearize.modeling.model import LinearizedModel
 from linearize.modeling.weights import check_loaded
 from linearize.training.stage_one.run import fade_beyond
 
@@ -107,17 +108,31 @@ def test_save_and_load_through_auto_class(name, head, tmp_path):
         ("clip", "AutoModel", "CLIPModel"),
     ],
 )
-def test_a_class_of_transformers_refuses_it(name, head, stock, guarded, tmp_path):
-    """Checkpoints from before the guard in config.json are refused where linearize is imported."""
+def test_a_class_of_transformers_loads_ours(name, head, stock, guarded, tmp_path):
+    """As `transformers serve` does, which gives no config. It never runs softmax, with the guard in config.json or,
+    in older checkpoints, without it; the config's own class still refuses the file."""
     linearize.save(converted(name, head), tmp_path / "out")
     file = tmp_path / "out" / "config.json"
     if not guarded:
         text = file.read_text()
         assert text.count(GUARD) == (2 if name == "clip" else 1)
         file.write_text(re.sub(f'"([^"]*){re.escape(GUARD)}"', r"\1", text))
+    kind = getattr(transformers, stock)
+    loaded, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    expected = getattr(transformers, head).from_pretrained(tmp_path / "out")
+    assert isinstance(loaded, kind) and isinstance(loaded, LinearizedModel) and not report["missing_keys"]
+    same = loaded.base_model.state_dict()
+    # The body of a model with a head may lack a part, such as a pooler.
+    assert all(
+        torch.equal(value, same[name]) for name, value in expected.base_model.state_dict().items() if name in same
+    )
+    assert len(linear_attentions(loaded)) == len(linear_attentions(expected)) > 0
     with pytest.raises(CheckpointError, match="which this class would run as softmax; load it with an Auto class"):
-        getattr(transformers, stock).from_pretrained(tmp_path / "out")
-    assert linear_attentions(getattr(transformers, head).from_pretrained(tmp_path / "out"))
+        kind.config_class.from_pretrained(tmp_path / "out")
+    with pytest.raises(
+        CheckpointError, match=r"ElectraModel: got the .* of a converted model, expected a config of this"
+    ):
+        transformers.ElectraModel.from_pretrained(tmp_path / "out")
 
 
 def test_a_class_of_a_part_refuses_it(tmp_path):

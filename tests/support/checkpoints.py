@@ -64,6 +64,28 @@ def make_text(folder, name="bert", kernel="hedgehog", head="AutoModel", provenan
     return folder
 
 
+EMBEDDER = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+]
+"""The modules of a sentence embedder."""
+
+
+def make_embedder(folder, name="bert", mode="mean", prompts=None, include=True, normalize=True, **options):
+    """A converted folder with the files of sentence-transformers, which reads 60 tokens."""
+    make_text(folder, name=name, **options)
+    width = json.loads((folder / "config.json").read_text()).get("hidden_size") or 32
+    pool = {"word_embedding_dimension": width, "pooling_mode": mode, "include_prompt": include}
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pool))
+    (folder / "modules.json").write_text(json.dumps(EMBEDDER if normalize else EMBEDDER[:2]))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 60, "do_lower_case": False}))
+    own = {"prompts": prompts or {}, "default_prompt_name": next(iter(prompts or {}), None)}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(own))
+    return folder
+
+
 def make_image(folder, kernel="hedgehog"):
     model = converted("vit", "AutoModelForImageClassification", kernel=kernel)
     linearize.save(model, folder, processor=ViTImageProcessor(size={"height": 30, "width": 30}))

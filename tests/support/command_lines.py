@@ -15,6 +15,7 @@ from support.forks import settle
 from support.pictures import cheap_pictures
 
 VERBS = ("convert", "distill", "align", "finetune", "init", "report", "compare", "run")
+"""Verbs that write a folder; `embed` writes a file (tests/jobs/test_embed.py)."""
 
 
 def make_models(root: Path) -> Path:

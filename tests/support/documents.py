@@ -73,7 +73,7 @@ QUICK = {
     "longdoc": "--device cpu --max-length 80 --distill-steps 1 --align-steps 1 --steps 1 --batch-size 8 --no-memory",
     "finetune": f"{TASK} --epochs 1", "evaluate": TASK, "init": "", "run": "",
     "recipes": "", "completion": "", "results": "", "kernels": "", "inspect": "", "push": "",
-    "report": LOOK, "compare": LOOK, "export": "",
+    "report": LOOK, "compare": LOOK, "export": "", "embed": "--device cpu",
     "demo": "--steps 2 --tokens 600", "native": "",
     "bench": "--device cpu --lengths 16,32 --heads 2 --head-dim 8 --repeats 1 --no-memory",
 }  # fmt: skip
