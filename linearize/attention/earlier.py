@@ -2,7 +2,8 @@
 
 A sum cannot forget a token, or take in one that was padding. So each state remembers what was padding, and a later mask
 must say the same. Another one is followed if the state can be computed again from the tokens that it holds: all of them
-in the window, the sinks and the exact keys, in a block, in heads that keep softmax, or recorded for a crop.
+in the window, the sinks and the exact keys, in a block, in heads that keep softmax, with routed blocks, or recorded
+for a crop.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def held_tokens(state: State, key_heads: int, mask: Tensor) -> Recorded | None:
     """Return keys and values of all the tokens of a mask [B, T] in their order; None unless the state holds each."""
     if "softmax_k" in state and state["softmax_k"].shape[1] == key_heads:
         parts = [(state["softmax_k"], state["softmax_v"], state["softmax_mask"])]
+    elif "all_k" in state:
+        k = state["all_k"]
+        parts = [(k, state["all_v"], torch.arange(k.shape[2], device=k.device) < state["tokens"][:, None])]
     elif "block_k" in state:
         k = state["block_k"]
         parts = [(k, state["block_v"], torch.arange(k.shape[2], device=k.device) < state["filled"][:, None])]

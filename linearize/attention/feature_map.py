@@ -13,7 +13,7 @@ from linearize.attention.hybrid import LogScale, Scales, SoftmaxHeads, fade
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import engine
 from linearize.attention.native.gradient import MappedTokens
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
 from linearize.kernels.base import MAP_WEIGHTS, FeatureMap, Features, Inputs
@@ -29,8 +29,8 @@ class FeatureMapMixer(Mixer):
 
     The keys' map has one set of parameters per key/value head. Queries use the same map (each query head uses that of
     its group), or a separate one per query head if the kernel's argument `tied` is false. With a window, near tokens
-    get softmax weights instead, with the same denominator, and so do sinks and exact keys; `linearize.ops.window` has
-    the formula.
+    get softmax weights instead, with the same denominator, and so do sinks, exact keys and routed blocks;
+    `linearize.ops.window` has the formula.
 
     Attributes:
         hybrid: the layer's additions to the kernel.
@@ -245,7 +245,9 @@ class FeatureMapMixer(Mixer):
         """Return the window in the form that the ops expect; None without a window."""
         if self.window is None:
             return None
-        return Window(self.window, scaling, self.shape.causal, self.eps, self.hybrid.sinks, self.hybrid.exact_keys)
+        hybrid = self.hybrid
+        kept = hybrid.sinks, hybrid.exact_keys, *hybrid.blocks
+        return Window(self.window, scaling, self.shape.causal, self.eps, *kept)
 
     def apply_output(self, mixed: Tensor) -> Tensor:
         """Apply the kernel's output to the weighted sum of the values [B, H, T, V]; heads that keep softmax have none.
@@ -277,7 +279,7 @@ class FeatureMapMixer(Mixer):
         rows: Tensor | None = None,
     ) -> Tensor:
         """Return the weights as `Mixer.weights` does."""
-        check_parts(self.hybrid, NEAR | SCALED | HEADS, "weights")
+        check_parts(self.hybrid, NEAR | ROUTED | SCALED | HEADS, "weights")
         queries, keys = self.mapped(q, k, scaling=scaling, key_padding_mask=key_padding_mask, rows=rows)
         window = self.form(scaling)
         if window is not None:

@@ -16,7 +16,7 @@ from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.earlier import mask_earlier
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, Hybrid
 from linearize.ops.state import is_tracing, real_tokens
@@ -85,11 +85,13 @@ class LinearAttention(nn.Module):
             self._handed.pop(_thread(is_tracing()), None)
 
     def _breaks_graph(self) -> bool:
-        """Tell whether torch.compile must leave this layer out: the contest for exact keys cannot be traced.
+        """Tell whether torch.compile must leave this layer out: it cannot trace the choice of exact keys or blocks.
 
         Half a layer would be worse: a state handed over while tracing is not found by a forward that is not traced.
         """
-        return torch.compiler.is_dynamo_compiling() and self.shape.causal and self.hybrid.exact_keys > 0
+        if not torch.compiler.is_dynamo_compiling():
+            return False
+        return bool(self.hybrid.routed_blocks) or (self.shape.causal and self.hybrid.exact_keys > 0)
 
     def tokens_before(self, new: int) -> int:
         """Return how many tokens before its `new` ones the state for the next call has seen."""
@@ -153,7 +155,7 @@ class LinearAttention(nn.Module):
         return out
 
     def _fold(self, scaling: float, state: MixerState | None, tokens: Recorded) -> MixerState:
-        check_parts(self.hybrid, NEAR | SCALED | HEADS, "a state that is computed again")
+        check_parts(self.hybrid, NEAR | ROUTED | SCALED | HEADS, "a state that is computed again")
         q = tokens.k.new_zeros(tokens.k.shape[0], self.shape.heads, tokens.length, self.shape.head_dim)
         state = mapped(state, torch.clone)
         after: MixerState = self.mixer(AttentionCall(q, tokens.k, tokens.v, scaling, tokens.mask, None, state, True))[1]

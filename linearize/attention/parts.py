@@ -7,6 +7,7 @@ it handles: as one of the sets below, or one by one. A layer with another part i
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -108,6 +109,31 @@ class ExactKeys(Sinks):
         )
 
 
+class RoutedBlocks(Part):
+    """Softmax for the blocks of keys outside the window that each query looks up (`linearize.ops.routed`)."""
+
+    name, words = "routed_blocks", "routed blocks"
+
+    def wrong(self, hybrid: Hybrid) -> str:
+        """Refuse anything but K or "K:B", and blocks without a window or larger than it."""
+        given = hybrid.routed_blocks
+        if given == "":
+            return ""
+        written = type(given) in (int, str) and re.fullmatch(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?", str(given), re.ASCII)
+        if not written:
+            return f"routed-blocks: got {given!r}, expected a number of blocks, 1 or more, or blocks:keys such as 16:8"
+        if hybrid.window is None:
+            return f"routed-blocks: got {given} without a window, expected both; add one, such as window=64"
+        if hybrid.blocks[1] > hybrid.window:
+            return (
+                f"routed-blocks: got blocks of {hybrid.blocks[1]} keys with a window of {hybrid.window}, expected at "
+                "most as many keys as the window has; choose smaller blocks or a wider window"
+            )
+        if hybrid.exact_keys:
+            return f"routed-blocks: got {given} together with exact keys, expected one of the two; leave one out"
+        return ""
+
+
 class LogScales(Part):
     """Learned log-scales of queries and keys (`linearize.attention.hybrid`)."""
 
@@ -155,11 +181,13 @@ class Fading(Part):
         )
 
 
-PARTS: tuple[Part, ...] = (Window(), Sinks(), ExactKeys(), LogScales(), SoftmaxHeads(), Fading())
+PARTS: tuple[Part, ...] = (Window(), Sinks(), ExactKeys(), LogScales(), SoftmaxHeads(), Fading(), RoutedBlocks())
 """All parts, in the order of the fields of `Hybrid`."""
 
 NEAR = frozenset({"window", "sinks", "exact_keys"})
 """The window and the parts that need one: they take keys from the kernel and give them softmax weights."""
+ROUTED = frozenset({"routed_blocks"})
+"""Needs a window as well, and takes keys from the kernel that depend on the query; its state grows with the text."""
 SCALED = frozenset({"scale", "trained_length"})
 """The parts that only multiply the kernel's weights."""
 HEADS = frozenset({"softmax_heads"})
@@ -239,8 +267,11 @@ def default_scale(info: KernelInfo, config: Any, window: object) -> str:
 
 def exact_tokens(hybrid: Hybrid, causal: bool) -> int:
     """Return how many tokens the longest row has in which every key gets its softmax weight."""
-    check_parts(hybrid, NEAR | SCALED | HEADS, "exact rows")
-    width, chosen = hybrid.window or 0, hybrid.sinks + hybrid.exact_keys
+    check_parts(hybrid, NEAR | ROUTED | SCALED | HEADS, "exact rows")
+    width, chosen, (blocks, size) = hybrid.window or 0, hybrid.sinks + hybrid.exact_keys, hybrid.blocks
+    if blocks:
+        # Blocks of sinks alone are never chosen.
+        chosen = max(chosen, (blocks + hybrid.sinks // size) * size)
     # In causal layers, exact keys are chosen among the keys that left the window. In other layers, they are chosen
     # among all keys, and only half of the window lies ahead of a query.
     return width + chosen if causal else max(width // 2 + 1, chosen)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from linearize.core.options import option, parse_pairs
-from linearize.core.registry import SCALES
+from linearize.core.registry import BLOCK_SIZE, SCALES
 
 
 def kernel_args(group: str | None = None) -> Any:
@@ -27,6 +27,8 @@ class Additions:
             learned scale (see `linearize.ops.window_causal`).
         scale: learned log-scales of queries and keys: "none", "linear" or "network"; None means linear with a window
             and "none" without (see `linearize.attention.hybrid`).
+        routed_blocks: blocks of keys outside the window that each query looks up and that also get softmax weights: K,
+            or "K:B" for blocks of B keys (see `linearize.ops.routed`).
     """
 
     window: int | None = option(None, "softmax inside a window of W tokens, the kernel outside it", metavar="W")
@@ -42,6 +44,12 @@ class Additions:
         "learned log-scales of queries and keys: none, linear or network; by default linear with a window",
         metavar="KIND",
         choices=SCALES,
+    )
+    routed_blocks: str | int = option(
+        "",
+        f"softmax for K blocks of B keys (by default {BLOCK_SIZE}) outside the window as well: those whose mean key "
+        "fits the query best; all keys stay in memory",
+        metavar="K[:B]",
     )
 
     @property

@@ -135,6 +135,10 @@ SCALES = ("none", "linear", "network")
 """Kinds of learned log-scales (`linearize.attention.hybrid`)."""
 
 
+BLOCK_SIZE = 8
+"""Keys of a routed block by default: smaller blocks find more with as many keys (docs/benchmarks/routed.md)."""
+
+
 @dataclass(frozen=True)
 class Hybrid:
     """Additions to a layer's kernel: softmax for some keys and heads, and learned scales.
@@ -147,6 +151,8 @@ class Hybrid:
         softmax_heads: query heads that keep softmax attention.
         trained_length: longest row, in tokens, that a causal hybrid was trained on. Beyond it the linear part fades
             (`linearize.attention.hybrid.fade`); None: it never fades.
+        routed_blocks: blocks of keys outside the window that each query looks up and that get softmax weights
+            (`linearize.ops.routed`): K, or "K:B" for blocks of B keys instead of `BLOCK_SIZE`.
     """
 
     window: int | None = None
@@ -155,6 +161,7 @@ class Hybrid:
     scale: str = "none"
     softmax_heads: tuple[int, ...] = ()
     trained_length: int | None = None
+    routed_blocks: str | int = ""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
@@ -177,6 +184,12 @@ class Hybrid:
             if value != one.default:
                 values[one.name] = list(value) if isinstance(one.default, tuple) else value
         return values
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The number of routed blocks per query, and the keys per block."""
+        count, _, size = str(self.routed_blocks).partition(":")
+        return int(count or 0), int(size or BLOCK_SIZE)
 
 
 def _number(value: Any) -> Any:

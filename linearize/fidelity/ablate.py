@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts, without
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts, without
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.core.figures import span, with_interval
 from linearize.core.registry import Hybrid
@@ -21,9 +21,9 @@ from linearize.fidelity.teacher import Batch, exact_states, within_limit
 from linearize.kernels.base import FeatureMap, Features, MapSpec
 from linearize.kernels.none import nothing
 
-PARTS = ("kernel", "window", "exact-keys", "attention")
-"""Parts that can be removed: the kernel (keeping the window), the window with its sinks and exact keys (keeping the
-kernel), the exact keys, or the whole attention (converted layers return zeros)."""
+PARTS = ("kernel", "window", "exact-keys", "routed", "attention")
+"""Parts that can be removed: the kernel (keeping the window), the window with its sinks, exact keys and routed blocks
+(keeping the kernel), the exact keys, the routed blocks, or the whole attention (converted layers return zeros)."""
 RESAMPLES = 10_000
 
 
@@ -72,10 +72,11 @@ def ablated(model: PreTrainedModel, part: str) -> Iterator[PreTrainedModel]:
         raise unknown_name("part to remove", part, PARTS)
     layers = linear_attentions(model).values()
     for layer in layers:
-        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "ablate")
+        check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "ablate")
     with undone(map(_REMOVE[part], layers)) as found:
         if not found:
             have = {"kernel": "a window next to its kernel", "window": "a window", "exact-keys": "exact keys"}
+            have |= {"routed": "routed blocks"}
             raise ConfigError(
                 f"ablate: got {part!r}, but no layer of this model has {have.get(part, 'a kernel')}; leave it out"
             )
@@ -119,10 +120,13 @@ def changed(layer: LinearAttention, hybrid: Hybrid) -> Callable[[], None]:
 
 _REMOVE: Mapping[str, Callable[[LinearAttention], Callable[[], None] | None]] = {
     "kernel": without_kernel,
-    "window": lambda layer: changed(layer, without(layer.hybrid, NEAR)) if _has_kernel_and_window(layer) else None,
+    "window": lambda layer: (
+        changed(layer, without(layer.hybrid, NEAR | ROUTED)) if _has_kernel_and_window(layer) else None
+    ),
     "exact-keys": lambda layer: (
         changed(layer, without(layer.hybrid, ["exact_keys"])) if "exact_keys" in layer.hybrid.changed else None
     ),
+    "routed": lambda layer: changed(layer, without(layer.hybrid, ROUTED)) if layer.hybrid.routed_blocks else None,
     "attention": lambda layer: layer.register_forward_hook(lambda *call: torch.zeros_like(call[-1])).remove,
 }
 """How to remove each part from a layer; returns a function that restores it, or None if the layer lacks the part."""

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.attention.layer import LinearAttention, Mask
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Callback, Started, ignore
@@ -111,7 +111,7 @@ def head_shares(
     """
     layers = linear_attentions(model.base_model)
     for layer in layers.values():
-        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "keep-softmax-heads")
+        check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "keep-softmax-heads")
     device = next(model.parameters()).device
     shares = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
     names = {id(layer): name for name, layer in layers.items()}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts, taken_heads
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts, taken_heads
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError
 from linearize.core.figures import check_finite
@@ -244,7 +244,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
     """
     layers = linear_attentions(model)
     for layer in layers.values():
-        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "fidelity")
+        check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "fidelity")
     sums = {name: _Sums(layer.shape.heads) for name, layer in layers.items()}
 
     def visit(
@@ -280,8 +280,8 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
     window = mixer.form(scaling) if teacher.has_rows(layer) else None
     kept, key_heads = sorted(taken_heads(layer.hybrid)), k.shape[1]
     queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
-    # In `far_mass`, exact keys count as far.
-    near = None if window is None else NearKeys(replace(window, exact_keys=0), k[..., 0])
+    # In `far_mass`, exact keys and routed blocks count as far.
+    near = None if window is None else NearKeys(replace(window, exact_keys=0, blocks=0), k[..., 0])
     for rows in teacher.all_rows(q, layer.shape.causal):
         scores = teacher.score_rows(queries, k, rows, scaling)
         t, w = scores.softmax(dim=-1), weights(rows, scores)
@@ -323,10 +323,10 @@ def _weight_rows(
 def _hybrid_rows(queries: Mapped, keys: Mapped, window: Window) -> Callable[[teacher.Rows, Tensor], Tensor]:
     """Return what `_weight_rows` does, for a positive kernel with a window, as defined in `linearize.ops.window`."""
     query_scale, key_scale, key_heads = queries.scale(), keys.scale(), keys.x.shape[1]
-    near_keys = NearKeys(window, key_scale)
+    near_keys, grouped = NearKeys(window, key_scale, keys.x), group_queries(queries.x, key_heads)
 
     def rows_of(rows: teacher.Rows, scores: Tensor) -> Tensor:
-        near = near_keys.rows(rows.places, rows.seen)
+        near = near_keys.rows(rows.places, rows.seen, grouped[:, :, :, rows.part].flatten(0, 1))
         near = near.unflatten(0, (-1, key_heads)) if near.ndim == 4 else near
         phi_q, phi_k = queries.phi[:, :, rows.part].float(), keys.phi[:, :, None, : rows.seen].float()
         factors = group_queries(phi_q, key_heads) @ phi_k.mT

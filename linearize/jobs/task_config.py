@@ -136,7 +136,7 @@ class EvaluateJob(Job):
     ablate: tuple[str, ...] = option(
         (),
         "also measure the model without a part of its attention, to show the benefit of that part: kernel, window, "
-        "exact-keys or attention; or several, as in kernel,window",
+        "exact-keys, routed or attention; or several, as in kernel,window",
         metavar="PART",
         parse=parse_names,
     )

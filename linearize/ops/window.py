@@ -7,11 +7,12 @@ The unnormalised weight of key j for query i is
 
 and every row is divided by its sum. Causally the window of i is the last W tokens, i - W < j <= i. Bidirectionally it
 is |i - j| <= W // 2, so W tokens for odd W and W + 1 for even W. The first S tokens, the sinks, get softmax weights
-from every query (causally: from all later tokens), and so do exact keys (`linearize.ops.window_causal`). Tokens are
-counted without padding. All parts are computed with one shift m_i, the largest of their magnitudes, which cancels.
+from every query (causally: from all later tokens), and so do exact keys (`linearize.ops.window_causal`) and routed
+blocks (`linearize.ops.routed`). Tokens are counted without padding. All parts are computed with one shift m_i, the
+largest of their magnitudes, which cancels.
 
 Bidirectionally the keys before the window and those after it are two causal sums, one from each end. Nothing is ever
-subtracted: a difference of large sums would be inexact.
+subtracted (except once, in `linearize.ops.routed`): a difference of large sums would be inexact.
 
 Papers: the hybrid is from Zhang et al. 2024 (LoLCATs), https://arxiv.org/abs/2410.10254, section 3.3, which does not
 divide the linear part by exp(m_i). Sinks are from Xiao et al. 2024, https://arxiv.org/abs/2309.17453.
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linearize.ops.routed import routed_parts
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
 from linearize.ops.window_parts import (
@@ -31,6 +33,8 @@ from linearize.ops.window_parts import (
     Unmapped,
     Window,
     WindowState,
+    block_means,
+    chosen_blocks,
     collect,
     join,
     pick,
@@ -101,6 +105,9 @@ def bidirectional_parts(queries: Mapped, given: Mapped, keys: Keys, window: Wind
         columns.append((pick(keys.k, index), pick(keys.v, index), visible))
         phi, scale = phi.masked_fill(chosen[..., None], 0.0), scale.masked_fill(chosen, FLOOR)
     near = softmax_part(queries.x, keys, half, 2 * half + 1, window.scaling, columns)
+    if window.blocks:
+        places, count = place.expand(len(keys.mask), -1), keys.mask.sum(dim=1)
+        return [near, *routed_parts(queries, given, keys.k, keys.v, places, count, window)]
 
     # Both ways at once: the keys after a query are those before it in the reversed order.
     def both(x: Tensor, tokens: int = 2) -> Tensor:
@@ -123,16 +130,22 @@ AT_ONCE = 256
 
 
 class NearKeys:
-    """Tells which keys get softmax weights (window, sinks, exact keys), for some rows of queries, without padding.
+    """Tells which keys get softmax weights (window, sinks, exact keys, routed blocks), for some rows of queries.
 
     Args:
         window: the form of the attention.
-        priority: [b, K, T], the keys' log-scales.
+        priority: [b, K, T], the keys' log-scales; there is no padding.
+        k: [b, K, T, D], the keys, by which blocks are chosen; needed only with routed blocks.
     """
 
-    def __init__(self, window: Window, priority: Tensor) -> None:
-        self.window, self.kept = window, None
+    def __init__(self, window: Window, priority: Tensor, k: Tensor | None = None) -> None:
+        self.window, self.kept, self.means = window, None, None
         slots, tokens = window.exact_keys, priority.shape[-1]
+        if window.blocks:
+            assert k is not None
+            k = k.flatten(0, 1)[:, None]
+            self.count = torch.full((len(k),), tokens, device=k.device)
+            self.means = block_means(k, self.count, window.block_size)
         if not slots:
             return
         there = torch.arange(tokens, device=priority.device) >= window.sinks
@@ -142,12 +155,20 @@ class NearKeys:
         else:
             self.kept = strongest(priority, there.expand_as(priority), slots).flatten(0, 1)
 
-    def rows(self, places: Tensor, seen: int) -> Tensor:
-        """Return [n, 1, C, S] bool, or [C, S] without exact keys, for the queries at `places` and the first S keys."""
+    def rows(self, places: Tensor, seen: int, queries: Tensor | None = None) -> Tensor:
+        """Return which of the first S keys get softmax weights from the queries at `places` [C].
+
+        With routed blocks, for the `queries` [n, G, C, D], it is [n, G, C, S] bool; with exact keys [n, 1, C, S]; with
+        neither [C, S].
+        """
         keys = torch.arange(seen, device=places.device)
         distance = places[:, None] - keys
         window = self.window
         near = window.holds(distance) | (keys < window.sinks)
+        if self.means is not None:
+            assert queries is not None
+            chosen = chosen_blocks(queries, self.means, places.expand(len(self.count), -1), self.count, window)
+            return near | chosen.repeat_interleave(window.block_size, dim=3)[..., :seen]
         if self.kept is None:
             return near
         kept = self.kept[:, None, None, :seen]

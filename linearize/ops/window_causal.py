@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal import causal_sums
+from linearize.ops.routed import appended, routed_parts
 from linearize.ops.state import (
     FLOOR,
     Options,
@@ -213,8 +214,17 @@ def causal_parts(
         phi, scale = pick(phi, result.loser), pick(scale, result.loser)
     (mixed, level), after = kernel_part(queries.phi, phi, lost.v, scale, lost.mask, past)
     near = softmax_part(queries.x, whole.part(slice(1, None)), 0, window.size, window.scaling, columns, chosen)
+    parts = [(mixed, queries.scale() + level), near]
+    if window.blocks:
+        before = torch.zeros_like(count) if old is None or old.tokens is None else old.tokens
+        k, v = keys.k, keys.v
+        if old is not None and old.all_k is not None and old.all_v is not None:
+            k, v = appended(old.all_k, k, before), appended(old.all_v, v, before)
+        place = before[:, None] + torch.arange(tokens, device=k.device)
+        parts = [near, *routed_parts(queries, given, k, v, place, before + count, window, parts[0])]
+        more |= {"all_k": k, "all_v": v, "tokens": before + count}
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
-    return [(mixed, queries.scale() + level), near], WindowState(*after, *whole.taken(end), **more)
+    return parts, WindowState(*after, *whole.taken(end), **more)
 
 
 def _map(

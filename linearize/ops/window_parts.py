@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.state import EPS, FLOOR, divide, inverse, keys_up_to, real_first, real_tokens, take, without_padding
+from linearize.ops.state import (
+    EPS,
+    FLOOR,
+    divide,
+    group_queries,
+    inverse,
+    keys_up_to,
+    real_first,
+    real_tokens,
+    take,
+    without_padding,
+)
 
 TINY = 1e-30
 """A part of smaller magnitude, relative to its own shift, counts as absent."""
@@ -34,6 +45,8 @@ class Window:
         eps: smallest magnitude of a row's sum, relative to its largest part.
         sinks: number of first tokens that get softmax weights.
         exact_keys: number S of keys per head outside the window that also do (`linearize.ops.window_causal`).
+        blocks: number of blocks of keys that each query looks up (`linearize.ops.routed`).
+        block_size: keys per block; causally at most as many as the window has.
     """
 
     size: int
@@ -42,6 +55,8 @@ class Window:
     eps: float = EPS
     sinks: int = 0
     exact_keys: int = 0
+    blocks: int = 0
+    block_size: int = 8
 
     def holds(self, distance: Tensor) -> Tensor:
         """Tell which keys are in the window of a query, given its place minus theirs [..., S]; later keys count too."""
@@ -108,12 +123,14 @@ class WindowState(NamedTuple):
         ring_mask: [B, W] bool, true at tokens.
         sink_k: [B, K, S, D]; None without sinks.
         sink_v: [B, K, S, V]; None without sinks.
-        tokens: [B] number of tokens so far; None without sinks.
+        tokens: [B] number of tokens so far; None without sinks and routed blocks.
         kept_k: [B, K, S, D] the exact keys outside the window; this and all attributes below are None without them.
         kept_v: [B, K, S, V].
         kept_scale: [B, K, S] fp32, their log-scales.
         kept_mask: [B, S] bool, true at exact keys.
         kept_place: [B, K, S] fp32, their places; None too if features do not depend on them.
+        all_k: [B, K, N, D] all keys in order, then zeros; this and `all_v` are None without routed blocks.
+        all_v: [B, K, N, V].
     """
 
     kv: Tensor
@@ -129,6 +146,8 @@ class WindowState(NamedTuple):
     kept_scale: Tensor | None = None
     kept_mask: Tensor | None = None
     kept_place: Tensor | None = None
+    all_k: Tensor | None = None
+    all_v: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WindowState:
@@ -230,6 +249,48 @@ def ranks(priority: Tensor) -> Tensor:
     return priority.detach().float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
+def block_means(k: Tensor, count: Tensor, size: int) -> Tensor:
+    """Return the mean keys [B, K, M, D] in fp32 of the blocks of k [B, K, S, D], the last one of fewer keys.
+
+    Keys from place `count` [B] on are zero and do not count.
+    """
+    blocks = -(-k.shape[2] // size)
+    sums = F.pad(k.float(), (0, 0, 0, blocks * size - k.shape[2])).unflatten(2, (blocks, size)).sum(dim=3)
+    exist = count[:, None] - size * torch.arange(blocks, device=k.device)
+    return sums / exist.clamp(min=1, max=size)[:, None, :, None]
+
+
+@torch.no_grad()
+def chosen_blocks(q: Tensor, means: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
+    """Tell which blocks each query looks up: those whose mean key has the largest product with it.
+
+    Only blocks with a key outside the window and behind the sinks are candidates. Causally such a block is complete,
+    as it has no more keys than the window. Of equal blocks, the first are chosen.
+
+    Args:
+        q: queries [B, H, R, D].
+        means: mean keys [B, K, M, D].
+        places: [B, R], places of the queries, counted without padding.
+        count: [B], number of keys.
+        window: the form of the attention.
+
+    Returns:
+        [B, H, R, M] bool.
+    """
+    heads, blocks = q.shape[1], means.shape[2]
+    scores = group_queries(q.float(), means.shape[1]).flatten(2, 3) @ means.mT
+    scores = scores.unflatten(2, (heads // means.shape[1], -1)).flatten(1, 2)
+    first = window.block_size * torch.arange(blocks, device=q.device)
+    last = torch.minimum(first + window.block_size, count[:, None]) - 1
+    place = places[:, :, None]
+    far = ~(window.holds(place - first) & window.holds(place - last[:, None]))
+    candidates = (far & ((last >= window.sinks) & (first < count[:, None]))[:, None])[:, None]
+    scores = ranks(scores).masked_fill(~candidates, -torch.inf)
+    least = scores.topk(min(window.blocks, blocks), dim=-1).values[..., -1:]
+    above, equal = scores > least, (scores == least) & candidates
+    return above | (equal & (equal.cumsum(dim=-1) <= window.blocks - above.sum(dim=-1, keepdim=True)))
+
+
 def window_weights(
     queries: Mapped,
     keys: Mapped,
@@ -272,6 +333,13 @@ def window_weights(
         form = (-1, k.shape[1], q.shape[2], -1)
         kept = strongest(scale[:, :, None].expand(form), candidates.expand(form), window.exact_keys)
         near = near | kept.repeat_interleave(groups, dim=1)
+    if window.blocks:
+        own = ((place - 1).clamp(min=0) // window.block_size)[:, :, None]
+        inside = (own == torch.arange(-(-k.shape[2] // window.block_size), device=k.device)) & real[:, :, None]
+        sums = inside.float().mT[:, None] @ k.float()
+        means = sums / inside.sum(dim=1).clamp(min=1)[:, None, :, None]
+        chosen = chosen_blocks(q, means, (of_queries - 1).clamp(min=0), place[:, -1], window)
+        near = near | chosen.gather(3, own[:, None, None, :, 0].expand(*chosen.shape[:3], -1))
     products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     scores = (q.float() * window.scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     exponents = queries.scale()[..., None] + scale.repeat_interleave(groups, 1)[..., None, :]

@@ -23,7 +23,7 @@ from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
-from linearize.attention.parts import HEADS, NEAR, PARTS, SCALED, Part, without
+from linearize.attention.parts import HEADS, NEAR, PARTS, ROUTED, SCALED, Part, without
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.core.registry import HYBRID, Hybrid
@@ -167,7 +167,7 @@ def checks(nodes):
 
 def test_every_field_is_one_part_and_every_part_is_in_one_set():
     assert [part.name for part in PARTS] == list(HYBRID) == [field.name for field in fields(Hybrid)]
-    assert sorted([*NEAR, *SCALED, *HEADS]) == sorted(HYBRID)
+    assert sorted([*NEAR, *ROUTED, *SCALED, *HEADS]) == sorted(HYBRID)
     assert all(part.words for part in PARTS)
 
 
@@ -237,6 +237,6 @@ def test_checkpoints_keep_a_new_part_and_refuse_one_that_they_do_not_know(known)
 
 
 def test_parts_are_left_out():
-    whole = Tilted(4, 1, 2, "linear", (1,), 9, 3)
+    whole = Tilted(4, 1, 2, "linear", (1,), 9, tilt=3)
     assert without(whole, NEAR) == Tilted(scale="linear", softmax_heads=(1,), trained_length=9, tilt=3)
     assert without(whole, ["exact_keys"]) == replace(whole, exact_keys=0)

@@ -31,13 +31,14 @@ def hybrid(name="llama", **more):
     return model
 
 
+@pytest.mark.parametrize("more", [{"exact_keys": 2}, {"routed_blocks": "1:2"}], ids=["exact keys", "routed"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_each_part_is_what_its_absence_says(name):
-    model = hybrid(name, window=3, sinks=1, exact_keys=2)
+def test_each_part_is_what_its_absence_says(name, more):
+    model = hybrid(name, window=3, sinks=1, **more)
     inputs = inputs_of(model)
     whole = states(model, inputs)
     found = {}
-    for part in PARTS:
+    for part in set(PARTS) - {"routed" if "exact_keys" in more else "exact-keys"}:
         with ablated(model, part):
             found[part] = states(model, inputs)
     assert torch.equal(states(model, inputs), whole)

@@ -75,9 +75,13 @@ def test_compile_with_the_default_cache_and_in_training(name):
     assert all(p.grad is not None for layer in linear_attentions(model).values() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("exact_keys", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_compiled_decoding_with_a_window_finds_its_state(exact_keys):
-    model = converted("llama", config=ONE, window=4, sinks=1, exact_keys=exact_keys)
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, marks=pytest.mark.slow), {"exact_keys": 2}, {"routed_blocks": "1:2"}],
+    ids=["window", "exact keys", "routed blocks"],
+)
+def test_compiled_decoding_with_a_window_finds_its_state(more):
+    model = converted("llama", config=ONE, window=4, sinks=1, **more)
     tokens, compiled = inputs_of(model, tokens=16)["input_ids"], torch.compile(model, backend="eager")
     cache = model.new_cache()
     with torch.no_grad():

@@ -37,6 +37,7 @@ VALUES = {
     "scale": "network",
     "softmax_heads": {0: (1,), 1: (0, 3)},
     "trained_length": 6,
+    "routed_blocks": "2:2",
 }
 
 

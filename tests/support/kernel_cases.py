@@ -109,6 +109,7 @@ def stepwise(mixer, q, k, v, mask=None, *, prefill=0):
     return torch.cat(outputs, dim=2), state
 
 
+WITH_ROUTED = {"window": 4, "sinks": 1, "scale": "linear", "routed_blocks": "3:2"}
 ADDITIONS = {
     "plain": {},
     "window": {"window": 5},
@@ -118,6 +119,8 @@ ADDITIONS = {
     "exact keys": {"window": 5, "scale": "network", "sinks": 2, "exact_keys": 3},
     "softmax heads": {"softmax_heads": (0, 3)},
     "all of them": {"window": 5, "sinks": 1, "scale": "linear", "exact_keys": 3, "softmax_heads": (1,)},
+    "routed blocks": {"window": 5, "sinks": 3, "routed_blocks": "2:3"},
+    "all with routed blocks": {**WITH_ROUTED, "softmax_heads": (2,), "trained_length": 12},
     "fading": {"window": 5, "scale": "linear", "softmax_heads": (2,), "trained_length": 12},
 }
 """What a layer may add to its kernel, and what is joined with each other."""

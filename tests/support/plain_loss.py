@@ -78,7 +78,7 @@ def plain_weights(
         return weights, torch.ones_like(scores[..., :1]), weights
     products, exponents, sizes = kernel_terms(mixer, scaling, q, k, inputs)
     far = products * exponents.exp()
-    near = near_keys(mixer, exponents, visible)
+    near = near_keys(mixer, exponents, visible, scores)
     weights = torch.where(near, scores.exp(), far).masked_fill(~visible, 0.0)
     # The logarithm of a weight that is almost zero is cut off and has no slope.
     logs = products.clamp(min=TINY).log() + torch.where(products > TINY, exponents, exponents.detach())
@@ -136,8 +136,8 @@ def learned(scale: Any, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def near_keys(mixer: Any, exponents: Tensor, visible: Tensor) -> Tensor:
-    """Return which keys get softmax's score, [H, T, T]: those of the window, sinks and exact keys."""
+def near_keys(mixer: Any, exponents: Tensor, visible: Tensor, scores: Tensor) -> Tensor:
+    """Return which keys get softmax's score, [H, T, T]: those of the window, sinks, exact keys and routed blocks."""
     hybrid, causal = mixer.hybrid, mixer.shape.causal
     near = torch.zeros(exponents.shape, dtype=torch.bool)
     if hybrid.window is None:
@@ -150,7 +150,20 @@ def near_keys(mixer: Any, exponents: Tensor, visible: Tensor) -> Tensor:
             rest = [j for j in seen if j >= hybrid.sinks and not (causal and j in window)]
             best = sorted(rest, key=(-row).tolist().__getitem__)[: hybrid.exact_keys]
             near[head, i, [j for j in seen if j < hybrid.sinks] + best] = True
+            near[head, i, looked_up(hybrid, set(seen) - set(window), scores[head, i])] = True
     return near
+
+
+def looked_up(hybrid: Any, far: set[int], scores: Tensor) -> list[int]:
+    """Return the keys of the blocks that a row looks up, given the keys outside its window and all scores [T].
+
+    The mean of a block's scores is the score of its mean key.
+    """
+    count, size = hybrid.blocks
+    blocks = [range(first, min(first + size, len(scores))) for first in range(0, len(scores), size)]
+    candidates = [block for block in blocks if far & set(block) and block[-1] >= hybrid.sinks]
+    best = sorted(candidates, key=lambda block: -float(scores[list(block)].mean()))[:count]
+    return [j for block in best for j in block]
 
 
 def signed(row: Tensor, target: Tensor, penalty: float) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from linearize.attention.backends.causal import attend_causally, attend_with_state, causal_op
 from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.attention.parts import NEAR, SCALED
+from linearize.attention.parts import NEAR, ROUTED, SCALED
 from linearize.ops import WindowState, advance, bidirectional_attention, floored_attention, window_attention
 
 NO_FLOOR = "it does not support a floor for denominators"
@@ -41,7 +41,7 @@ class Eager:
 class Windowed:
     """Softmax inside a window, with a causal op that sums up the keys outside it."""
 
-    name, uses_op, supports = "window", True, NEAR | SCALED
+    name, uses_op, supports = "window", True, NEAR | ROUTED | SCALED
 
     def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
         """Return why it declines such calls; empty if it can compute them."""

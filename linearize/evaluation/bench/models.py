@@ -387,9 +387,12 @@ def set_context(cache: Any, context: int) -> None:
             state = layer.state or {}
             if "seen" in state:
                 state["seen"].fill_(context)
+            growing = ("softmax_k", "softmax_v", "all_k", "all_v")
+            state |= {name: _as_many(state[name], context) for name in growing if name in state}
             if "softmax_k" in state:
-                state |= {name: _as_many(state[name], context) for name in ("softmax_k", "softmax_v")}
                 state["softmax_mask"] = _as_many(state["softmax_mask"][..., None], context)[..., 0]
+            if "all_k" in state:
+                state["tokens"].fill_(context)
             continue
         if not layer.is_initialized or layer.keys.ndim < 3:
             continue

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.checkpoint.fingerprint import weights_digest
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
@@ -252,7 +252,7 @@ def align(
     config = config or AlignConfig()
     check_inputs("alignment", student, data)
     for layer in linear_attentions(student).values():
-        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "alignment")
+        check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "alignment")
     accelerator = accelerator or make_accelerator(student)
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ConfigError(

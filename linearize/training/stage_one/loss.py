@@ -199,7 +199,7 @@ class _Walk:
                 phi_k[part],
                 None if query_scale is None else query_scale[part],
                 None if log_scale is None else log_scale[part],
-                None if self.window is None else NearKeys(self.window, priority[None, part]),
+                None if self.window is None else NearKeys(self.window, priority[None, part], k[None, part]),
                 None if left_out is None else left_out[part],
                 grad_q[part],
                 grad_k[part],
@@ -225,7 +225,7 @@ class _Walk:
         scores = (queries.flatten(1, 2) @ unit.k[:, :seen].transpose(1, 2)).view(shape)
         _hide(scores, edge, -math.inf)
         target = scores.softmax(dim=-1)
-        near = None if unit.near is None else unit.near.rows(rows.places, seen)
+        near = None if unit.near is None else unit.near.rows(rows.places, seen, queries)
         exponents = self._exponents(unit, rows, scores, near)
         products = (features @ unit.phi_k[:, :seen].transpose(1, 2)).view(shape)
         if near is not None:

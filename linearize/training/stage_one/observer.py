@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.registry import SCALES, StageOne
 from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
@@ -123,7 +123,7 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
     Raises:
         ConfigError: if the requested loss does not fit the kernel, or stage one does not handle an addition to it.
     """
-    check_parts(layer.hybrid, NEAR | SCALED | HEADS, "stage one")
+    check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "stage one")
     info = layer.mixer.info
     options = {name: value for name in OWN if (value := getattr(config, name)) is not None}
     training = replace(info.training(layer.mixer.config), **options)

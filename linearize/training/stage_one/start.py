@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.layer import LinearAttention
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.core.registry import SCALES
 from linearize.fidelity.teacher import all_rows, frozen_output, pieces, score_rows, take
 from linearize.ops.state import group_queries
@@ -102,7 +102,7 @@ def fit_scales(layer: LinearAttention, targets: Targets) -> None:
         layer: a layer whose scales are zero.
         targets: queries and keys of the frozen layer for all tokens.
     """
-    check_parts(layer.hybrid, NEAR | SCALED | HEADS, "start of the scales")
+    check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "start of the scales")
     mixer: Any = layer.mixer
     window, size = mixer.form(targets.scaling), layer.shape.head_dim
     key_heads, groups = layer.shape.key_heads, layer.shape.heads // layer.shape.key_heads
@@ -154,15 +154,15 @@ def _blocks(
     for batch, tokens in pieces(targets.key_padding_mask):
         q, k = (take(x, batch, tokens) for x in (targets.q, targets.k))
         queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
-        key_scale, near, every = keys.log_scale, NearKeys(window, keys.log_scale), max(1, q.shape[2] // QUERIES)
+        key_scale, near, every = keys.log_scale, NearKeys(window, keys.log_scale, k), max(1, q.shape[2] // QUERIES)
         some, phi_q, query_scale = (
             group_queries(side[:, :, every - 1 :: every], count)
             for side in (q, queries.phi, queries.log_scale[..., None])
         )
         for rows in all_rows(q, targets.causal, every):
-            hidden = near.rows(rows.places, rows.seen)
-            hidden = hidden.unflatten(0, (-1, count)) if hidden.ndim == 4 else hidden
             x, phi = (side[:, :, :, rows.part].float() for side in (some, phi_q))
+            hidden = near.rows(rows.places, rows.seen, x.flatten(0, 1))
+            hidden = hidden.unflatten(0, (-1, count)) if hidden.ndim == 4 else hidden
             seen, phi_k = (side[:, :, : rows.seen].float() for side in (k, keys.phi))
             scores = score_rows(some, k, rows, targets.scaling)
             if rows.visible is not None:

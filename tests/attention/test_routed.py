@@ -1,0 +1,201 @@
+"""Routed blocks: what the generated matrices of additions do not ask (softmax as the limit, choices, reads, states)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.kernel_cases import DIM, HEADS, KEY_HEADS, make_inputs, make_mixer, naive, run, stepwise, stirred
+from support.plain_loss import plain_weights
+from support.tiny import converted, inputs_of, original
+
+import linearize
+from linearize.attention.cache import cache_argument
+from linearize.attention.interface import linear_attentions
+from linearize.attention.parts import exact_tokens
+from linearize.attention.shape import HeadShape
+from linearize.core.errors import ConfigError
+from linearize.core.registry import Hybrid, kernel_info
+from linearize.fidelity.ablate import ablated
+from linearize.kernel_search.windows import choose_windows
+from linearize.modeling.plan import LayerPlan, Plan
+from linearize.ops import routed
+
+HEDGEHOG = kernel_info("hedgehog")
+ROUTED = {"window": 4, "sinks": 3, "scale": "linear", "routed_blocks": "2:3"}
+LAYOUTS = {"none": [], "left": range(6), "right": range(18, 24), "middle": [5, 6, 7, 13, 14, 20]}
+TOKENS = 24
+
+
+def mask_of(layout):
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    mask[0, LAYOUTS[layout]] = False
+    return mask
+
+
+def softmax(q, k, v, causal):
+    k, v = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@torch.no_grad()
+def test_weights_are_the_written_out_ones(direction, layout):
+    """Blocks are counted without padding, and each query head of a group chooses its own."""
+    mixer, mask = stirred(HEDGEHOG, {}, direction, **ROUTED), mask_of(layout)
+    q, k, v = make_inputs(TOKENS)
+    got = run(mixer, q, k, v, mask)[0]
+    for row, real in enumerate(mask):
+        own = [x[row][:, real] for x in (q, k, v)]
+        tokens = int(real.sum())
+        visible = torch.ones(tokens, tokens, dtype=torch.bool)
+        visible = visible.tril() if direction == "causal" else visible
+        scores = DIM**-0.5 * own[0].double() @ own[1].repeat_interleave(2, 0).double().mT
+        weights, sums, _ = plain_weights(mixer, scores, visible, *own[:2], DIM**-0.5, None)
+        want = weights / sums @ own[2].repeat_interleave(2, 0).double()
+        torch.testing.assert_close(got[row][:, real].double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("blocks", ["5:4", "99:4", "3:8"])
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@torch.no_grad()
+def test_all_blocks_are_softmax(direction, blocks):
+    mixer = stirred(HEDGEHOG, {}, direction, **ROUTED | {"window": 8, "sinks": 0, "routed_blocks": blocks})
+    inputs, causal = make_inputs(TOKENS), direction == "causal"
+    torch.testing.assert_close(run(mixer, *inputs)[0], softmax(*inputs, causal), rtol=1e-4, atol=1e-5)
+    if causal:
+        torch.testing.assert_close(stepwise(mixer, *inputs)[0], softmax(*inputs, True), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", [0, 2, 3, 7])
+@pytest.mark.parametrize("window", [4, 7])
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_the_longest_exact_row(causal, window, sinks):
+    hybrid = {**ROUTED, "window": window, "sinks": sinks}
+    mixer = stirred(HEDGEHOG, {}, "causal" if causal else "bidirectional", **hybrid)
+    longest = exact_tokens(Hybrid(**hybrid), causal)
+    inputs = make_inputs(longest)
+    torch.testing.assert_close(run(mixer, *inputs)[0], softmax(*inputs, causal), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["hedgehog", "none", "luna"])
+@torch.no_grad()
+def test_a_step_reads_the_chosen_blocks_alone(kernel, monkeypatch):
+    """Unless the kernel's weights of these keys are so much larger than softmax's that a difference is inexact."""
+    scale = {"scale": "none"} if kernel != "hedgehog" else {}
+    mixer, inputs, reads = stirred(kernel_info(kernel), {}, "causal", **ROUTED | scale), make_inputs(TOKENS), []
+    real = routed.softmax_sum
+
+    def noting(queries, k, *rest):
+        reads.append(k.shape[2])
+        return real(queries, k, *rest)
+
+    monkeypatch.setattr(routed, "softmax_sum", noting)
+    got, state = stepwise(mixer, *inputs, prefill=10)
+    torch.testing.assert_close(got, naive(mixer, *inputs), rtol=1e-3, atol=1e-4)
+    assert state["all_k"].shape == (2, KEY_HEADS, TOKENS, DIM)
+    # The first call reads all of its ten keys.
+    assert set(reads) == {10, 2 * 3} if kernel != "luna" else max(reads) > 10
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("at_once", [1, 1 << 22])
+def test_gradients_are_those_of_the_weights(direction, at_once, monkeypatch):
+    monkeypatch.setattr(routed, "NUMBERS", at_once)
+    mixer, mask = stirred(HEDGEHOG, {}, direction, **ROUTED), mask_of("middle")
+    real, results = mask[:, None].expand(2, HEADS, -1), []
+    for compute in (lambda *inputs: run(mixer, *inputs, mask)[0], lambda *inputs: naive(mixer, *inputs, mask)):
+        leaves = [x.requires_grad_() for x in make_inputs(TOKENS)]
+        out = compute(*leaves)
+        results.append([out[real], *torch.autograd.grad(out[real].square().sum(), [*leaves, *mixer.parameters()])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_half_precision_computes_in_fp32(dtype):
+    mixer = stirred(HEDGEHOG, {}, "causal", **ROUTED)
+    inputs = [x.to(dtype) for x in make_inputs(TOKENS)]
+    want, steps = run(mixer, *(x.float() for x in inputs))[0].to(dtype), stepwise(mixer, *inputs, prefill=9)[0]
+    assert steps.dtype == dtype
+    torch.testing.assert_close(run(mixer, *inputs)[0], want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(steps, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.no_grad()
+def test_generation_crops_reorders_and_follows_beams(name):
+    model = converted(name, "AutoModelForCausalLM", window=3, routed_blocks="2:2")
+    ids = inputs_of(model, tokens=17)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
+    for beams in (1, 3):
+        cached = model.generate(ids, num_beams=beams, **options)
+        assert torch.equal(cached, model.generate(ids, num_beams=beams, use_cache=False, **options))
+    cache = model.new_cache(crop=4)
+    model(ids, **cache_argument(model, cache))
+    cache.crop(-3)
+    got = model(ids[:, -3:], **cache_argument(model, cache)).logits
+    torch.testing.assert_close(got, model(ids).logits[:, -3:], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_packed_documents_are_rows():
+    model = converted("llama", "AutoModelForCausalLM", window=3, routed_blocks="2:2")
+    ids = inputs_of(model, tokens=20)["input_ids"][:1]
+    places = torch.cat([torch.arange(13), torch.arange(7)])[None]
+    apart = [model(part, use_cache=False).logits for part in ids.split([13, 7], dim=1)]
+    got = model(ids, position_ids=places, use_cache=False).logits
+    torch.testing.assert_close(got, torch.cat(apart, dim=1), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "message"),
+    [
+        ({"routed_blocks": 4}, "routed-blocks: got 4 without a window, expected both"),
+        (
+            {"window": 4, "routed_blocks": "4"},
+            "routed-blocks: got blocks of 8 keys with a window of 4",
+        ),
+        ({"window": 8, "routed_blocks": 0}, "routed-blocks: got 0, expected a number of blocks"),
+        ({"window": 8, "routed_blocks": "2:0"}, "routed-blocks: got '2:0', expected a number of blocks"),
+        ({"window": 8, "routed_blocks": "two"}, "routed-blocks: got 'two', expected a number of blocks"),
+        ({"window": 8, "routed_blocks": True}, "routed-blocks: got True, expected a number of blocks"),
+        ({"window": 8, "scale": "linear", "routed_blocks": 2, "exact_keys": 3}, "together with exact keys"),
+    ],
+)
+def test_wrong_values_are_refused(hybrid, message):
+    with pytest.raises(ConfigError, match=message):
+        make_mixer(HEDGEHOG, causal=True, **hybrid)
+
+
+def test_kernels_without_a_denominator_are_refused():
+    with pytest.raises(ConfigError, match="takes no window"):
+        make_mixer(kernel_info("diag_softmax"), causal=True, window=8, routed_blocks=2)
+
+
+def test_windows_are_not_chosen_beside_it():
+    layer = LayerPlan("layers.0", 0, "hedgehog", HeadShape(4, 2, 8, 8, True), hybrid=Hybrid(**ROUTED))
+    plan, data = Plan("LlamaModel", "llama", (layer,)), SimpleNamespace(holdout_batches=lambda: [{}])
+    with pytest.raises(ConfigError, match=r"^window: auto: got a layer with routed-blocks=2:3, expected at most"):
+        choose_windows(original("llama"), data, plan)
+
+
+@torch.no_grad()
+def test_the_part_is_taken_out_and_put_back():
+    model = converted("bert", window=3, routed_blocks="2:2")
+    inputs = inputs_of(model, tokens=20)
+    before = model(**inputs)[0]
+    without = linearize.convert(original("bert"), "hedgehog", window=3)
+    without.load_state_dict(model.state_dict())
+    with ablated(model, "routed"):
+        torch.testing.assert_close(model(**inputs)[0], without(**inputs)[0], rtol=1e-3, atol=1e-5)
+    assert torch.equal(model(**inputs)[0], before)
+    assert {layer.hybrid.blocks for layer in linear_attentions(model).values()} == {(2, 2)}
+    with pytest.raises(ConfigError, match="no layer of this model has routed blocks"), ablated(without, "routed"):
+        pass
