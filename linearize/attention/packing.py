@@ -37,7 +37,7 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any], *, ca
 
     As in transformers for softmax, positions matter only for causal models without an attention mask; a document begins
     wherever they do not increase by one. Where the forward makes a cache, they are mere positions in transformers; here
-    they still count if each document begins at 0, as the rows of collators do.
+    they still count if each document begins at 0, as the rows of collators do, and then no cache is made.
 
     Args:
         causal: whether the model is causal.
@@ -109,7 +109,8 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
         The changed arguments; None if nothing changes.
 
     Raises:
-        UnsupportedModelError: for packed rows with a generation cache, in an encoder-decoder, or in a compiled model.
+        UnsupportedModelError: for packed rows with a generation cache that the caller gives or asks for, in an
+            encoder-decoder, or in a compiled model.
     """
     if is_tracing():
         if _given(kwargs, "cu_seq_lens_q") or _given(kwargs, "seq_idx"):
@@ -139,11 +140,13 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
     segments = find_segments(causal, tokens, kwargs, cached="use_cache" in taken and _caches(root, kwargs))
     if segments is None:
         return None
-    if cache is not None or root.config.is_encoder_decoder:
-        reason = "a generation cache" if cache is not None else "an encoder-decoder"
+    asked = cache is not None or (kwargs.get("use_cache") and _caches(root, kwargs))
+    if asked or root.config.is_encoder_decoder:
+        reason = "a generation cache" if asked else "an encoder-decoder"
+        instead = ", or pass use_cache=False" if asked and cache is None else ""
         raise UnsupportedModelError(
             f"got several documents packed into one row (position_ids that start again, or cu_seq_lens) with {reason}, "
-            "expected one document per row; pad them (DataCollatorWithPadding)"
+            f"expected one document per row; pad them (DataCollatorWithPadding){instead}"
         )
     SEGMENTS.set(segments)
     changed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}

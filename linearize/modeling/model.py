@@ -221,10 +221,10 @@ _INIT = PreTrainedModel.__init__
 
 @functools.wraps(_INIT)
 def _build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Build a model as transformers does; a class of its own gets the config of a converted model inside one only.
+    """Build a model as transformers does; others get the config of a converted model inside one only.
 
     Raises:
-        CheckpointError: if it would be a model of its own: it would run softmax.
+        CheckpointError: if it is not inside one: it would run softmax.
     """
     if isinstance(config, LinearizeConfig) and not isinstance(self, LinearizedModel) and not _BUILDING.get():
         name = type(self).__name__

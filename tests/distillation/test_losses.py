@@ -156,6 +156,24 @@ def test_sampled_queries_beside_a_window_are_the_same_rows():
     check_equal(got, (losses * targets.valid_queries()[:, None] * keep).sum(), [phi_q, phi_k, scale])
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("signed", [False, True], ids=["positive", "signed"])
+def test_later_keys_of_any_size_change_nothing_before(window, signed):
+    """Rows that share a block with keys of far larger log-scales have the loss and gradient of the keys they see."""
+    if signed and window:
+        pytest.skip("a window joins positive maps only")
+    phi_q, phi_k, scale, targets = make(causal=True, padded=False, scaled=True, signed=signed)
+    options = {"negative_penalty": 0.7 if signed else None}
+    options |= {"window": Window(window, targets.scaling, True)} if window else {}
+    cut, rest = 18, torch.arange(18, 37)
+    large = scale + torch.where(torch.arange(37) < cut, 0.0, 150.0)
+    whole = weights_loss(phi_q, phi_k, large, targets, **options)
+    first = targets._replace(q=targets.q[:, :, :cut], k=targets.k[:, :, :cut])
+    before = weights_loss(phi_q[:, :, :cut], phi_k[:, :, :cut], scale[:, :, :cut], first, **options)
+    after = weights_loss(phi_q[:, :, cut:], phi_k, large, targets.sampled(rest), **options)
+    check_equal(whole, before + after, [phi_q, phi_k, scale])
+
+
 def test_the_loss_by_default_is_what_a_hybrid_can_match():
     """With scales a kernel joined with a window has softmax's size and matches weights; without them, outputs."""
     kinds = {}
