@@ -294,3 +294,17 @@ def test_a_model_that_reads_texts_and_images_together_says_so():
     images = Fixed([{"pixel_values": torch.randn(2, 3, 30, 30)}])
     with pytest.raises(DataError, match="does not run on pixel_values without decoder_input_ids"):
         distill(captions, images, DistillConfig(steps=2))
+
+
+def test_rates_rise_to_the_peak_and_fall_along_a_cosine():
+    """The first step after the rise has the peak's rate too, and the last one is still above zero."""
+    groups = [{"peak": 2.0, "warmup": 1 / 3}, {"peak": 1.0, "warmup": 0.0}]
+    trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
+    found = []
+    for step in range(1, 7):
+        run.Trainer.set_rates(trainer, step, 6, factor=0.5)
+        found.append([group["lr"] for group in groups])
+    half = [0.5 * (1 + math.cos(math.pi * part)) for part in (0, 1 / 4, 1 / 2, 3 / 4)]
+    fifths = [0.5 * (1 + math.cos(math.pi * part / 5)) for part in range(5)]
+    assert [one for one, _ in found] == pytest.approx([0.5, 1.0, *half])
+    assert [other for _, other in found] == pytest.approx([0.5, *(0.5 * share for share in fifths)])

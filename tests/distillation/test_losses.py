@@ -81,6 +81,17 @@ def test_positive_loss_equals_naive(causal, padded, scaled):
     check_equal(got, naive_positive(phi_q, phi_k, scale, targets), leaves)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_a_part_that_is_not_full_counts_too(causal, heads, monkeypatch):
+    """Of four pairs of a row and a key head, so many are walked at once."""
+    phi_q, phi_k, scale, targets = make(causal=causal, padded=False, scaled=True, signed=False)
+    monkeypatch.setattr(loss_module, "CPU_NUMBERS", heads * 2 * 37 * 37)
+    monkeypatch.setattr(loss_module, "CAUSAL_ROWS", 37)
+    got = weights_loss(phi_q, phi_k, scale, targets)
+    check_equal(got, naive_positive(phi_q, phi_k, scale, targets), [phi_q, phi_k, scale])
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_signed_loss_equals_naive(causal, scaled):
