@@ -15,7 +15,9 @@ MaskFunction = Callable[..., Any]
 
 _NONE = torch.zeros(1, dtype=torch.long)
 _AND = masks.and_masks(causal_mask_function).__code__
-_REMAP = masks.remap_positions_for_packed_sequence(causal_mask_function, _NONE).__code__
+# New in transformers 5.24; before it, positions are not remapped.
+_remap: Any = getattr(masks, "remap_positions_for_packed_sequence", None)
+_REMAP = None if _remap is None else _remap(causal_mask_function, _NONE).__code__
 _PACKED = masks.packed_sequence_mask_function(_NONE).__code__
 _LOCAL = {
     masks.sliding_window_overlay(1).__code__,
@@ -51,5 +53,5 @@ def _parts(function: MaskFunction) -> Iterator[CodeType | None]:
             yield from _parts(part)
         return
     yield code
-    if code is _REMAP:
+    if code is not None and code is _REMAP:
         yield from _parts(held["mask_function"].cell_contents)

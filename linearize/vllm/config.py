@@ -1,0 +1,115 @@
+"""Which converted models vLLM can run: reads config.json, and refuses what would compute other numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from vllm.model_executor.models.config import MambaModelConfig
+from vllm.transformers_utils.config import HFConfigParser
+
+from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.redirect import REDIRECTED
+from linearize.core.errors import ConfigError
+from linearize.modeling.config import LinearizeConfig, base_config_class
+from linearize.modeling.model import check_checkpoint
+from linearize.modeling.plan import Plan
+
+CAUSAL, HYBRID, EMBEDDER = "LinearizedForCausalLM", "LinearizedHybridForCausalLM", "LinearizedEmbeddingModel"
+"""The classes of `linearize.vllm.model`: a decoder with states only, one with keys as well, and a text encoder."""
+CLASSES = (CAUSAL, HYBRID, EMBEDDER)
+
+DECODERS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of decoders with a head."""
+
+
+class ConfigParser(HFConfigParser):
+    """Reads config.json as vLLM does; a converted model's becomes the original's, with the section `linearize`."""
+
+    def parse(self, model: Any, trust_remote_code: bool, revision: str | None = None, **kwargs: Any) -> Any:
+        """Return the values of config.json, and the config.
+
+        Raises:
+            LinearizeError: if the folder is damaged, or vLLM cannot run the model.
+        """
+        values, config = super().parse(model, trust_remote_code, revision=revision, **kwargs)
+        if isinstance(config, LinearizeConfig):
+            check_checkpoint(model, revision=revision)
+            config = original_config(config)
+        return values, config
+
+
+def original_config(config: LinearizeConfig) -> PreTrainedConfig:
+    """Return the config of the original with the section `linearize` and the name of the class that runs it.
+
+    vLLM then builds the original's modules, and its own attention can be used where softmax was kept.
+
+    Raises:
+        ConfigError: if vLLM cannot run the model.
+    """
+    plan = Plan.from_dict(config.linearize or {})
+    architecture = runner(config, plan)
+    changed = {"model_type": plan.base_model_type, "architectures": [architecture]}
+    values: dict[str, Any] = {key: value for key, value in config.to_dict().items() if key not in _OWN} | changed
+    plain: Any = base_config_class(plan.base_model_type).from_dict(values)
+    plain.name_or_path, plain.linearize = config.name_or_path, config.linearize
+    return plain
+
+
+_OWN = ("linearize", "auto_map")
+
+
+def runner(config: PreTrainedConfig, plan: Plan) -> str:
+    """Return the name of the class that runs a converted model.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    name = (config.architectures or [plan.architecture])[0]
+    if config.is_encoder_decoder or getattr(config, "sub_configs", None) or plan.base_model_type in REDIRECTED:
+        raise _refused(f"{name}, whose attention vLLM cannot reach", "a text decoder or encoder such as Llama or BERT")
+    for layer in plan.layers:
+        if not layer.in_body or layer.shape.value_dim != layer.shape.head_dim:
+            raise _refused(f"an attention {layer.module!r} that vLLM cannot reach", "one in the body, with equal sizes")
+    for layer in plan.converted:
+        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "vLLM")
+    causal = {layer.shape.causal for layer in plan.layers}
+    if causal == {False} and name.endswith("Model"):
+        return EMBEDDER
+    if causal != {True} or not name.endswith(DECODERS):
+        expected = "a causal language model (...ForCausalLM), or a text encoder without a head (...Model)"
+        raise _refused(name, expected)
+    keys = any(layer.hybrid.softmax_heads or not layer.converted for layer in plan.layers)
+    return HYBRID if keys else CAUSAL
+
+
+def _refused(got: str, expected: str) -> ConfigError:
+    return ConfigError(f"vLLM: got {got}, expected {expected}; use generate() or a pipeline of transformers instead")
+
+
+class Checks(MambaModelConfig):
+    """Checks the options of an engine."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: Any) -> None:
+        """Refuse options under which the states would be wrong, then set those of models with states.
+
+        Raises:
+            ConfigError: for such an option.
+        """
+        parallel = vllm_config.parallel_config
+        for option in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+            if (size := getattr(parallel, option, 1)) > 1:
+                raise _option(option, size, "1: a state is not split over devices")
+        if vllm_config.speculative_config is not None:
+            raise _option("speculative_config", "one", "none: rejected tokens cannot be removed from a state")
+        if vllm_config.lora_config is not None:
+            raise _option("enable_lora", True, "none; merge the adapter before converting")
+        if vllm_config.model_config.quantization is not None:
+            raise _option("quantization", vllm_config.model_config.quantization, "none")
+        if vllm_config.model_config.architecture != EMBEDDER:
+            super().verify_and_update_config(vllm_config)
+
+
+def _option(name: str, got: object, expected: str) -> ConfigError:
+    return ConfigError(f"vLLM: got {name}={got!r} for a converted model, expected {expected}")
