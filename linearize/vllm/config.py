@@ -109,9 +109,7 @@ class Checks(MambaModelConfig):
             raise _option("quantization", vllm_config.model_config.quantization, "none")
         architecture = vllm_config.model_config.architecture
         if architecture == CAUSAL and vllm_config.cache_config.enable_prefix_caching:
-            raise _option(
-                "enable_prefix_caching", True, "False: it is tried only with layers or heads that keep softmax"
-            )
+            raise _option("enable_prefix_caching", True, "False: only models that keep some softmax are tried with it")
         if architecture != EMBEDDER:
             super().verify_and_update_config(vllm_config)
 

@@ -24,6 +24,12 @@ class _Converted:
     def _decorate_for_torch_compile(self) -> None:
         """Compile nothing: the number of a layer's calls depends on the requests."""
 
+    def _create_hf_to_vllm_mapper(self) -> None:
+        """Load every weight: names that older GPT-2 files also had would hide those that end like them."""
+        self_: Any = self
+        self_.model._keys_to_ignore_on_load_unexpected = None
+        super()._create_hf_to_vllm_mapper()  # type: ignore[misc]
+
     def _create_attention_instances(self, prefix: str = "") -> None:
         """Create vLLM's attention of every layer, then replace those of converted layers.
 
