@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -301,7 +302,8 @@ class _Mixin(_Original):
 
     def __post_init__(self, **kwargs: object) -> None:
         kwargs.pop("model_type", None)
-        if isinstance(self.architectures, list):
+        # Without the plug-in, vLLM would find its own softmax class by the original's name.
+        if isinstance(self.architectures, list) and (_INSTALLED or "vllm" not in sys.modules):
             self.architectures = [str(name).removeprefix(PREFIX) for name in self.architectures]
         requested = kwargs.pop("attn_implementation", None)
         if requested not in (None, *IMPLEMENTATIONS):

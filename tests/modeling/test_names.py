@@ -175,6 +175,15 @@ def test_names_of_older_files_are_found(tmp_path):
     assert repr(type(model)) == "<class 'linearize.modeling.model.LinearizedBertForMaskedLM'>"
 
 
+def test_saved_code_in_vllm_keeps_the_written_names(tmp_path, monkeypatch):
+    """vLLM without the plug-in must not find its own class: a kernel without weights would become softmax."""
+    converted("llama", "AutoModelForCausalLM", "elu").save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).architectures == ["LlamaForCausalLM"]
+    monkeypatch.setattr(importlib.import_module("linearize.modeling.config"), "_INSTALLED", False)
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    assert AutoConfig.from_pretrained(tmp_path).architectures == ["LinearizedLlamaForCausalLM"]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_peft_finds_its_default_modules(name):
     peft = pytest.importorskip("peft")
