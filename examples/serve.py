@@ -4,7 +4,8 @@ curl localhost:8000/embed -H "Content-Type: application/json" -d '{"texts": ["th
 """
 
 import os
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import torch
 from fastapi import Body, FastAPI
@@ -13,6 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 import linearize  # noqa: F401 - registers converted checkpoints with AutoModel
 
 FOLDER = os.environ.get("MODEL", "minilm-long")
+BATCH_TOKENS = 4096
 torch.set_num_threads(int(os.environ.get("THREADS", "2")))
 tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModel.from_pretrained(FOLDER).eval()
 app = FastAPI()
@@ -21,11 +23,22 @@ app = FastAPI()
 @app.post("/embed")
 def embed(texts: Annotated[list[str], Body(embed=True, min_length=1, max_length=64)]) -> list[list[float]]:
     """Return one normalised embedding per text; each text is truncated to the model's length."""
-    return [embedding(text) for text in texts]
+    rows = [tokenizer(text, truncation=True) for text in texts]
+    vectors: dict[int, list[float]] = {}
+    # Texts of similar length run together, as padding costs as much as text.
+    left = sorted(range(len(rows)), key=lambda row: len(rows[row]["input_ids"]), reverse=True)
+    while left:
+        count = max(1, BATCH_TOKENS // len(rows[left[0]]["input_ids"]))
+        batch, left = left[:count], left[count:]
+        vectors |= zip(batch, embeddings([rows[row] for row in batch]), strict=True)
+    return [vectors[row] for row in range(len(rows))]
 
 
 @torch.no_grad()
-def embedding(text: str) -> list[float]:
-    """Return the embedding of one text; texts are not batched, as padding would cost as much as text."""
-    batch = tokenizer(text, truncation=True, return_tensors="pt")
-    return torch.nn.functional.normalize(model(**batch).last_hidden_state[0].mean(dim=0), dim=0).tolist()
+def embeddings(rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Return the mean over the tokens of each tokenized text, normalised."""
+    batch = tokenizer.pad(list(rows), return_tensors="pt")
+    mask = batch["attention_mask"][..., None]
+    means = (model(**batch).last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
+    found: list[list[float]] = torch.nn.functional.normalize(means, dim=1).tolist()
+    return found

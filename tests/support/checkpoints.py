@@ -72,9 +72,13 @@ EMBEDDER = [
 """The modules of a sentence embedder."""
 
 
-def make_embedder(folder, name="bert", mode="mean", prompts=None, include=True, normalize=True, **options):
-    """A converted folder with the files of sentence-transformers, which reads 60 tokens."""
-    make_text(folder, name=name, **options)
+def make_embedder(folder, name="bert", **files):
+    """A converted sentence embedder."""
+    return add_embedder(make_text(folder, name=name), **files)
+
+
+def add_embedder(folder, mode="mean", prompts=None, include=True, normalize=True):
+    """Put the files of sentence-transformers, with which a model reads 60 tokens, into its folder."""
     width = json.loads((folder / "config.json").read_text()).get("hidden_size") or 32
     pool = {"word_embedding_dimension": width, "pooling_mode": mode, "include_prompt": include}
     (folder / "1_Pooling").mkdir()

@@ -31,7 +31,7 @@ from linearize.attention.native import locate
 from linearize.cli import main
 from linearize.cli.main import build_parser
 from support.checkpoints import WORDS as VOCABULARY
-from support.checkpoints import make_original, make_text
+from support.checkpoints import add_embedder, make_original, make_text
 from support.pictures import cheap_pictures
 from support.scripts import script
 
@@ -187,6 +187,7 @@ def make_place(root: Path) -> Path:
     """Put tiny things under the documents' names into a folder, with the conversions of README.md."""
     for name, (kind, head, overrides) in FOLDERS.items():
         make_original(root / name, kind, head, **overrides)
+    add_embedder(root / "MINILM")
     for name in CONVERTED:
         kind, head, overrides = FOLDERS[name.removesuffix("-hedgehog")]
         aligned = {"base_model": name.removesuffix("-hedgehog"), "alignment": {"train": "blocks"}}
@@ -345,6 +346,7 @@ PARSED = (
     "closeness_by_length",
     "proof_smollm2",
     "search_check",
+    "search_documents",
     "silence_kernel",
     "state_choice",
     "train_needles",
