@@ -42,7 +42,6 @@ from linearize.ops.window_parts import (
     pick,
     places_of,
     ranks,
-    strongest,
 )
 
 
@@ -124,9 +123,9 @@ def _result(lost: Tensor, there: Tensor, slots: int, kept: Tensor, is_kept: Tens
     return Contest(loser, has_loser, lost, kept, is_kept)
 
 
-MERGED = 8
+MERGED = 32
 """How many blocks' strongest candidates are merged at once."""
-BLOCKS = MERGED**5
+BLOCKS = MERGED**3
 """Most blocks of a traced graph: a million tokens in the smallest blocks."""
 
 
@@ -134,39 +133,41 @@ def contest_at_once(values: Tensor, there: Tensor, slots: int, every: int) -> Co
     """Do the same as `contest` in a number of operations that does not depend on the length, given the `ranks`.
 
     The candidates kept before a block are the strongest of all before it, whatever the order: first those of each
-    block, then of 8 blocks, of 64 and so on. It may report the final places once more.
+    block, then of 32 blocks, and so on. It may report the final places once more.
     """
     count, device = values.shape[-1], values.device
     steps, none = count - slots, count
     blocks = (steps + every - 1) // every + 1
-    # One more candidate, which does not exist, fills all lists.
-    values = F.pad(values, (0, 1), value=-torch.inf)
-    exists = F.pad(there, (0, 1))[:, None].expand(values.shape)
+    # One more candidate, which does not exist, fills all lists. Those that exist come before others.
+    exists = F.pad(there, (0, 1))[:, None].expand(*values.shape[:2], -1)
+    values = values.clamp(min=torch.finfo(torch.float32).min)
+    values = F.pad(values, (0, 1)).masked_fill(~exists, -torch.inf)
+    # ONNX has no stable sort, but its own puts the first of equal keys first.
+    stable = {} if torch.compiler.is_exporting() else {"stable": True}
 
     def at(x: Tensor, index: Tensor) -> Tensor:
         return x.gather(-1, index.flatten(2)).unflatten(-1, index.shape[2:])
 
     def best(index: Tensor) -> Tensor:
-        """Return the strongest candidates [B, K, n, S] of lists [B, K, n, N], in order."""
-        chosen = strongest(at(values, index), at(exists, index), slots)
-        place = places_of(chosen, slots)
-        return index.gather(-1, place).masked_fill(~chosen.gather(-1, place), none)
+        """Return the strongest candidates [B, K, n, S] of lists [B, K, n, N]; the older of equal ones is first."""
+        order = at(values, index).sort(dim=-1, descending=True, **stable).indices
+        return index.gather(-1, order[..., :slots])
 
-    block = torch.arange(blocks, device=device)
-    leaving = slots + 1 - every + block[:, None] * every + torch.arange(every, device=device)
-    leaving = torch.where((leaving < slots) | (leaving >= count), none, leaving)
+    block = torch.arange(blocks, device=device)[:, None]
+    leaving = slots + 1 - every + block * every + torch.arange(every, device=device)
+    leaving = leaving.masked_fill((leaving < slots) | (leaving >= count), -1)
     before = [torch.arange(slots, device=device)[None], leaving[:-1]]
     width = max(slots, every)
     lists = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in before])
-    lists = torch.where(lists < 0, none, lists)
-    kept = best(lists.expand(*values.shape[:2], -1, -1))
+    leaving, lists = (torch.where(x < 0, none, x).expand(*values.shape[:2], -1, -1) for x in (leaving, lists))
+    kept = best(lists)
     span, most = 1, BLOCKS if isinstance(blocks, torch.SymInt) else blocks
     while span < most:
-        source = block[:, None] - span * torch.arange(MERGED - 1, -1, -1, device=device)
-        near = kept.index_select(2, source.clamp(min=0).flatten()).unflatten(2, (blocks, MERGED))
-        kept = best(near.masked_fill((source < 0)[..., None], none).flatten(3))
+        source = block - span * torch.arange(MERGED - 1, -1, -1, device=device)
+        near = kept.index_select(2, source.clamp(min=0).flatten()).unflatten(2, (-1, MERGED))
+        kept = best(torch.where((source < 0)[..., None], none, near).flatten(3))
         span *= MERGED
-    index = torch.cat([kept, leaving.expand(*values.shape[:2], -1, -1)], dim=-1)
+    index = torch.cat([kept.sort(dim=-1).values, leaving], dim=-1)
     loses, when, kept, is_kept = _compete(index, at(values, index), at(exists, index), slots)
     target = torch.where(loses, index, none).flatten(2)
     lost = (exists * steps).scatter(-1, target, when.flatten(2))[..., :-1]
