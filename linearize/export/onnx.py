@@ -77,7 +77,7 @@ def _one_token(
 ) -> tuple[Tensor, Tensor, State]:
     """Do what `linearize.ops.causal` does for one token by `OP`: S + k v, or exp(g) S + k v with log-scales."""
     kv, level = state
-    rule, gate = "linear", []
+    rule, gate = "linear", list[Tensor]()
     if scale is not None:
         level = torch.maximum(level, scale[..., 0])
         rule, gate = "gated", [(state.log_scale - level)[:, None]]
@@ -98,12 +98,13 @@ def _one_token(
 @contextlib.contextmanager
 def _steps_by_op() -> Iterator[None]:
     """Export steps of causal attention as `OP`."""
-    plain = causal._one_token
+    names = vars(causal)
+    plain = names["_one_token"]
     try:
-        causal._one_token = _one_token
+        names["_one_token"] = _one_token
         yield
     finally:
-        causal._one_token = plain
+        names["_one_token"] = plain
 
 
 def to_onnx(graph: Graph, *, own_op: bool = False) -> onnx_ir.Model:

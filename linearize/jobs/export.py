@@ -90,7 +90,8 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
             record = {"model": name_of(job.model), "weights": onnx.WEIGHTS, "graphs": described}
             (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             if len(graphs) == 1 and model.main_input_name == "input_ids":
-                write_files(folder, {"config.json": _config(model), **loaded.embedder})
+                files: dict[str, str | bytes] = {**loaded.embedder, "config.json": _config(model)}
+                write_files(folder, files)
             if loaded.processor is not None:
                 loaded.processor.save_pretrained(folder)
         return ExportResult(job.output, described, checked)

@@ -117,7 +117,8 @@ def _result(lost: Tensor, there: Tensor, slots: int, kept: Tensor, is_kept: Tens
     steps = lost.shape[-1] - slots
     order = torch.arange(lost.shape[-1], device=lost.device).expand(lost.shape)
     # Candidates that are absent or never lost go to an extra step, which is dropped.
-    target = lost + (~there[:, None]) * steps
+    # ONNX has no product with an unknown size, only with a tensor.
+    target = lost + (~there[:, None]) * (order[..., -1:] + 1 - slots)
     loser = order.new_zeros(*order.shape[:2], steps + 1).scatter(-1, target, order)[..., :steps]
     has_loser = there.new_zeros(there.shape[0], steps + 1).scatter(-1, target[:, 0], True)[:, :steps]
     return Contest(loser, has_loser, lost, kept, is_kept)
@@ -170,7 +171,8 @@ def contest_at_once(values: Tensor, there: Tensor, slots: int, every: int) -> Co
     index = torch.cat([kept.sort(dim=-1).values, leaving], dim=-1)
     loses, when, kept, is_kept = _compete(index, at(values, index), at(exists, index), slots)
     target = torch.where(loses, index, none).flatten(2)
-    lost = (exists * steps).scatter(-1, target, when.flatten(2))[..., :-1]
+    last = torch.arange(count + 1, device=device)[-1] - slots
+    lost = (exists * last).scatter(-1, target, when.flatten(2))[..., :-1]
     return _result(lost, there, slots, kept.masked_fill(~is_kept[:, None], 0), is_kept)
 
 

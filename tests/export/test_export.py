@@ -211,6 +211,8 @@ SIZES = {BATCH, TOKENS, PAST, "past + 1"}
         ("bert", "flexformer_n", {"window": 8, "sinks": 2}),
         ("bert", "hedgehog", {"window": 8, "sinks": 2, "exact_keys": 12}),
         ("llama", "flexformer_n", {"window": 8, "sinks": 2}),
+        ("llama", "hedgehog", {"window": 8, "sinks": 2, "exact_keys": 6, "softmax_heads": "0:1"}),
+        ("gpt2", "rfa", {"window": 8, "exact_keys": 12}),
     ],
 )
 def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
@@ -252,6 +254,80 @@ def test_onnx_through_the_command_line(name, kernel, options, tmp_path, capsys):
             expected = outputs(loaded, inputs)[0]
             real = inputs.get("attention_mask", torch.ones(expected.shape[:2])).bool()
             torch.testing.assert_close(made[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_server_of_embeddings_reads_the_folder(tmp_path, capsys):
+    """What Text Embeddings Inference reads; nothing there can be loaded as softmax."""
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from tokenizers import Tokenizer
+
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"])}
+    tokenizer = transformers.BertTokenizer(vocab=words, model_max_length=64)
+    tokenizer.backend_tokenizer.enable_truncation(16)
+    model = converted("bert", max_length=100, config={"num_hidden_layers": 1})
+    files = {
+        "modules.json": '[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},'
+        ' {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]',
+        "sentence_bert_config.json": '{"max_seq_length": 16}',
+        "1_Pooling/config.json": '{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}',
+    }
+    linearize.save(model, tmp_path / "model", processor=tokenizer, extra_files=files)
+    code, _, err = run(capsys, "export", tmp_path / "model", "--output", tmp_path / "out")
+    assert code == 0, err
+    found = {name: json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", *files)}
+    config = found["config.json"]
+    assert config["model_type"] == "bert" and config["architectures"] == ["BertModel"]
+    assert (config["hidden_size"], config["num_hidden_layers"], config["pad_token_id"]) == (32, 1, 0)
+    assert config["max_position_embeddings"] == found["sentence_bert_config.json"]["max_seq_length"] == 100
+    assert not {"linearize", "auto_map"} & config.keys() and isinstance(config["initializer_range"], float)
+    assert found["1_Pooling/config.json"]["pooling_mode_mean_tokens"] is True
+    # As servers read it: without Python, and with the graph beside it.
+    ids = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).encode("a " * 300).ids
+    assert len(ids) == 100
+    opened = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"))
+    assert {one.name for one in opened.get_inputs()} == {"input_ids", "attention_mask", "token_type_ids"}
+    given = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, 100, dtype=torch.long)}
+    given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    states = opened.run(["last_hidden_state"], {key: x.numpy() for key, x in given.items()})[0]
+    torch.testing.assert_close(torch.from_numpy(states), outputs(model, given)[0], rtol=1e-5, atol=1e-5)
+    for loader in (transformers.AutoModel, transformers.BertModel):
+        with pytest.raises(OSError, match="no file named"):
+            loader.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_op", [False, True])
+@pytest.mark.parametrize(("kernel", "rule"), [("t2r", "linear"), ("hedgehog", "gated")])
+def test_a_step_by_onnxruntimes_own_op(kernel, rule, own_op, tmp_path, capsys):
+    """With log-scales, the state is first multiplied by what its shift changed; queries share heads of keys."""
+    ort = pytest.importorskip("onnxruntime")
+    onnx = pytest.importorskip("onnx")
+    model = converted("llama", "AutoModelForCausalLM", kernel, config={"num_hidden_layers": 1})
+    linearize.save(model, tmp_path / "model")
+    more = ["--onnxruntime-op"] if own_op else []
+    code, out, err = run(capsys, "export", tmp_path / "model", "--output", tmp_path / "out", "--json", *more)
+    assert code == 0, err
+    checked = json.loads(out)["checked"]["step"]
+    assert checked["difference"] <= 2e-5 * max(1, checked["largest"])
+    step = onnx.load(tmp_path / "out" / "step.onnx", load_external_data=False)
+    rules = [
+        next(given.s.decode() for given in node.attribute if given.name == "update_rule")
+        for node in step.graph.node
+        if node.op_type == "LinearAttention"
+    ]
+    assert rules == [rule] * own_op
+    assert ort.InferenceSession(str(tmp_path / "out" / "step.onnx"))
+
+
+def test_an_onnxruntime_without_the_op_is_refused(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("onnxscript")
+    from linearize.export import onnx
+
+    monkeypatch.setattr(onnx, "get_all_operator_schema", list)
+    code, out, err = run(capsys, "export", tmp_path, "--output", tmp_path / "out", "--onnxruntime-op")
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and "with the op LinearAttention; upgrade it" in err
 
 
 @pytest.mark.slow
