@@ -71,17 +71,19 @@ def routed_parts(
     if isinstance(given, Unmapped):
         every = torch.arange(k.shape[2], device=k.device).expand(len(k), -1)
         given = Mapped(k, *given.map(k, None if given.places is None else every.to(given.places.dtype)))
-    found = []
+    tokens, found, phi, scale, values = places.shape[1], [], given.phi, given.scale(), with_ones(v, True)
     step = max(1, NUMBERS // max(1, len(k) * queries.x.shape[1] * k.shape[2]))
-    for start in range(0, places.shape[1], step):
+    for start in range(0, tokens, step):
         part = slice(start, start + step)
+        # Causally, no query of the part sees a later key.
+        seen = slice(min(k.shape[2], k.shape[2] - tokens + start + step) if window.causal else None)
         some = Mapped(queries.x[:, :, part], queries.phi[:, :, part], queries.scale()[:, :, part])
-        chosen_keys = chosen_blocks(some.x, means, places[:, part], count, window)
-        chosen_keys = chosen_keys.repeat_interleave(window.block_size, dim=3)[..., : k.shape[2]]
-        far = _far(places[:, part], count, k.shape[2], window)[:, None]
-        values = with_ones(v, True)
-        softmax = softmax_sum(some, k, values, far & chosen_keys, window.scaling)
-        found.append((kernel_sum(some, given.phi, given.scale(), values, far & ~chosen_keys), softmax))
+        own = chosen_blocks(some.x, means, places[:, part], count, window)
+        own = own.repeat_interleave(window.block_size, dim=3)[..., : k.shape[2]][..., seen]
+        far = _far(places[:, part], count, k.shape[2], window)[:, None, :, seen]
+        softmax = softmax_sum(some, k[:, :, seen], values[:, :, seen], far & own, window.scaling)
+        rest = kernel_sum(some, phi[:, :, seen], scale[:, :, seen], values[:, :, seen], far & ~own)
+        found.append((rest, softmax))
     return [
         (torch.cat([mixed for mixed, _ in parts], dim=2), torch.cat([level for _, level in parts], dim=2))
         for parts in zip(*found, strict=True)

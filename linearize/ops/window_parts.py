@@ -264,8 +264,8 @@ def block_means(k: Tensor, count: Tensor, size: int) -> Tensor:
 def chosen_blocks(q: Tensor, means: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
     """Tell which blocks each query looks up: those whose mean key has the largest product with it.
 
-    Only blocks with a key outside the window and behind the sinks are candidates. Causally such a block is complete,
-    as it has no more keys than the window. Of equal blocks, the first are chosen.
+    Only blocks with a key outside the window and after the sinks are candidates. Causally such a block is complete, as
+    it has no more keys than the window. Of equal blocks, the first are chosen.
 
     Args:
         q: queries [B, H, R, D].

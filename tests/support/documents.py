@@ -345,6 +345,7 @@ def quick(words):
 PARSED = (
     "closeness_by_length",
     "proof_smollm2",
+    "routed_blocks",
     "search_check",
     "search_documents",
     "silence_kernel",
