@@ -65,6 +65,7 @@ HYBRIDS = {
     "no kernel": {"kernel": "none"},
     "scales": {"kernel": "hedgehog", "scale": "linear"},
     "exact keys": {"kernel": "hedgehog", "scale": "linear", "exact_keys": 2},
+    "routed blocks": {"kernel": "hedgehog", "scale": "linear", "routed_blocks": "1:2"},
     "softmax heads": {"kernel": "flexformer_n", "scale": "network", "softmax_heads": {0: (1, 3)}},
     "signed": {"kernel": "flexformer_n", "kernel_args": {"form": "paper"}},
 }
