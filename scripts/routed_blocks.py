@@ -167,13 +167,13 @@ def row_with_numbers(tokenizer: Any, text: Tensor, length: int, draw: torch.Gene
 def measure(model: Any, row: dict[str, Tensor]) -> dict[str, Any]:
     """Return the summed loss of the text, its tokens, the answers ("1" right) and their log-probabilities."""
     hidden = model.model(row["ids"][None], use_cache=False).last_hidden_state[0]
-    loss, best = [], []
+    losses, hits = [], []
     for part, wanted in zip(hidden[:-1].split(256), row["ids"][1:].split(256), strict=True):
         pieces = model.lm_head(part).float()
-        loss.append(F.cross_entropy(pieces, wanted, reduction="none"))
-        best.append(pieces.argmax(dim=-1) == wanted)
+        losses.append(F.cross_entropy(pieces, wanted, reduction="none"))
+        hits.append(pieces.argmax(dim=-1) == wanted)
     # Token 0 is not predicted.
-    loss, right = F.pad(torch.cat(loss), (1, 0)), F.pad(torch.cat(best), (1, 0))
+    loss, right = F.pad(torch.cat(losses), (1, 0)), F.pad(torch.cat(hits), (1, 0))
     of_text = row["text"].clone()
     of_text[0] = False
     return {
@@ -190,7 +190,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("original", help="SmolLM2-135M-Instruct's GGUF file")
     parser.add_argument("--text", required=True, help="text to measure on")
     parser.add_argument("--length", type=int, default=4096, help="tokens per row")
-    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), help="forms; by default all")
     parser.add_argument("--output", required=True)
     args = parser.parse_args(words)
