@@ -12,9 +12,11 @@ from linearize.cli._output import Screen, print_json, show_findings, table
 from linearize.cli._progress import Work, at_work
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
+from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Event, ignore
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
+from linearize.jobs.bill import memory_bill, parse_size
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
 from linearize.jobs.convert import ConvertResult, align_checkpoint, convert_checkpoint, distill_checkpoint
 from linearize.jobs.demo import run_demo
@@ -38,6 +40,9 @@ def convert(job: ConvertJob, args: argparse.Namespace, out: Screen) -> object:
         # A wrong name is refused before the first slow step.
         check_repo(args.push_to_hub)
 
+    if args.device_memory is not None or args.devices != 1:
+        return show_memory(job, args, out)
+
     def also(event: Event) -> None:
         if isinstance(event, events.Planned):
             prepare_native(args, job.device, None if args.dry_run else out)
@@ -48,6 +53,21 @@ def convert(job: ConvertJob, args: argparse.Namespace, out: Screen) -> object:
     if args.push_to_hub and not args.dry_run and is_main():
         upload(job.target(), args.push_to_hub, out, private=args.private)
     return result
+
+
+def show_memory(job: ConvertJob, args: argparse.Namespace, out: Screen) -> int:
+    """Print what each stage of a conversion needs per device; return 0 if stage one fits, else 2."""
+    if not args.dry_run or args.device_memory is None or args.devices < 1:
+        raise ConfigError(
+            f"device-memory: got {args.device_memory} with {args.devices} devices, expected a size and at least one "
+            "device, with --dry-run"
+        )
+    bill = memory_bill(job, devices=args.devices, memory=parse_size(args.device_memory))
+    for text in bill.lines():
+        out.print(text, soft_wrap=True)
+    if args.json:
+        print_json(bill.to_dict())
+    return 0 if bill.fits else 2
 
 
 def distill(job: DistillJob, args: argparse.Namespace, out: Screen) -> object:

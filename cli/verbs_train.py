@@ -6,6 +6,11 @@ from linearize.cli._options import Verb, argument, switch
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, SearchJob
 from linearize.jobs.task_config import EvaluateJob, LongdocJob, TuneJob
 
+DEVICE_MEMORY = (
+    "with --dry-run: count the memory that each stage needs on a device of this size, such as 80GB, from the model's "
+    "config alone, instead of timing steps"
+)
+
 
 class Convert(Verb):
     """Convert a checkpoint: replace softmax by kernels, train them to imitate it, save an ordinary HuggingFace model.
@@ -22,6 +27,8 @@ class Convert(Verb):
       linearize convert roberta-base --save-every 200        # after a crash, run the same line with --resume
       linearize convert roberta-base --align-steps 1000      # a longer alignment; 0 skips it
       linearize convert roberta-base --dry-run               # the plan and its cost: time, memory, disk space
+      linearize convert ./llama-70b --dry-run --devices 8 --device-memory 80GB     # which stages fit, from config.json
+      linearize convert ./llama-70b --stream-blocks          # stage one with one block in memory at a time
       linearize convert roberta-base --kernel auto --budget softmax=1 --plan-out plan.yaml   # the best kernel per layer
       linearize convert roberta-base --plan plan.yaml        # with that plan, which may be edited
       linearize convert roberta-base --config mine.yaml --distill-steps 500    # options from a file, one overridden
@@ -35,6 +42,8 @@ class Convert(Verb):
     job = ConvertJob
     flags = ("--dry-run", "--no-native", "--explain-backend", "--json")
     arguments = (
+        argument("--device-memory", metavar="SIZE", help=DEVICE_MEMORY),
+        argument("--devices", type=int, default=1, metavar="N", help="how many such devices there are (1)"),
         argument("--push-to-hub", metavar="USER/NAME", help="upload the result after the conversion"),
         switch("--private", "make a new repository on the Hub private"),
     )

@@ -38,16 +38,18 @@ SIZES = {
     "1B": (2048, 5632, 22, 32, 8),
 }
 STREAMED, RESIDENT = "stage one, streamed", "stage one"
-ROWS, TOKENS = 8, 256
 
 
 class Batches:
     """Random tokens."""
 
+    def __init__(self, rows: int, tokens: int) -> None:
+        self.size = rows, tokens
+
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(start)
         while True:
-            yield {"input_ids": torch.randint(3, 1000, (ROWS, TOKENS), generator=generator)}
+            yield {"input_ids": torch.randint(3, 1000, self.size, generator=generator)}
 
     def holdout_batches(self) -> list[dict[str, Tensor]]:
         return [next(self.train_batches(10**6))]
@@ -79,7 +81,7 @@ def write_random(folder: Path, name: str) -> None:
     config.save_pretrained(folder)
 
 
-def measure(folder: str, way: str) -> int:
+def measure(folder: str, way: str, rows: int, tokens: int) -> int:
     """Return the peak of a run in this process, in bytes."""
     start, highest = peak_meter("cpu")
     before = start()
@@ -87,7 +89,7 @@ def measure(folder: str, way: str) -> int:
     start()
     with tempfile.TemporaryDirectory(dir=Path(folder).parent) as states:
         options = {"folder": f"{states}/states"} if way == STREAMED else {}
-        distill(model, Batches(), DistillConfig(steps=2, eval_every=2, **options))
+        distill(model, Batches(rows, tokens), DistillConfig(steps=2, eval_every=2, **options))
     return highest() - before
 
 
@@ -97,27 +99,30 @@ def main() -> None:
     parser.add_argument("--work", required=True, type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--row", nargs=2, metavar=("FOLDER", "WAY"))
     args = parser.parse_args()
     if args.row:
-        print(measure(*args.row))
+        print(measure(*args.row, args.rows, args.tokens))
         return
     rows = []
     for name in args.sizes.split(","):
         folder = args.work / name
         if not folder.exists():
             write_random(folder, name)
-        job = ConvertJob.of(model=str(folder), distill_length=TOKENS, batch_size=ROWS)
+        job = ConvertJob.of(model=str(folder), distill_length=args.tokens, batch_size=args.rows)
         bill = {stage.stage: stage.bytes for stage in memory_bill(job, "cpu").stages}
         for way in (RESIDENT, STREAMED):
-            command = [sys.executable, __file__, "--work", str(args.work), "--row", str(folder), way]
+            size = ["--rows", str(args.rows), "--tokens", str(args.tokens)]
+            command = [sys.executable, __file__, "--work", str(args.work), *size, "--row", str(folder), way]
             done = subprocess.run(command, env=os.environ | MALLOC, check=True, capture_output=True, text=True)
             measured = int(done.stdout.split()[-1])
             ratio = bill[way] / measured
             rows.append({"model": name, "way": way, "forecast": bill[way], "measured": measured, "ratio": ratio})
             print(rows[-1], flush=True)
     if args.output:
-        facts = {"rows": ROWS, "tokens": TOKENS, "torch": torch.__version__, "results": rows}
+        facts = {"rows": args.rows, "tokens": args.tokens, "torch": torch.__version__, "results": rows}
         args.output.write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -2,16 +2,16 @@
 
 No weight is read: the model is built without memory, and its trial run sees zeros. Counted are, per device:
 
-    stage one:            weights + 20 K + a pass of one block
-    with FSDP 2:          (weights of the body) / N + embeddings + two gathered blocks + 20 K + a pass
-    streamed:             embeddings + one block + 4 K + 16 K of a layer + a pass
-    alignment, stage two: weights (twice, if the teacher is a copy) + what is trained
+    stage one:             weights + 20 K + a pass of one block
+    with FSDP 2:           (weights of the body) / N + embeddings + two gathered blocks + 20 K + a pass
+    streamed:              embeddings + one block + 4 K + 16 K of a layer + a pass; or embeddings + head, if larger
+    alignment, stage two:  weights + the teacher's copy of what is trained + what training needs
 
 Weights have the checkpoint's dtype. K are the kernels, in fp32: 4 bytes for the weight, and 16 for its gradient, two
-moments and the best copy. Another weight that is trained needs 16 bytes besides itself in fp32, and 22 in half
-precision, whose updates are added up in fp32. The pass of one block counts what is alive at once: hidden states, the
-wider of MLP and attention, and the features of all heads with their gradients. The alignment and stage two do not count
-activations, which depend on gradient checkpointing.
+moments and the best copy. The alignment also keeps a copy from its start: 20 bytes for each weight that it trains, or
+24 in half precision, whose updates are added up in fp32. The pass of one block counts what is alive at once: hidden
+states, the wider of MLP and attention, and the features of all heads with their gradients. The alignment and stage two
+do not count activations, which depend on gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from linearize.training.stage_one.loop import within
 from linearize.training.stage_one.loss import CPU_NUMBERS, GPU_NUMBERS
 
 FP32 = 4
-TRAINED_FP32, TRAINED_HALF = 16, 22
-"""Bytes that training needs for a weight, besides the weight: in fp32, and in half precision."""
+STAGE_ONE, TUNED, ALIGNED, ALIGNED_HALF = 16, 12, 20, 24
+"""Bytes that a stage needs for each weight that it trains, besides the weight; the last one for half precision."""
 BLOCK, ATTENTION = re.compile(r".*?\.\d+"), re.compile(r".*?\.\d+(\.[^.]+)?")
 """The name of a converted attention's block, and of the block's part with the attention."""
 MATRICES = 5
@@ -184,7 +184,7 @@ def memory_bill(job: ConvertJob, device: str = "cuda", devices: int = 1, memory:
     in_blocks = [sum(size for key, size in sizes.items() if key.startswith(name)) for name in names]
     outside = sum(body.values()) - sum(in_blocks)
     whole, learned = sum(sizes.values()), sum(kernels)
-    activations = _pass_of_block(model, plan, blocks, rows * tokens, device) + (FP32 + TRAINED_FP32) * learned
+    activations = _pass_of_block(model, plan, blocks, rows * tokens, device) + (FP32 + STAGE_ONE) * learned
     alone = f"linearize convert {job.model} --align-steps 0"
     stages = [StageMemory("stage one", whole + activations, alone, True)]
     if devices > 1:
@@ -192,8 +192,10 @@ def memory_bill(job: ConvertJob, device: str = "cuda", devices: int = 1, memory:
         launch = f"accelerate launch --use_fsdp --fsdp_version 2 --num_processes {devices} --no_python {alone}"
         stages.append(StageMemory("stage one, FSDP 2", needed, launch, True))
     if blocks:
-        needed = outside + sum(size for key, size in sizes.items() if key not in body and key in tied)
-        needed += max(in_blocks) + activations - TRAINED_FP32 * (learned - max(kernels))
+        head = sum(size for key, size in sizes.items() if key not in body and key not in tied)
+        needed = outside + sum(size for key, size in sizes.items() if key not in body) - head
+        # The head is read only for the check of the conversion.
+        needed += max(max(in_blocks) + activations - STAGE_ONE * (learned - max(kernels)), head)
         stages.append(
             StageMemory("stage one, streamed", needed, f"linearize convert {job.model} --stream-blocks", True)
         )
@@ -203,30 +205,22 @@ def memory_bill(job: ConvertJob, device: str = "cuda", devices: int = 1, memory:
 
 def _later_stages(model: PreTrainedModel, plan: Plan, whole: int, kernels: int, target: str) -> Iterator[StageMemory]:
     """Return what the alignment and stage two need without activations, for `whole` bytes of weights."""
-    parts, blocks = (_inside(model, plan, pattern) for pattern in (ATTENTION, BLOCK))
     dtype = next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
-    per_weight = TRAINED_FP32 if dtype.itemsize >= FP32 else TRAINED_HALF
-    in_kernels, maps = (FP32 + TRAINED_FP32) * kernels, [m for part in parts for m in part.modules()]
-    low_rank = sum(LoraConfig().r * (m.in_features + m.out_features) for m in maps if isinstance(m, nn.Linear))
-    low_rank *= FP32 + TRAINED_FP32
-    added = {
-        "kernels": 0,
-        "lora": low_rank,
-        **{
-            name: per_weight * sum(p.numel() for module in modules for p in module.parameters())
-            for name, modules in (("attention", parts), ("blocks", blocks))
-        },
-    }
-    for trained, size in added.items():
-        # With only kernels to train, the student is its own teacher.
-        teacher = 0 if trained == "kernels" else whole + FP32 * kernels
-        yield StageMemory(
-            f"alignment, --train {trained}",
-            whole + teacher + in_kernels + size,
-            f"linearize align {target} --train {trained}",
-        )
+    per_weight = ALIGNED if dtype.itemsize >= FP32 else ALIGNED_HALF
+    parts, blocks = (_inside(model, plan, pattern) for pattern in (ATTENTION, BLOCK))
+    maps = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
+    low_rank = sum(LoraConfig().r * (module.in_features + module.out_features) for module in maps)
+    trained_modules: dict[str, list[nn.Module]] = {"kernels": [], "lora": [], "attention": parts, "blocks": blocks}
+    for trained, modules in trained_modules.items():
+        weights = [parameter for module in modules for parameter in module.parameters()]
+        needed = whole + (FP32 + ALIGNED) * (kernels + (low_rank if trained == "lora" else 0))
+        needed += sum(weight.nbytes + per_weight * weight.numel() for weight in weights)
+        if trained != "kernels":
+            # Otherwise the student is its own teacher.
+            needed += FP32 * kernels
+        yield StageMemory(f"alignment, --train {trained}", needed, f"linearize align {target} --train {trained}")
     launch = f"linearize finetune {target} --task TASK --lora r={LoraConfig().r} --gradient-checkpointing"
-    yield StageMemory("stage two, --lora", whole + in_kernels + low_rank, launch)
+    yield StageMemory("stage two, --lora", whole + (FP32 + TUNED) * (kernels + low_rank), launch)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

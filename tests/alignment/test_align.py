@@ -18,6 +18,7 @@ from linearize.attention.interface import observed
 from linearize.conversion.timm import wrap
 from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.fidelity.teacher import frozen_output
+from linearize.training.alignment import loop
 from linearize.training.alignment.config import LARGEST, WEIGHTS, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, align, trained_parameters
 from linearize.training.alignment.objective import ATTENTION, Objective, measure, size_of, summed, variance
@@ -591,3 +592,32 @@ def test_bad_options_and_data():
         AlignConfig(hidden_weight=0.0, pooled_weight=0.0, logits_weight=0.0)
     assert align(model, Fixed(batches(model)), AlignConfig(steps=0)).steps == 0
     assert OUTPUT == "output"
+
+
+@pytest.mark.parametrize("train", ["attention", "lora"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_teacher_shares_the_weights_that_are_not_trained(train, named, monkeypatch):
+    """And gives the same numbers as a whole copy, to the bit."""
+    results, teachers = [], []
+
+    def noted(student, teacher, *, shared, frozen):
+        made = make_teacher(student, teacher, shared=shared, frozen=frozen if len(teachers) else ())
+        own = {parameter.data_ptr() for parameter in student.parameters()}
+        teachers.append({name for name, parameter in made.named_parameters() if parameter.data_ptr() in own})
+        assert not any(parameter.requires_grad for parameter in made.parameters())
+        return made
+
+    monkeypatch.setattr(loop, "make_teacher", noted)
+    for _ in range(2):
+        model = sharp("llama", "AutoModelForCausalLM")
+        other = loud("llama", "AutoModelForCausalLM") if named else None
+        flags = [parameter.requires_grad for parameter in model.parameters()]
+        options = {"train": train, "steps": 4, "eval_every": 2}
+        result = align(model, Fixed(batches(model)), AlignConfig(**options), teacher=other)
+        assert [parameter.requires_grad for parameter in model.parameters()] == flags
+        results.append((model.state_dict(), [step.losses for step in result.history], result.after))
+    (first, losses, after), (second, others, again) = results
+    assert losses == others and after == again and all(torch.equal(first[key], second[key]) for key in first)
+    whole, part = teachers
+    assert not whole and {"model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"} <= part
+    assert ("model.layers.0.self_attn.q_proj.weight" in part) is (train == "lora")

@@ -27,7 +27,7 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, measure, summed
-from linearize.training.alignment.pair import make_teacher
+from linearize.training.alignment.pair import find_blocks, make_teacher
 from linearize.training.precision import HALF
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.processes import autocast
@@ -260,7 +260,9 @@ def align(
             "(--align-steps 0), or launch without FSDP"
         )
     move(student, accelerator.device)
-    teacher = make_teacher(student, teacher, shared=config.train == "kernels")
+    trained = trained_parameters(student, find_blocks(student), config.train)
+    same = [name for name, _ in student.named_parameters() if name not in trained]
+    teacher = make_teacher(student, teacher, shared=config.train == "kernels", frozen=same)
     return _Run(data, config, on_step, accelerator).run(student, teacher)
 
 

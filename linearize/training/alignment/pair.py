@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -184,22 +185,35 @@ def first_tensor(output: object) -> Tensor:
     return state
 
 
-def make_teacher(student: PreTrainedModel, teacher: PreTrainedModel | None, *, shared: bool) -> PreTrainedModel:
+def make_teacher(
+    student: PreTrainedModel, teacher: PreTrainedModel | None, *, shared: bool, frozen: Collection[str] = ()
+) -> PreTrainedModel:
     """Return a student's teacher: a converted model that runs with softmax.
 
     Args:
         student: a converted model.
         teacher: its original, which is copied; None for the student's current weights under softmax.
         shared: whether the student's other weights do not change, so that it can be its own teacher.
+        frozen: names of the student's weights that do not change; where equal, the teacher has them in the same memory.
 
     Raises:
         ConfigError: if the teacher does not fit.
     """
+    if teacher is None and shared:
+        return student
+    # Parameters of its own: the student's may be given another dtype.
+    same = {name: nn.Parameter(student.get_parameter(name).detach(), requires_grad=False) for name in frozen}
     if teacher is None:
-        return student if shared else copy.deepcopy(student).eval().requires_grad_(False)
+        memo: dict[int, Any] = {id(student.get_parameter(name)): parameter for name, parameter in same.items()}
+        return copy.deepcopy(student, memo).eval().requires_grad_(False)
     check_teacher(student, teacher)
     converted = copy.deepcopy(teacher)
     apply(converted, Plan.from_dict(student.config.linearize))
+    for name, parameter in list(converted.named_parameters(remove_duplicate=False)):
+        own = same.get(name)
+        if own is not None and own.dtype == parameter.dtype and torch.equal(own, parameter.to(own.device)):
+            module, _, leaf = name.rpartition(".")
+            setattr(converted.get_submodule(module), leaf, own)
     move(converted, next(student.parameters()).device)
     return converted.eval().requires_grad_(False)
 
