@@ -252,7 +252,7 @@ def _inside(model: PreTrainedModel, plan: Plan, pattern: re.Pattern[str]) -> lis
 
 
 def _pass_of_block(model: PreTrainedModel, plan: Plan, blocks: str, tokens: int, device: str) -> int:
-    """Return the bytes of the largest part of a block's pass in stage one, for so many tokens."""
+    """Return the bytes of the largest part of a block's pass in stage one."""
     width = model.dtype.itemsize
     config: Any = text_config(model.config)
     hidden = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or 1
