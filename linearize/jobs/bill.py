@@ -233,6 +233,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _fill(model: nn.Module) -> None:
     """Give a model without weights zeros that need no memory."""
     for module in model.modules():
+        own: Any
         for own in (module._parameters, module._buffers):
             for name, tensor in own.items():
                 if tensor is not None:

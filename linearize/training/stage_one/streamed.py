@@ -162,7 +162,7 @@ def train_blocks(
         if number < done:
             record = _read(path, identity)
         else:
-            rows: dict[str, Iterator[Batch]]
+            rows: dict[str, Iterator[dict[str, Tensor]]]
             before = states.block(number - 1) / FOLDER
             count = config.steps * config.gradient_accumulation
             if number:
@@ -187,7 +187,7 @@ def train_blocks(
 
 def _train_block(
     trainer: BlockTrainer,
-    rows: Mapping[str, Iterator[Batch]],
+    rows: Mapping[str, Iterator[dict[str, Tensor]]],
     folder: Path,
     on_step: Callable[[int, BlockRecord], None],
 ) -> BlockRecord:
