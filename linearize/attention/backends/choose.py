@@ -60,44 +60,53 @@ BACKENDS: tuple[Backend, ...] = (
 """All backends; the first that accepts a call computes it. Every call is accepted by one of the last three."""
 
 
+CPU = torch.device("cpu")
+_NATIVE = Kind._fields.index("native")
+
+
 def kind_of(mixer: FeatureMapMixer, call: AttentionCall) -> Kind:
     """Return the kind of a call."""
+    return Kind(*_facts(mixer, call))
+
+
+def _facts(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Any, ...]:
+    """Return the fields of the call's kind in order: at every decoding step, so as a tuple, which is made faster."""
     if is_tracing():
         # Reading anything else, such as the number of tokens, would make it a constant of the graph.
-        return Kind(tracing=True)
+        return (True,)
     q, k, v, state = call.q, call.k, call.v, call.state
-    device, step, writes, uneven = k.device, call.one_step, False, False
-    native = enabled() if k.is_cpu else None
-    reads = native is not None and native.supports(q, k, v)
+    tokens, step, writes, uneven = k.size(2), call.one_step, False, False
+    device = CPU if k.is_cpu else k.device
+    native = enabled() if device is CPU else None
     if step and state is not None:
-        if not reads:
+        if native is None:
             writes = state["kv"].dtype == torch.float32 and all(map(Tensor.is_contiguous, state.values()))
         elif mixer.window is not None:
             writes = native.supports_window_step(q, k, v, state)
         else:
             writes = native.supports_step(q, k, v, state["kv"], state["log_scale"])
         length = mixer.hybrid.trained_length
-        if reads and length is not None and q.shape[0] > 1:
+        if native is not None and length is not None and q.size(0) > 1:
             least, most = call.places.aminmax()
             uneven = float(most) >= length and bool(least != most)
-    return Kind(
-        tracing=False,
-        device=device,
-        types=(q.dtype, k.dtype, v.dtype),
-        plain=type(q) is type(k) is type(v) is Tensor,
-        rows=q.shape[0] > 0,
-        tokens=min(k.shape[2], 2),
-        long=k.shape[2] >= streamed.RECOMPUTED,
-        gradient=torch.is_grad_enabled(),
-        one_step=step,
-        has_state=state is not None,
-        needs_state=call.needs_state,
-        native=native,
-        reads=reads,
-        writes=writes,
-        uneven=uneven,
-        offloaded=mixer.is_offloaded(),
-        switches=triton_calls.switches() if device.type in triton_calls.DEVICES else (),
+    return (
+        False,
+        device,
+        (q.dtype, k.dtype, v.dtype),
+        type(q) is type(k) is type(v) is Tensor,
+        q.size(0) > 0,
+        min(tokens, 2),
+        tokens >= streamed.RECOMPUTED,
+        torch.is_grad_enabled(),
+        step,
+        state is not None,
+        call.needs_state,
+        native,
+        native is not None and (writes or native.supports(q, k, v)),
+        writes,
+        uneven,
+        mixer.is_offloaded(),
+        triton_calls.switches() if device.type in triton_calls.DEVICES else (),
     )
 
 
@@ -114,15 +123,19 @@ def choose(mixer: FeatureMapMixer, call: AttentionCall) -> Backend:
     Raises:
         ConfigError: if no backend does, because of the layer's additions.
     """
-    kind = kind_of(mixer, call)
-    call.native = kind.native
-    known: Backend | None = None if kind.tracing else mixer.memory.get(kind)
-    if known is not None:
-        return known
+    facts = _facts(mixer, call)
+    known: Backend | None = None if facts[0] else mixer.memory.get(facts)
+    if known is None:
+        known = _first(mixer, Kind(*facts))
+        if not facts[0]:
+            mixer.memory[facts] = known
+    call.native = None if facts[0] else facts[_NATIVE]
+    return known
+
+
+def _first(mixer: FeatureMapMixer, kind: Kind) -> Backend:
     for backend in BACKENDS:
         if not declined(backend, mixer, kind):
-            if not kind.tracing:
-                mixer.memory[kind] = backend
             return backend
     raise _no_backend(mixer.hybrid)
 
