@@ -31,7 +31,7 @@ class AttentionCall:
         positions: what `places` returns; None until it is read for the first time.
         state: the state before these tokens (causal only). Decoding without a gradient overwrites it.
         needs_state: whether the caller needs the state after these tokens.
-        native: the native op for what a backend in PyTorch calls; None if there is none here. `choose` sets it.
+        native: the native op for what a backend in PyTorch calls; None if it is absent or off. `choose` sets it.
     """
 
     q: Tensor

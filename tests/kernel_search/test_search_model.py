@@ -38,7 +38,7 @@ def test_a_search_from_end_to_end(model, data):
     assert [p.requires_grad for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
     assert told == result.history and [one.step for one in told] == list(range(1, 13)) and result.steps == 12
     assert {one.candidates for one in told} == {8} and told[-1].loss < told[0].loss
-    assert "trying plans on the whole model" in [event.text for event in events if isinstance(event, Started)]
+    assert "trying plans on the whole model" in [event.what for event in events if isinstance(event, Started)]
     for layer in result.layers:
         assert set(layer.tried) == set(CANDIDATES) and all(0 < one["error"] < 1 for one in layer.tried.values())
         assert layer.error == layer.tried[layer.label]["error"] and layer.why and "\n" not in layer.why
