@@ -37,7 +37,7 @@ def set_implementation(config: PreTrainedConfig, name: str | None) -> None:
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configs of a model and of its parts, each once; a part may have created its own."""
-    held = (getattr(module, "config", None) for module in model.modules())
+    held = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in held if isinstance(config, PreTrainedConfig)}.values())
 
 
@@ -96,7 +96,7 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
 def _part_of(root: nn.Module, module: str, parts: list[PreTrainedModel]) -> PreTrainedModel:
     """Return the innermost model that contains the module of this name."""
     host = root.get_submodule(module)
-    return [part for part in parts if any(one is host for one in part.modules())][-1]
+    return [part for part in parts if host in set(part.modules())][-1]
 
 
 def check_implementation(host: nn.Module) -> None:

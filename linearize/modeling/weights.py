@@ -277,7 +277,7 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file", unrea
         # Quantised tensors of torchao hold integers and scales.
         with contextlib.suppress(NotImplementedError):
             # One pass without another tensor of that size: if there is a NaN, both minimum and maximum are NaN.
-            if not all(bool(torch.isfinite(limit)) for limit in torch.aminmax(tensor.detach())):
+            if not all(map(torch.isfinite, torch.aminmax(tensor.detach()))):
                 bad.append(name)
     if bad:
         raise CheckpointError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -101,6 +103,28 @@ def test_natively(switch):
     assert chosen(mixer_of("elu", causal=True, window=4), grad=False) == "window, pytorch"
     switch(False)
     assert chosen(causal, grad=False) == "streamed, pytorch"
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_remembered_choice_is_that_of_a_fresh_layer(window, switch):
+    """All facts that a backend reads are in the kind of a call: else a layer would keep the choice of another kind."""
+    shared = mixer_of("hedgehog", causal=True, **({} if window is None else {"window": window}))
+    state = state_of(shared)
+    strided = {name: x.mT.contiguous().mT if x.ndim == 4 else x for name, x in state.items()}
+    step = {"tokens": 1, "needs_state": True}
+    calls = [{}, {"tokens": 1}, {"tokens": 8192}, {"needs_state": True}]
+    calls += [{**step, "state": state}, {**step, "state": strided}, {"tokens": 2, "needs_state": True, "state": state}]
+    names = set()
+    for on, grad, dtype, more in itertools.product((True, False), (False, True), (torch.float32, torch.float16), calls):
+        switch(on)
+        one = call(**more)
+        one.q, one.k, one.v = (x.to(dtype) for x in (one.q, one.k, one.v))
+        with torch.set_grad_enabled(grad):
+            backend = choose(shared, one)
+            assert backend is choose(copy.deepcopy(shared), one), (on, grad, dtype, more.keys())
+            assert backend is choose(shared, one)
+        names.add(backend.name)
+    assert names == ({"native", "one step", "streamed", "eager"} if window is None else {"native", "window"})
 
 
 @pytest.mark.parametrize("info", FEATURES, ids=lambda info: info.name)

@@ -106,7 +106,7 @@ def _facts(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Any, ...]:
         writes,
         uneven,
         mixer.is_offloaded(),
-        triton_calls.switches() if device.type in triton_calls.DEVICES else (),
+        triton_calls.switches(v.dtype) if device.type in triton_calls.DEVICES else (),
     )
 
 

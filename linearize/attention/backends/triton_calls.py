@@ -57,9 +57,9 @@ KEPT = 4096
 """Most compiled kernels that are kept by the kinds of their arguments."""
 
 
-def switches() -> tuple[str | None, ...]:
-    """Return the settings that decide whether and how the kernels run."""
-    return os.environ.get(SWITCH), torch.backends.cuda.matmul.fp32_precision
+def switches(values: torch.dtype) -> tuple[str | None, ...]:
+    """Return the settings that decide whether and how the kernels run for such values."""
+    return os.environ.get(SWITCH), precision_of(values)
 
 
 def elsewhere(kind: Kind) -> str:
