@@ -106,6 +106,22 @@ def test_padding_is_not_taken_in(later, crop):
         step(layer, cache, inputs, slice(9, 10), torch.ones_like(old[:, :10]) if later == "ones" else None)
 
 
+@pytest.mark.parametrize("crop", [0, 20])
+def test_a_token_behind_the_last_padding_is_hidden_later(crop):
+    """The mask that a state remembers ends there; what follows it was all real."""
+    layer, inputs, (old, _) = layer_of(*STREAMED[0].values[:2], {}), make_inputs(14), masks()
+    cache, late = LinearStateLayer(crop), old.clone()
+    late[1, 10] = False
+    for part in (slice(0, 9), slice(9, 11)):
+        step(layer, cache, inputs, part, old[:, : part.stop])
+    if not crop:
+        with pytest.raises(ConfigError, match="another mask"):
+            step(layer, cache, inputs, slice(11, 12), late[:, :12])
+        return
+    got = step(layer, cache, inputs, slice(11, 12), late[:, :12])
+    torch.testing.assert_close(got, whole(layer, inputs, 12, late[:, :12])[:, :, 11:], rtol=1e-3, atol=1e-4)
+
+
 def test_the_same_mask_goes_on():
     """Longer than the tokens so far, of the new tokens alone, and after crops, other orders and repetitions of rows."""
     layer, inputs, (_, new) = layer_of(*STREAMED[0].values[:2], {}), make_inputs(14), masks()

@@ -13,6 +13,7 @@ from linearize.kernel_search.candidates import parse_candidate, parse_candidates
 from linearize.kernel_search.config import SearchConfig, parse_budget
 from linearize.kernel_search.result import Point, SearchResult, reasons
 from linearize.kernel_search.table import Entry, Option, Table, choose
+from linearize.kernel_search.whole import WholeError, WholeModel
 
 
 @pytest.mark.parametrize("softmax", [0, 1, 2])
@@ -175,3 +176,22 @@ def test_the_reason_of_a_layer_counts_only_candidates():
     row = {"elu": Entry(0.1, 0.3), "t2r": Entry(0.2, 0.4), "hedgehog": Entry(0.2, 0.1)}
     table = Table({0: row}, {0: 1.0}, "hedgehog", ("elu", "t2r"))
     assert reasons(("elu",), table) == {0: "the closest of 2 candidates: error 0.3, next t2r with 0.4"}
+
+
+def test_a_layer_is_weighed_by_what_its_error_does_to_the_whole_model():
+    """The whole model's squared error with this layer alone replaced, over the layer's own; then the best is tried."""
+
+    class Known(WholeModel):
+        def __init__(self):
+            self.tried = []
+
+        def errors(self, choices):
+            self.tried += choices
+            alone = {("a", "softmax"): 0.5, ("softmax", "b"): 0.4}
+            return [WholeError(alone.get(choice, 0.3 if choice == ("d", "d") else 0.6), 1.0) for choice in choices]
+
+    found, whole = table(), Known()
+    assert whole.decide(found, ("a", "b"), ("b", "a"), None) == ("d", "d")
+    assert found.weights == {0: pytest.approx(0.5**2 / 0.1**2), 1: pytest.approx(0.4**2 / 0.2**2)}
+    assert whole.tried[:2] == [("a", "softmax"), ("softmax", "b")]
+    assert {("b", "a"), ("a", "a"), ("b", "b"), ("d", "d"), found.best()} <= set(whole.tried)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from linearize.core import registry
 from linearize.core.errors import ConfigError
 from linearize.core.events import Started
 from linearize.kernel_search import SearchConfig
+from linearize.kernel_search.candidates import Candidates, lay_out
 from linearize.kernel_search.costs import Cost
-from linearize.kernel_search.loop import search
+from linearize.kernel_search.loop import carrier_of, search
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import distill
 
@@ -215,3 +218,18 @@ def test_candidates_with_a_window_start_with_fitted_scales(monkeypatch):
     )
     # In each of two layers, once.
     assert sorted(window for window, _ in fitted) == [4, 4, 6, 6]
+
+
+def test_a_candidate_starts_as_the_kernel_of_a_conversion_with_the_same_seed(model):
+    drawn = []
+    for seed in (0, 7):
+        base = linearize.plan(model, "elu", seed=seed)
+        layout = lay_out(model, base, ("performer", "hedgehog"), softmax=0)
+        modules = Candidates(layout, carrier_of(model, base), torch.device("cpu")).modules
+        converted = linearize.apply(copy.deepcopy(model), layout.plan(("performer",) * len(layout.layers), {}))
+        layers = linear_attentions(converted.base_model)
+        for number, layer in layout.layers.items():
+            mine, theirs = modules[number, "performer"].state_dict(), layers[layer.module].state_dict()
+            assert mine and all(torch.equal(x, theirs[name]) for name, x in mine.items())
+            drawn.append(torch.cat([x.flatten() for x in mine.values()]))
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
