@@ -29,6 +29,8 @@ def test_what_it_says_is_read(causal, additive, query_rows):
     mask = torch.where(mask, 0.0, LOW) if additive else mask
     assert torch.equal(key_padding(mask, causal), padding.bool())
     assert key_padding(mask, not causal) is None
+    # The rows of the last tokens alone, behind a cache; of padding alone, they say nothing.
+    assert torch.equal(key_padding(mask[[0, 2], :, 3:], causal), padding[[0, 2]].bool())
 
 
 def test_what_says_more_is_not_read():

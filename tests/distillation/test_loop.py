@@ -308,3 +308,11 @@ def test_rates_rise_to_the_peak_and_fall_along_a_cosine():
     fifths = [0.5 * (1 + math.cos(math.pi * part / 5)) for part in range(5)]
     assert [one for one, _ in found] == pytest.approx([0.5, 1.0, *half])
     assert [other for _, other in found] == pytest.approx([0.5, *(0.5 * share for share in fifths)])
+
+
+def test_the_longest_row_is_counted_without_padding():
+    """From it a hybrid's linear part fades."""
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]])
+    rows = [{"input_ids": torch.zeros_like(mask), "attention_mask": mask}, {"input_ids": torch.zeros(1, 3)}]
+    assert run.longest_row(rows) == 4 and run.longest_row(rows[1:]) == 3
+    assert run.longest_row([*rows, {"pixel_values": torch.zeros(1, 3, 4, 4)}]) is None
