@@ -202,6 +202,19 @@ class _Converted:
         return None if every is None else every[self.prefix]
 
 
+class SoftmaxLayer(nn.Module):
+    """An attention of vLLM whose outputs have transformers' shape, which GPT-2 needs."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend, query [T, H D], key [T, K D], value [T, K D] -> [1, T, H, D], for the tokens of all requests."""
+        out: Tensor = self.attention(query, key, value)
+        return out.view(1, -1, self.attention.num_heads, self.attention.head_size)
+
+
 class CausalLayer(_Converted, nn.Module, MambaBase):
     """A converted layer of a decoder.
 
@@ -251,7 +264,7 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
             )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend, query [T, H D], key [T, K D], value [T, K V] -> [T, H V], for the tokens of all requests."""
+        """Attend, query [T, H D], key [T, K D], value [T, K V] -> [1, T, H, V], for the tokens of all requests."""
         q, k, v = self._split(query, key, value)
         out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         requests: Requests | None = self._metadata()
@@ -262,7 +275,7 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
             keys = (x[:, self.key_heads].flatten(1) for x in (k, v))
             exact = self.softmax(q[:, self.heads].flatten(1), *keys)
             out[:, self.heads] = exact.view(-1, len(self.heads), v.shape[2])
-        return out.flatten(1)
+        return out[None]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, requests: Requests) -> None:
         steps, blocks = requests.steps, requests.step_blocks
@@ -319,7 +332,7 @@ class EncoderLayer(_Converted, EncoderOnlyAttention):
         return layer  # type: ignore[no-any-return]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Attend, query [T, H D], key [T, K D], value [T, K V] -> [T, H V], for the tokens of all requests."""
+        """Attend, query [T, H D], key [T, K D], value [T, K V] -> [1, T, H, V], for the tokens of all requests."""
         q, k, v = self._split(query, key, value)
         out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         metadata = self._metadata()
@@ -327,4 +340,4 @@ class EncoderLayer(_Converted, EncoderOnlyAttention):
             for start, end in itertools.pairwise(metadata.query_start_loc.tolist()):
                 if end > start:
                     out[start:end] = self._mix(*(x[None, start:end] for x in (q, k, v)), None, False)[0][0]
-        return out.flatten(1)
+        return out[None]

@@ -11,7 +11,7 @@ from vllm.model_executor.models.transformers import TransformersEmbeddingModel, 
 
 from linearize.attention.layer import LinearAttention
 from linearize.modeling.plan import LayerPlan, Plan, damaged
-from linearize.vllm.layer import CausalLayer, EncoderLayer, stored
+from linearize.vllm.layer import CausalLayer, EncoderLayer, SoftmaxLayer, stored
 
 
 def _plan(vllm_config: Any) -> Plan:
@@ -49,6 +49,7 @@ class _Converted:
                 self._convert(host, layer, hosts.pop(host).scale(host), softmax_heads)
             else:
                 hosts.pop(host)
+                host.attn = SoftmaxLayer(host.attn)
         if hosts:
             raise damaged(f"the plan names {len(plan.layers)} attentions, but the model has {len(hosts)} more")
 
