@@ -51,12 +51,11 @@ PRESETS: Mapping[str, Preset] = {
 """Presets by name. All have learned log-scales, the default with a window.
 
 `causal` and `recall` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With `causal`,
-memory is constant, and every layer gets the window, exact keys and kernel that suit it. With `--window 128` instead,
-the model can be exported: ONNX export refuses a decoder's exact keys and softmax heads. `recall` has both, in order to
-look up and copy text; the cache of its softmax heads grows with the text. Both train on long rows: a kernel learns
-nothing inside the window, and heads that look up far back do nothing in short rows. `encoder` is for bidirectional
-models: texts of up to 68 tokens stay exact, and in longer texts the kernel covers the tokens outside the window that
-are no exact keys.
+memory is constant, and every layer gets the window, exact keys and kernel that suit it. `recall` has exact keys and
+softmax heads in order to look up and copy text; the cache of its softmax heads grows with the text. Both train on long
+rows: a kernel learns nothing inside the window, and heads that look up far back do nothing in short rows. `encoder` is
+for bidirectional models: texts of up to 68 tokens stay exact, and in longer texts the kernel covers the tokens outside
+the window that are no exact keys.
 """
 
 
