@@ -3,7 +3,7 @@
     python tests/engines/compare.py --output docs/results/engines.json --page docs/benchmarks/engines.md
 
 It converts tiny models, generates greedily from 20 prompts of 1 to 50 tokens, padded into one batch, and embeds as many
-texts and images. Every result is held against attention by written-out weights in fp64, within the bound for fp32 of
+texts and images. Every result is held against attention by explicit weights in fp64, within the bound for fp32 of
 `support.rounding`, and against the tokens of the first engine. It exits with 1 if anything differs by more.
 """
 
@@ -284,7 +284,7 @@ def run_vllm(cases: list[Case], root: Path) -> Result:
 
 
 ENGINES: dict[str, tuple[Callable[[list[Case], Path], Result], str]] = {
-    "written out": (run_naive, "torch"),
+    "explicit weights": (run_naive, "torch"),
     "PyTorch": (run_pytorch, "torch"),
     "native op": (run_native, "torch"),
     "Triton": (run_triton, "triton"),

@@ -20,7 +20,7 @@ def test_all_engines_agree(tmp_path, monkeypatch, native_cache):  # noqa: F811
     wrong = {(engine, name): one for engine, row in table.items() for name, one in row.items() if one.wrong}
     assert not wrong, wrong
     ran = {engine for engine, row in table.items() if not any(one.skipped for one in row.values())}
-    assert ran >= {"written out", "PyTorch", "ONNX", "remote code"}, table
+    assert ran >= {"explicit weights", "PyTorch", "ONNX", "remote code"}, table
     assert not any(table[engine]["all additions"].skipped for engine in ("native op", "ONNX, own op")), table
     for name in compare.MODELS:
         assert table["PyTorch"][name].difference is not None
