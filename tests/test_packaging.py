@@ -21,7 +21,12 @@ from support.scripts import script
 from linearize.core.errors import EXTRAS
 
 CHECKOUT = Path(__file__).parents[1]
-DISTRIBUTION = {"sklearn": "scikit-learn", "PIL": "pillow", "onnx_ir": "onnx-ir"}
+DISTRIBUTION = {
+    "sklearn": "scikit-learn",
+    "PIL": "pillow",
+    "onnx_ir": "onnx-ir",
+    "sentence_transformers": "sentence-transformers",
+}
 PLAIN = """
 import importlib.metadata, importlib.util, sys
 

@@ -175,7 +175,7 @@ def claim_file(target: Path) -> Iterator[Path]:
     """Lock an output file for this process while the block runs, and remove leftovers of a killed one.
 
     Yields:
-        A temporary name in the same folder, for the block to fill and to rename; what has this name afterwards is removed.
+        A temporary name in the same folder, for the block to fill and rename; what still has it afterwards is removed.
 
     Raises:
         CheckpointError: if another process writes to it.

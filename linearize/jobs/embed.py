@@ -91,7 +91,6 @@ def embed(
     spans: int | None = None,
     prompt: str | None = None,
     text_column: str | None = None,
-    split: str = "train",
     batch_tokens: int = EmbedJob.batch_tokens,
     device: str = "auto",
     on_event: Callback = ignore,
@@ -104,7 +103,6 @@ def embed(
         spans: tokens per span; None for documents only.
         prompt: name of the embedder's prompt to put before each document; by default the one it uses by default.
         text_column: column of the text, if `dataset` is a name.
-        split: split to read, if `dataset` is a name.
         batch_tokens: tokens per batch, with padding.
         device: device of the model, if it is loaded here.
         on_event: called with every event.
@@ -116,7 +114,7 @@ def embed(
         LinearizeError: a subclass of it, for everything the user can correct.
     """
     if isinstance(dataset, str):
-        numbered: Documents = _Opened(EmbedJob.of(model="", dataset=dataset, text_column=text_column, split=split))
+        numbered: Documents = _Opened(EmbedJob.of(model="", dataset=dataset, text_column=text_column))
         total = len(numbered)
     else:
         numbered, total = list(enumerate(dataset)), len(dataset)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from linearize.core.errors import CheckpointError
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_class
@@ -53,6 +53,9 @@ def guard_models() -> None:
             try:
                 return load(cls, *args, **kwargs)
             except _ConvertedError:
+                # The code in a checkpoint's folder runs only if the caller allows it in this call too.
+                if MODEL_TYPE not in CONFIG_MAPPING and not kwargs.get("trust_remote_code"):
+                    raise
                 options = {key: kwargs[key] for key in _READING if key in kwargs}
                 name = args[0] if args else kwargs["pretrained_model_name_or_path"]
                 config = AutoConfig.from_pretrained(name, **options)

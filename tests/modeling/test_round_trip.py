@@ -120,7 +120,8 @@ def test_a_class_of_transformers_loads_ours(name, head, stock, guarded, tmp_path
     kind = getattr(transformers, stock)
     loaded, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     expected = getattr(transformers, head).from_pretrained(tmp_path / "out")
-    assert isinstance(loaded, kind) and isinstance(loaded, LinearizedModel) and not report["missing_keys"]
+    assert isinstance(loaded, kind) and isinstance(loaded, LinearizedModel)
+    assert not any("linear_attention" in key for key in report["missing_keys"])
     same = loaded.base_model.state_dict()
     # The body of a model with a head may lack a part, such as a pooler.
     assert all(
