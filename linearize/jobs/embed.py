@@ -114,11 +114,12 @@ def embed(
         LinearizeError: a subclass of it, for everything the user can correct.
     """
     if isinstance(dataset, str):
-        numbered: Documents = _Opened(EmbedJob.of(model="", dataset=dataset, text_column=text_column))
-        total = len(numbered)
+        opened = _Opened(EmbedJob.of(model="", dataset=dataset, text_column=text_column))
+        numbered: Documents = opened
+        total = len(opened)
     else:
         numbered, total = list(enumerate(dataset)), len(dataset)
-        if not numbered or not all(isinstance(text, str) for _, text in numbered):
+        if not total or not all(isinstance(text, str) for _, text in numbered):
             raise DataError(
                 "embed: got no texts, or something else, expected a list of texts or the name of a data set"
             )

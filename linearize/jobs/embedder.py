@@ -64,7 +64,7 @@ class Embedder:
         prompt: str | None = None,
         device: str = "auto",
     ) -> None:
-        name = model if isinstance(model, str) else str(model[0].auto_model.name_or_path)
+        name = model if isinstance(model, str) else str(getattr(model[0].auto_model, "name_or_path", ""))
         how, more = check_embedder(name)
         if isinstance(model, str):
             from sentence_transformers import SentenceTransformer
@@ -100,7 +100,7 @@ class Embedder:
         name = self.model.default_prompt_name if name is None else name
         if name is not None and name not in prompts:
             raise unknown_name("prompt", name, prompts)
-        return "" if name is None else prompts[name]
+        return "" if name is None else str(prompts[name])
 
     def tokenize(self, documents: Documents) -> Iterator[Row]:
         """Yield tokenized documents, `TOKENIZED` at a time."""
