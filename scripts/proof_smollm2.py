@@ -25,10 +25,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import linearize  # noqa: F401  (loads converted checkpoints)
 from linearize.attention.interface import linear_attentions
+from linearize.checkpoint.loading import load_model, load_processor
 from linearize.core.parsing import check_file
 from linearize.fidelity.ablate import ablated
 from linearize.training.stage_two.intervals import RESAMPLES, percentiles
@@ -391,7 +392,8 @@ def main(words: list[str] | None = None) -> None:
     """Measure and write the figures; those already in the --output file are kept."""
     args = parse(words)
     folders = dict(pair.split("=", 1) for pair in args.converted)
-    tokenizer = AutoTokenizer.from_pretrained(args.original)
+    # The original may be a GGUF file.
+    tokenizer = load_processor(args.original, "text")
     ids = torch.tensor(tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"])[args.offset :]
     long, rest = ids.split([args.long_rows * args.long_length, len(ids) - args.long_rows * args.long_length])
     rows, rest = rest.split([args.rows * args.length, len(rest) - args.rows * args.length])
@@ -437,12 +439,15 @@ def main(words: list[str] | None = None) -> None:
         folder = folders[column.folder] if column.folder else args.original
         if folder != open_folder:
             model = None
-            model, open_folder = AutoModelForCausalLM.from_pretrained(folder).eval(), folder
-            if column.folder:
-                original = AutoModelForCausalLM.from_pretrained(args.original)
+            if column.folder is None:
+                model = load_model(folder).model.eval()
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder).eval()
+                original = load_model(args.original).model
                 done.setdefault("same_weights", {})[column.folder] = same_weights(original, model)
                 del original
             model.to(args.device)
+            open_folder = folder
         with column_of(model, column) if column.folder else nullcontext():
             for what in missing:
                 figures[what] = measures[what](model)
