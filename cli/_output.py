@@ -155,9 +155,9 @@ def plan_table(plan: Plan) -> Group:
 
 
 def heads_lines(plan: Plan) -> list[str]:
-    """Return the heads that keep softmax as one line, in the syntax of `--keep-softmax-heads`; none if there are none.
+    """Return the heads that keep softmax, as `--keep-softmax-heads` takes them: one line, or none without such heads.
 
-    In the table they would give each layer a row of its own.
+    In the table they would give each layer a separate row.
     """
     kept = {layer.index: layer.hybrid.softmax_heads for layer in plan.converted if layer.hybrid.softmax_heads}
     if not kept:

@@ -21,7 +21,7 @@ CHECKOUT = PACKAGE.parent
 # From the ground up: a package or module may import those before it, and itself.
 ORDER = [
     *("core", "ops", "kernels", "attention", "modeling", "conversion", "checkpoint", "data", "fidelity", "training"),
-    *("evaluation", "export", "kernel_search", "jobs", "cli"),
+    *("evaluation", "export", "kernel_search", "jobs", "vllm", "cli"),
 ]
 # The one arrow up: the registry imports the kernels' folder when it is asked for all of them.
 ALLOWED = {("core", "kernels")}

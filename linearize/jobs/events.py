@@ -98,7 +98,7 @@ class Planned(Event):
 
 @dataclass(frozen=True)
 class HeadsChosen(Event):
-    """The heads that keep softmax are known; the rest of the plan is as it was."""
+    """The heads that keep softmax are known; the rest of the plan is unchanged."""
 
     plan: Plan
 

@@ -63,7 +63,7 @@ def runner(config: PreTrainedConfig, plan: Plan) -> str:
     """Return the name of the class that runs a converted model.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if it is missing.
     """
     name = (config.architectures or [plan.architecture])[0]
     if config.is_encoder_decoder or getattr(config, "sub_configs", None) or plan.base_model_type in REDIRECTED:

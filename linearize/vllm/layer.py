@@ -191,9 +191,9 @@ class _Converted:
         q, k = query.view(-1, shape.heads, shape.head_dim), key.view(-1, shape.key_heads, shape.head_dim)
         return q, k, value.view(-1, shape.key_heads, shape.value_dim)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, state: Any, needs_state: bool) -> tuple[Tensor, Any]:
-        """Mix [B, T, H, D], ... -> [B, T, H, V]."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def _mix(self, tokens: Iterable[Tensor], state: Any, needs_state: bool) -> tuple[Tensor, Any]:
+        """Mix queries, keys and values [B, T, H, D], ... -> [B, T, H, V]."""
+        q, k, v = (x.transpose(1, 2) for x in tokens)
         out, after = self.mixer(AttentionCall(q, k, v, self.scaling, None, None, state, needs_state))
         return out.transpose(1, 2), after
 
@@ -223,7 +223,7 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
         nbytes: size of a state in bytes.
         states: the states of all blocks, by the names of their tensors, [blocks, ...].
         heads: heads that keep softmax, computed by `softmax`; repeated up to the largest number of any layer, so that
-            all layers have keys of one size. None if there are none.
+            all layers have keys of one size. None without such heads.
         key_heads: their key heads.
         softmax: vLLM's attention for these heads.
     """
@@ -268,7 +268,7 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
         q, k, v = self._split(query, key, value)
         out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         requests: Requests | None = self._metadata()
-        # There are none while vLLM measures its memory.
+        # Without requests, vLLM measures its memory.
         if requests is not None:
             self._attend(q, k, v, out, requests)
         if self.softmax is not None:
@@ -281,13 +281,13 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
         steps, blocks = requests.steps, requests.step_blocks
         if len(steps):
             parts = (x.index_select(0, steps)[:, None] for x in (q, k, v))
-            mixed, after = self._mix(*parts, {name: x[blocks] for name, x in self.states.items()}, True)
+            mixed, after = self._mix(parts, {name: x[blocks] for name, x in self.states.items()}, True)
             out[steps] = mixed[:, 0]
             for name, state in self.states.items():
                 state[blocks] = after[name]
         for start, end, block, is_first in requests.spans:
             before = None if is_first else {name: x[block : block + 1].clone() for name, x in self.states.items()}
-            mixed, after = self._mix(*(x[None, start:end] for x in (q, k, v)), before, True)
+            mixed, after = self._mix((x[None, start:end] for x in (q, k, v)), before, True)
             out[start:end] = mixed[0]
             for name, state in self.states.items():
                 state[block] = after[name][0]
@@ -339,5 +339,5 @@ class EncoderLayer(_Converted, EncoderOnlyAttention):
         if metadata is not None:
             for start, end in itertools.pairwise(metadata.query_start_loc.tolist()):
                 if end > start:
-                    out[start:end] = self._mix(*(x[None, start:end] for x in (q, k, v)), None, False)[0][0]
+                    out[start:end] = self._mix((x[None, start:end] for x in (q, k, v)), None, False)[0][0]
         return out[None]

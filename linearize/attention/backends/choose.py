@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from linearize.attention.backends import streamed, triton_calls
 from linearize.attention.backends.causal import NATIVE_OP, PYTORCH_OP, why_not_native
 from linearize.attention.backends.eager import Eager, OneStep, Windowed
 from linearize.attention.backends.fused import Fused
 from linearize.attention.backends.fused_step import FusedStep
 from linearize.attention.backends.fused_window import FusedWindow
 from linearize.attention.backends.native import Native
-from linearize.attention.backends.streamed import Streamed
+from linearize.attention.backends.streamed import Streamed, is_recomputed
+from linearize.attention.backends.triton_calls import DEVICES, switches
 from linearize.attention.call import AttentionCall, Kind, MixerState, running_count
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import CACHED
@@ -96,7 +96,7 @@ def _facts(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Any, ...]:
         type(q) is type(k) is type(v) is Tensor,
         q.size(0) > 0,
         min(tokens, 2),
-        tokens >= streamed.RECOMPUTED,
+        is_recomputed(tokens),
         torch.is_grad_enabled(),
         step,
         state is not None,
@@ -106,7 +106,7 @@ def _facts(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Any, ...]:
         writes,
         uneven,
         mixer.is_offloaded(),
-        triton_calls.switches(v.dtype) if device.type in triton_calls.DEVICES else (),
+        switches(v.dtype) if device.type in DEVICES else (),
     )
 
 

@@ -36,6 +36,11 @@ UNIT = 64
 """Part lengths are multiples of this many tokens, the chunk of the causal op."""
 
 
+def is_recomputed(tokens: int) -> bool:
+    """Tell whether the backward pass recomputes the features of this many tokens."""
+    return tokens >= RECOMPUTED
+
+
 class Streamed:
     """The backend that processes one part of the tokens after the other."""
 
