@@ -44,6 +44,7 @@ class Form:
         blocks: blocks of earlier keys.
         size: keys per block.
         group: queries that share a choice, by their mean query; more than one look ahead.
+        last: queries whose mean makes the choice: that of a query and those before it.
         score: how a block is judged: by its mean key ("mean"), or by the mass of softmax ("mass").
         routed: "all" heads, or the heads of "recall"; the others then have the window and sinks alone.
     """
@@ -53,6 +54,7 @@ class Form:
     blocks: int = 0
     size: int = 8
     group: int = 1
+    last: int = 1
     score: str = "mean"
     routed: str = "all"
 
@@ -70,6 +72,7 @@ FORMS = {
     "60 blocks": Form(128, blocks=60),
     "85 blocks": Form(128, blocks=85),
     "34 blocks, per 8 queries": Form(128, blocks=34, group=8),
+    "34 blocks, by the last 8 queries": Form(128, blocks=34, last=8),
     "34 blocks, true mass": Form(128, blocks=34, score="mass"),
     "34 blocks, recall's heads": Form(128, blocks=34, routed="recall"),
     "68 blocks of 4": Form(128, blocks=68, size=4),
@@ -122,11 +125,12 @@ class Attention:
             cls.read.append(1.0)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling).transpose(1, 2), None
         heads = range(q.shape[1])
+        choosing = F.avg_pool1d(F.pad(q[0].mT, (form.last - 1, 0)), form.last, stride=1).mT
         routed = [h for h in heads if form.routed == "all" or (module.layer_idx, h) in RECALL]
         out = []
         for start in range(0, q.shape[2], QUERIES):
             part, end = q[:, :, start : start + QUERIES], start + QUERIES
-            seen = visible(part[0], k[0, :, :end], form, start, scaling, routed)
+            seen = visible(choosing[:, start:end], k[0, :, :end], form, start, scaling, routed)
             if start:
                 cls.read.append(float(seen.sum() / seen.shape[0] / (start + torch.arange(part.shape[2]) + 1).sum()))
             out.append(F.scaled_dot_product_attention(part, k[:, :, :end], v[:, :, :end], seen[None], scale=scaling))
