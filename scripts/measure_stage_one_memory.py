@@ -93,8 +93,8 @@ def measure(folder: str, way: str, rows: int, tokens: int) -> int:
     return highest() - before
 
 
-def main() -> None:
-    """Measure all sizes and write the results."""
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", required=True, type=Path)
     parser.add_argument("--output", type=Path)
@@ -102,7 +102,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--row", nargs=2, metavar=("FOLDER", "WAY"))
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure all sizes and write the results."""
+    args = parse(words)
     if args.row:
         print(measure(*args.row, args.rows, args.tokens))
         return

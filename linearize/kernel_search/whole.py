@@ -30,6 +30,9 @@ from linearize.training.alignment.objective import Objective, Share, is_regressi
 from linearize.training.alignment.pair import Outputs, find_blocks
 from linearize.training.stage_one.processes import autocast
 
+ROUNDING = 1e-10
+"""Scores up to this are rounding in fp32: a hidden state that differs by 1e-5 of its norm."""
+
 
 @dataclass(frozen=True)
 class WholeError:
@@ -166,9 +169,10 @@ class WholeModel:
         for (number, row), label, whole in zip(table.rows.items(), labels, self.errors(alone), strict=True):
             own = (row[label].error or 0.0) ** 2
             table.weights[number] = whole.score / own if own > 0 else 0.0
-        tried = (table.best(), *others, *table.uniform())
+        tried = (*others, table.best(), *table.uniform())
         choices = [choice for choice in tried if choice is not None]
-        return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: pair[0].score)[1]
+        # Of choices whose error is only rounding, the first: rounding says nothing about them.
+        return min(zip(self.errors(choices), choices, strict=True), key=lambda pair: max(pair[0].score, ROUNDING))[1]
 
     def _run(self, batch: Mapping[str, Tensor], choice: Choice) -> Outputs:
         """Run the frozen model with the chosen candidates' outputs in place of its layers'."""

@@ -131,7 +131,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
         for number, label in keys:
             entries[number][label] = Entry(size_of[number, label], error[number, label])
         table = Table(entries, dict.fromkeys(layers, 1 / limit), reference[0], labels)
-        chosen = whole.decide(table, reference, table.best(), reference)
+        chosen = whole.decide(table, reference, reference, table.best())
     why = {
         number: f"error of the layer's output {error[number, label]:.3g}, with {usual} {error[number, usual]:.3g}"
         for number, label, usual in zip(layers, chosen, reference, strict=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device, has_offloaded_params
 from torch import nn
 
 from linearize.core.errors import UnsupportedModelError
@@ -89,6 +88,9 @@ def size_of_block(model: nn.Module) -> int:
 @contextlib.contextmanager
 def in_memory(module: nn.Module) -> Iterator[None]:
     """Keep the offloaded weights of a module on its device inside the block, instead of reading them for each call."""
+    # Imported here, as a plain install has no accelerate.
+    from accelerate.utils import align_module_device, has_offloaded_params
+
     with contextlib.ExitStack() as undo:
         for part in (part for part in module.modules() if has_offloaded_params(part)):
             hook: Any = part._hf_hook

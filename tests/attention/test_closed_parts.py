@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -110,6 +112,17 @@ def export_it(monkeypatch, tmp_path):
     export.export_checkpoint(export.ExportJob.of(model="m", output=str(tmp_path / "out")))
 
 
+def start_in_vllm(monkeypatch):
+    """The check of `linearize.vllm`, next to a stand-in for vLLM, which has an environment of its own."""
+    stand_in = SimpleNamespace(MambaModelConfig=object, HFConfigParser=object)
+    for name in ("vllm", "vllm.model_executor.models.config", "vllm.transformers_utils.config"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.setitem(sys.modules, "linearize.vllm.config", None)
+    del sys.modules["linearize.vllm.config"]
+    module = importlib.import_module("linearize.vllm.config")
+    module.runner(SimpleNamespace(architectures=["LlamaForCausalLM"], is_encoder_decoder=False), plan_of())
+
+
 def targets():
     return Targets(*heads()[:2], 0.5, True)
 
@@ -131,6 +144,7 @@ CONSUMERS = {
     "start of the scales": lambda: fit_scales(layer_of(), targets()),
     "alignment": lambda: align(model_of(), DATA),
     "export": export_it,
+    "vLLM": start_in_vllm,
 }
 # What reads `.hybrid` and calls no `check_parts`, and how it knows all that is there.
 WHOLE = {
@@ -151,6 +165,8 @@ WHOLE = {
     "linearize.modeling.model": "compares",
     "linearize.modeling.plan": "writes `changed`",
     "linearize.modeling.portable": "refuses",
+    "linearize.vllm.layer": "runs what `linearize.vllm.config` accepts",
+    "linearize.vllm.model": "runs what `linearize.vllm.config` accepts",
 }
 
 
@@ -187,6 +203,8 @@ def test_a_consumer_refuses_a_part_that_it_does_not_know(consumer, known, monkey
     name = next(name for name, one in CONSUMERS.items() if one is consumer)
     if consumer is export_it:
         consumer = partial(export_it, monkeypatch, tmp_path)
+    elif consumer is start_in_vllm:
+        consumer = partial(start_in_vllm, monkeypatch)
     with pytest.raises(LinearizeError, match=rf"^{name}: got a layer with tilt=3, expected at most .*; leave it out$"):
         consumer()
     assert not any(tmp_path.iterdir())

@@ -424,12 +424,17 @@ def package_versions() -> dict[str, str]:
 START, END = "<!-- table -->", "<!-- end of the table -->"
 
 
-def main() -> int:
-    """Compare, and write the results and the page."""
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     parser.add_argument("--page", type=Path, help="Markdown file whose table is replaced")
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Compare, and write the results and the page."""
+    args = parse()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as root:

@@ -125,6 +125,6 @@ def test_a_log_says_how_long_it_has_to_go(place, tmp_path, capsys, monkeypatch):
     line = f"finetune linear {TASK} --steps 6 --eval-every 3 --log-every 2 --output {tmp_path / 'out'}"
     code, out, err = run(capsys, *line.split())
     assert code == 0, err
-    assert re.search(r"^step 1/6, \d+ s, \d+ s left: loss 0\.\d{4}$", out, re.MULTILINE)
-    assert re.search(r"^step 4/6, \d+ s, \d+ s left: loss 0\.\d+, grad_norm", out, re.MULTILINE)
-    assert re.search(r"^step 3/6, \d+ s, \d+ s left: eval_loss ", out, re.MULTILINE)
+    assert re.search(r"^step 1/6, \d+ s, \d+ s left, [\d,]+ tokens/s: loss 0\.\d{4}$", out, re.MULTILINE)
+    assert re.search(r"^step 4/6, \d+ s, \d+ s left, [\d,]+ tokens/s: loss 0\.\d+, gradient norm ", out, re.MULTILINE)
+    assert re.search(r"^step 3/6, \d+ s, \d+ s left, [\d,]+ tokens/s: validation loss ", out, re.MULTILINE)

@@ -344,6 +344,7 @@ def quick(words):
 
 PARSED = (
     "closeness_by_length",
+    "measure_stage_one_memory",
     "proof_smollm2",
     "routed_blocks",
     "search_check",
@@ -368,6 +369,12 @@ def run_example(line, file, words, parse_only=False):
         return
     if file in (f"scripts/{name}.py" for name in PARSED):
         script(name).parse(words)
+        return
+    if file == "tests/engines/compare.py":
+        # `make slow` runs it as a test.
+        from engines import compare
+
+        compare.parse(words)
         return
     assert file == f"examples/{name}.py" and name in EXAMPLES, f"{line!r} is not covered; add the example to EXAMPLES"
     if not parse_only:

@@ -230,7 +230,8 @@ class _Run(Run):
             done, many = names.index(name) * config.steps + step, len(layers) * config.steps
             losses, loss = {name: record.losses[-1]}, record.held_out.get(step)
             if self.on_step is not None:
-                self.on_step(StepReport(done, many, losses, loss, record.rates[-1], self.seconds))
+                tokens = record.tokens[-1] * done // step
+                self.on_step(StepReport(done, many, losses, loss, record.rates[-1], self.seconds, tokens=tokens))
 
         chain = chain_of(model, send_to_device(held_out[0], self.accelerator.device))
         assert chain is not None
@@ -246,7 +247,8 @@ class _Run(Run):
             mean = mean_held_out(records, step) if step in records[0].held_out else None
             self.note_step(mean)
             seconds = sum(record.seconds[step - 1] for record in records)
-            self.history.append(StepReport(step, self.steps, losses, mean, records[0].rates[step - 1], seconds))
+            rate, tokens = records[0].rates[step - 1], records[0].tokens[step - 1]
+            self.history.append(StepReport(step, self.steps, losses, mean, rate, seconds, tokens=tokens))
         self.progress.stopped = self.progress.stopped or "steps"
         for loss, _, folder in trained:
             kernel = load_kernel(folder, self.progress.best_step)

@@ -36,6 +36,7 @@ from linearize.modeling.chain import Chain
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss
 from linearize.training.stage_one.processes import autocast, several
+from linearize.training.stage_one.run import tokens_in
 from linearize.training.stage_one.start import ROWS, has_zero_scales, start_scales
 from linearize.training.stage_one.states import RECORD, TENSORS, StateFolder, unreadable_state
 
@@ -55,12 +56,14 @@ class BlockRecord:
         held_out: its held-out loss at each evaluation, by step; 0 is the start.
         rates: the learning rate per step.
         seconds: seconds since the block's start, per step.
+        tokens: tokens read since then, per step (`stage_one.run.tokens_in`).
     """
 
     losses: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
 
 def read_rows(folder: Path, kind: str) -> Iterator[dict[str, Tensor]]:
@@ -206,14 +209,24 @@ def _train_block(
         record.held_out[step] = trainer.evaluate(held_out, step)
         kernels.update({f"{step}/{name}": tensor for name, tensor in trainer.snapshot().items()})
 
+    seen = 0
+
+    def counted() -> Iterator[dict[str, Tensor]]:
+        nonlocal seen
+        for batch in rows[TRAIN]:
+            seen += tokens_in(batch)
+            yield batch
+
     start_scales(trainer, iter(first), held_out)
     evaluate(0)
+    train = counted()
     for step in range(1, config.steps + 1):
-        record.rates.append(trainer.step(rows[TRAIN], step))
+        record.rates.append(trainer.step(train, step))
         record.losses.append(trainer.layers[0].mean)
         if step % config.eval_every == 0 or step == config.steps:
             evaluate(step)
         record.seconds.append(time.perf_counter() - start)
+        record.tokens.append(seen)
         on_step(step, record)
     save_file({name: tensor.contiguous() for name, tensor in kernels.items()}, folder / TENSORS)
     return record
