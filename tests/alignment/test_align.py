@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from linearize.training.alignment.loop import AlignTrainer, align, trained_param
 from linearize.training.alignment.objective import ATTENTION, Objective, measure, size_of, summed, variance
 from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_teacher
 from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.stage_one.run import Progress
 from linearize.training.stage_one.states import StateFolder
 
 
@@ -621,3 +623,13 @@ def test_a_teacher_shares_the_weights_that_are_not_trained(train, named, monkeyp
     whole, part = teachers
     assert not whole and {"model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"} <= part
     assert ("model.layers.0.self_attn.q_proj.weight" in part) is (train == "lora")
+
+
+def test_a_run_at_half_the_rate_forgets_its_moments():
+    """The old moments would drive the restored weights in the same direction again."""
+    run = object.__new__(loop._Run)
+    run.progress = Progress(halved=1, rises=2)
+    run.trainer = SimpleNamespace(factor=0.5, optimizer=SimpleNamespace(state={"weight": "moments"}))
+    run._slow_down()
+    assert (run.progress.halved, run.progress.rises, run.trainer.factor) == (2, 0, 0.25)
+    assert run.trainer.optimizer.state == {}

@@ -316,3 +316,12 @@ def test_the_longest_row_is_counted_without_padding():
     rows = [{"input_ids": torch.zeros_like(mask), "attention_mask": mask}, {"input_ids": torch.zeros(1, 3)}]
     assert run.longest_row(rows) == 4 and run.longest_row(rows[1:]) == 3
     assert run.longest_row([*rows, {"pixel_values": torch.zeros(1, 3, 4, 4)}]) is None
+
+
+def test_a_better_loss_ends_a_series_of_worse_ones():
+    """Early stopping would count all worse losses of a run, not those in a row."""
+    progress, found = run.Progress(), []
+    for step, loss in enumerate([3.0, 4.0, 2.0, 2.0, 5.0], start=1):
+        progress.step = step
+        found.append((progress.better(loss), progress.rises, progress.best_step))
+    assert found == [(True, 0, 1), (False, 1, 1), (True, 0, 3), (False, 1, 3), (False, 2, 3)]
