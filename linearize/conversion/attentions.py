@@ -43,7 +43,7 @@ HEAD = "outside of the body, and only attentions of the body are converted"
 _NOT_HONOURED = "which a kernel cannot honour"
 _NAME = "linearize_probe"
 _UNION = or_masks().__code__
-_ATTENTION = re.compile(r"(attention|attn)(v?\d+)?$", re.I)
+_ATTENTION = re.compile(r"(attention|attn)(v?\d+)?(pool(ing|er)?(\d?d)?(head)?)?$", re.I)
 _PROJECTIONS = tuple(
     {f"{side}{name}" for name in names for side in ("", "w", "to_")}
     | {f"{name}{side}" for name in names for side in ("_proj", "_lin", "_linear", "_layer")}

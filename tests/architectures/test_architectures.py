@@ -97,6 +97,8 @@ class _Attends(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         softmax = func in (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax) and args[0].ndim == 4
+        # Over the last axis: others choose pixels or channels.
+        softmax = softmax and (args[1] if len(args) > 1 else (kwargs or {}).get("dim")) in (-1, 3)
         if softmax or func in (
             torch.nn.functional.scaled_dot_product_attention,
             torch.nn.functional.multi_head_attention_forward,
@@ -121,6 +123,10 @@ class _Attends(TorchFunctionMode):
                 handle.remove()
 
 
+MIXES_STREAMS = "_hc"
+"""End of the names of hyper-connections: they mix residual streams of one token with softmax weights."""
+
+
 def _missing(model, plan, runs):
     """List modules that attend and stand in no line of a plan."""
     watch = _Attends(model)
@@ -131,12 +137,13 @@ def _missing(model, plan, runs):
     return {
         name
         for name in watch.names
-        if not any(f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.") for one in listed)
+        if not name.endswith(MIXES_STREAMS)
+        and not any(f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.") for one in listed)
     }
 
 
 HEADS = (
-    "clipseg detr siglip2 git",
+    "clipseg detr siglip2 git aimv2",
     "maskformer sam2 blip_2 vit d_fine xcodec2 pix2struct eomt deepseek_ocr2 owlvit aria idefics2 t5gemma2 moshi",
 )
 
