@@ -393,7 +393,8 @@ class _Trial:
             batch = batch | {"attention_mask": torch.ones_like(batch["attention_mask"])}
         expected = _outputs(original.get_submodule(place), batch)
         try:
-            linearize.convert(original, "none", window=4096, example_inputs=self.inputs, **options)
+            # Half of it before each token; images of 896 pixels have 3,136 patches.
+            linearize.convert(original, "none", window=8192, example_inputs=self.inputs, **options)
         except UnsupportedModelError:
             # Closed: what was not advised may be refused.
             assert local and "as-full" not in self.note
