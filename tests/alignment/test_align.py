@@ -22,8 +22,8 @@ from linearize.fidelity.teacher import frozen_output
 from linearize.training.alignment import loop
 from linearize.training.alignment.config import LARGEST, WEIGHTS, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, align, trained_parameters
-from linearize.training.alignment.objective import ATTENTION, Objective, measure, size_of, summed, variance
-from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_teacher
+from linearize.training.alignment.objective import ATTENTION, Objective, measure, pooled, size_of, summed, variance
+from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_teacher, run
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.run import Progress
 from linearize.training.stage_one.states import StateFolder
@@ -633,3 +633,20 @@ def test_a_run_at_half_the_rate_forgets_its_moments():
     run._slow_down()
     assert (run.progress.halved, run.progress.rises, run.trainer.factor) == (2, 0, 0.25)
     assert run.trainer.optimizer.state == {}
+
+
+def test_outputs_of_an_image_model_are_pooled_over_patches():
+    """SegFormer returns its last state and its logits with the channels before the rows of patches."""
+    config = transformers.SegformerConfig(
+        hidden_sizes=[8, 8, 16, 24], depths=[1] * 4, num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16,
+        num_labels=5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = linearize.convert(transformers.SegformerForSemanticSegmentation(config).eval(), "hedgehog")
+    batch = {"pixel_values": torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(1))}
+    with torch.no_grad():
+        found = run(model, find_blocks(model), batch, head=True)
+        state, logits = model.segformer(**batch).last_hidden_state, model(**batch).logits
+    assert state.shape == (2, 24, 2, 3) and logits.shape == (2, 5, 16, 24)
+    torch.testing.assert_close(pooled(found.last, None), state.mean(dim=(2, 3)))
+    assert torch.equal(found.logits["logits"], logits.permute(0, 2, 3, 1))

@@ -38,7 +38,8 @@ class Outputs:
     Attributes:
         states: hidden states [B, T, C] (of a grid [B, H, W, C]) after each block by the block's name, and `OUTPUT` last
             if the model has it.
-        logits: logits by their names in the head's output; [B, 1, V], [B, T, V], or [B, T] over the tokens.
+        logits: logits by their names in the head's output; [B, 1, V], [B, T, V], [B, H, W, V] of an image, or [B, T]
+            over the tokens.
         masks: of a teacher, the padding masks [B, T], true at tokens, that the attentions of its blocks got, by the
             block's name.
     """
@@ -155,7 +156,8 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
         last = getattr(output, "last_hidden_state", None)
         # A model without a norm after its last block returns that block's state.
         if torch.is_tensor(last) and not any(last is state for state in outputs.states.values()):
-            outputs.states[OUTPUT] = last
+            width = next(reversed(outputs.states.values())).shape[-1] if outputs.states else None
+            outputs.states[OUTPUT] = channels_last(last, width)
 
     hooks = {name: keeper(outputs.states, name) for name in blocks}
     with hooked(model, hooks), hooked(body, {"": keep_last}):
@@ -169,8 +171,13 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
                     value = label_choices(value)
                 # [B, V] as [B, 1, V], which cannot be taken for logits over V tokens.
                 value = value[:, None]
-            outputs.logits[name] = value
+            outputs.logits[name] = channels_last(value, getattr(model.config, "num_labels", None))
     return outputs
+
+
+def channels_last(image: Tensor, width: int | None) -> Tensor:
+    """Return an image [B, C, H, W] as [B, H, W, C] if its second axis has `width` numbers, and its last has not."""
+    return image.movedim(1, -1) if image.ndim == 4 and image.shape[1] == width != image.shape[-1] else image
 
 
 def label_choices(logits: Tensor) -> Tensor:
