@@ -20,6 +20,7 @@ from linearize.jobs.presets import AUTO, PRESETS, ROW_TOKENS, ROW_WINDOWS, STEP_
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, RunConfig
+from linearize.training.trackers import REPORT_TO
 
 KERNEL = "hedgehog"
 """Default kernel of a conversion."""
@@ -37,7 +38,6 @@ SEARCH = f"the search, with --kernel {AUTO}"
 DEVICES = "cpu, cuda, cuda:1, mps or auto"
 POSITIONS = "how learned positions are extended: tile or interpolate"
 OVERWRITE = "replace an existing folder, if linearize wrote it and it holds nothing else"
-TENSORBOARD = "none or tensorboard, into OUTPUT.tensorboard"
 PRESET = (
     f"options that were measured to work well together; options given explicitly take precedence: {', '.join(PRESETS)}"
 )
@@ -186,7 +186,7 @@ class StageOneJob(TrainingJob):
 
     distill_length: int | None
     distill: DistillConfig = section(DistillConfig, STAGE_ONE, names={"steps": "distill_steps"}, leave_out=("folder",))
-    report_to: str = option("none", TENSORBOARD, group=STAGE_ONE)
+    report_to: str = option("none", REPORT_TO, group=STAGE_ONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +351,7 @@ class AlignJob(TrainingJob):
     )
     length: int | None = option(None, LATER, group=DATA, low=1)
     align: AlignConfig = section(AlignConfig, "alignment", leave_out=("folder",))
-    report_to: str = option("none", TENSORBOARD, group="alignment")
+    report_to: str = option("none", REPORT_TO, group="alignment")
     output: str | None = option(None, "output folder (<folder>-aligned)", group=OUTPUT, metavar="DIR")
 
     def sources(self) -> list[str | None]:

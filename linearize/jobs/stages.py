@@ -32,7 +32,7 @@ from linearize.training.stage_one.loop import DistillResult, StepReport, batches
 from linearize.training.stage_one.processes import is_main, machines_used, several, wait_for_all
 from linearize.training.stage_one.run import fade_beyond, longest_row
 from linearize.training.stage_one.states import RunState, StateFolder, keep_states
-from linearize.training.trackers import reporter
+from linearize.training.trackers import check_report_to, reporter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,9 +137,7 @@ def check_start(job: StageOneJob | AlignJob) -> None:
         CheckpointError: as in `check_states`.
     """
     check_states(job)
-    # This only checks the names: a tracker is started when the first step is reported.
-    with reporter(job.report_to, job.target()):
-        pass
+    check_report_to(job.report_to)
 
 
 def check_states(job: TrainingJob) -> None:

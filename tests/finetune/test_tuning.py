@@ -10,10 +10,13 @@ import signal
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
+import accelerate.tracking
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file, save_file
 from support.tasks import WORDS, measured, photos, write
 from support.tiny import original
@@ -845,36 +848,34 @@ def test_wrong_options(values):
 
 def test_report_to(bert, glue, tmp_path, monkeypatch):
     """TensorBoard's files outlive the run's own folder; what cannot be reported to is refused first."""
-    from transformers.integrations import integration_utils
-
     written = []
 
     class Writer:
-        def __init__(self, log_dir):
-            self.folder = log_dir
+        def __init__(self, folder):
+            self.folder = folder
 
-        def add_text(self, *_):
+        def add_scalar(self, name, value, global_step):
+            written.append((self.folder, name, global_step))
+
+        def flush(self):
             pass
 
-        def add_scalar(self, name, value, step):
-            written.append((self.folder, name, step))
-
-        flush = close = add_text
+        close = flush
 
     job = TuneJob(bert, task("cola"), str(glue), str(tmp_path / "out"), data=SHORT, tune=FAST)
     for value, known, message in (
         ("tensorbord", True, "Did you mean 'tensorboard'"),
-        ("tensorboard", False, "pip install tensorboard"),
+        ("tensorboard", False, r"pip install \"linearize\[trackers\]"),
     ):
-        monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda known=known: known)
+        monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD] if known else [])
         with pytest.raises(ConfigError, match=message):
             finetune_checkpoint(replace(job, tune=replace(FAST, report_to=value)))
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
     finetune_checkpoint(replace(job, tune=replace(FAST, report_to="tensorboard")))
-    assert {folder for folder, _, _ in written} == {str(tmp_path / "out.tensorboard")}
-    assert {"train/loss", "eval/score"} <= {name for _, name, _ in written}
+    assert {Path(folder) for folder, _, _ in written} == {tmp_path / "out.tensorboard"}
+    assert {"stage_two/loss", "stage_two/held_out", "stage_two/held_out/score"} <= {name for _, name, _ in written}
     # Each measurement once: the last step had a second score, that of the state that was kept.
-    scored = [step for _, name, step in written if name == "eval/score"]
+    scored = [step for _, name, step in written if name == "stage_two/held_out/score"]
     assert scored == sorted(set(scored))

@@ -9,6 +9,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.options import MOST_SEED, check, option
 from linearize.training.adapters import LoraConfig, parse_lora
 from linearize.training.stage_one.config import PRECISIONS
+from linearize.training.trackers import REPORT_TO
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")
 POLYNOMIAL_END = 1e-7
@@ -76,7 +77,7 @@ class TuneConfig:
     )
     seed: int = option(0, "seed of the order of the rows, dropout and a new head", low=0, high=MOST_SEED)
     log_every: int = option(50, "steps between entries of the log", low=1)
-    report_to: str = option("none", "where the run reports: none, tensorboard (OUTPUT.tensorboard), wandb or another")
+    report_to: str = option("none", REPORT_TO)
     lora: LoraConfig | None = option(
         None, "low-rank updates of the attention's weights, merged when saved", parse=parse_lora, metavar="r=8,alpha=16"
     )
