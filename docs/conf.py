@@ -118,8 +118,9 @@ def write_verb_pages(app: Any) -> None:
 
 
 def without_functions(app: Any, kind: str, name: str, thing: Any, options: Any, signature: str, returns: str) -> Any:
-    """Omit signatures that contain functions or factories: the fields say more."""
-    return ("(...)", returns) if signature and "<f" in signature else (signature, returns)
+    """Omit signatures that contain functions or factories, and those of verbs: the fields, or their pages, say more."""
+    long = name.startswith("linearize.jobs.verbs.") or "<f" in (signature or "")
+    return ("(...)", returns) if signature and long else (signature, returns)
 
 
 def setup(app: Any) -> None:

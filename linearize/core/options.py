@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from linearize.core.errors import ConfigError, LinearizeError, first_line, unknown_name
+from linearize.core.errors import ConfigError, LinearizeError, first_line, missing_package, unknown_name
 from linearize.core.parsing import at_home, parse_json, parse_yaml, read_text
 from linearize.core.registry import KINDS, field_types, fits, kinds_of
 from linearize.core.registry import check as check
@@ -209,6 +209,56 @@ def with_options(
         own = inspect.signature(function)
         parameters = [own.parameters["model"], *signature.parameters.values()]
         call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def by_name(config: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Make a function of a job take the job's options by name, next to its own other arguments.
+
+    Options that stand without their name on the command line can do so here. `help` and notebooks show all of them with
+    their defaults; `...` is a default that depends on others, or that a factory makes.
+
+    Raises:
+        UnknownNameError: by the function, for an argument that is neither.
+        MissingPackageError: by the function, if a package is missing that an extra provides.
+    """
+    known = options_of(config)
+    first = [name for name, one in known.items() if one.metadata.get("positional")]
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        own = inspect.signature(function)
+        more = {name: one.replace(kind=one.KEYWORD_ONLY) for name, one in [*own.parameters.items()][1:]}
+
+        @functools.wraps(function)
+        def call(*given: Any, **options: Any) -> Result:
+            if len(given) > len(first):
+                raise ConfigError(f"{function.__name__}: got {len(given)} values without a name, expected {len(first)}")
+            for name in first[: len(given)]:
+                if name in options:
+                    raise ConfigError(f"{name}: got it twice, by its name and without; give it once")
+            for name in options:
+                if name not in known and name not in more:
+                    raise unknown_name("option", name, [*known, *more])
+            rest = {name: options.pop(name) for name in more if name in options}
+            try:
+                return function(make(config, {**dict(zip(first, given, strict=False)), **options}), **rest)
+            except ModuleNotFoundError as error:
+                raise missing_package(error) or error from error
+
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD if name in first else inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if one.required else ... if one.default is MISSING else one.default,
+                annotation=one.kind,
+            )
+            for name, one in sorted(known.items(), key=lambda item: item[0] not in first)
+        ]
+        call.__signature__ = own.replace(parameters=[*parameters, *more.values()])  # type: ignore[attr-defined]
+        # Sphinx would look for the defaults of these parameters in the source of the function.
+        delattr(call, "__wrapped__")
         return call
 
     return decorate

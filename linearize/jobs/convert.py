@@ -48,7 +48,19 @@ HEAD_BATCHES = 2
 
 @dataclass
 class ConvertResult:
-    """Result of a conversion, a continued stage one or an alignment."""
+    """Result of a conversion, a continued stage one or an alignment.
+
+    Attributes:
+        output: the folder.
+        plan: what became of every attention.
+        distillation: stage one's result; None if it did not run.
+        positions: how positions were extended; None if they were not.
+        data: a description of the data; None if nothing was trained.
+        parameters_added: number of learnable parameters in the kernels.
+        seconds: duration.
+        alignment: the alignment's result; None if it did not run.
+        findings: what a stage prints at its end: the worst layer, the measured length, the next command.
+    """
 
     output: Path
     plan: Plan

@@ -1,0 +1,75 @@
+"""The functions of verbs: the options of the command line by name, and the same results."""
+
+import inspect
+
+import pytest
+from support.checkpoints import WORDS, make_original, make_text
+
+import linearize.core.options
+from linearize.cli.main import VERBS, build_parser
+from linearize.core.errors import ConfigError, MissingPackageError, UnknownNameError
+from linearize.core.options import by_name, options_of
+from linearize.evaluation.options import BenchOptions
+from linearize.jobs import verbs
+from linearize.jobs.convert import ConvertResult
+from linearize.modeling.plan import Plan
+
+PRINTS = {"run", "recipes", "results", "kernels", "native", "demo", "completion"}
+"""Verbs without a function there: those of recipes (`linearize.jobs.recipes`) and those that print."""
+OF_A_TERMINAL = {"help", "json", "dry_run", "no_native", "explain_backend"}
+FUNCTIONS = {name: getattr(verbs, name) for name in VERBS if name not in PRINTS}
+
+
+@pytest.mark.parametrize("verb", FUNCTIONS)
+def test_the_options_of_a_function_are_those_of_its_verb(verb):
+    typed = {action.dest for action in build_parser(verb)._actions} - OF_A_TERMINAL
+    own = set(inspect.signature(FUNCTIONS[verb]).parameters) - {"on_event"}
+    # What else a terminal offers: option files, the bill of `convert` and its upload, the plot of `bench`.
+    more = {"config", "devices", "device_memory", "push_to_hub", "private", "plot", "overwrite"}
+    assert own <= typed and typed - own <= more, typed ^ own
+
+
+def test_a_function_gives_the_result_of_its_verb(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "bert")
+    (tmp_path / "rows.txt").write_text("".join(f"{' '.join(WORDS[n % 11 :])} {n}\n" for n in range(40)))
+    seen = []
+    small = {"distill_steps": 1, "distill_length": 16, "holdout": 4, "align_steps": 0, "device": "cpu"}
+    found = verbs.convert("bert", kernel="elu", dataset="rows.txt", output="out", on_event=seen.append, **small)
+    assert isinstance(found, ConvertResult) and seen and (tmp_path / "out" / "config.json").is_file()
+    info = verbs.inspect("out")
+    assert isinstance(info.plan, Plan) and {layer.kernel for layer in info.plan.layers} == {"elu"}
+
+
+def test_bad_input(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownNameError, match="Did you mean 'kernel'"):
+        verbs.convert("bert", kernal="elu")
+    with pytest.raises(UnknownNameError, match="Did you mean 'output'"):
+        verbs.report("bert", outputs="page")
+    with pytest.raises(ConfigError, match="model: got nothing"):
+        verbs.convert(kernel="elu")
+    with pytest.raises(ConfigError, match="convert: got 2 values without a name, expected 1"):
+        verbs.convert("bert", "elu")
+    with pytest.raises(ConfigError, match="model: got it twice"):
+        verbs.convert("bert", model="bert")
+    make_text(tmp_path / "there")
+    with pytest.raises(ConfigError, match="batch_size: got 0, expected a whole number"):
+        verbs.evaluate("there", task="cola", dataset="nowhere", batch_size=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    @by_name(BenchOptions)
+    def broken(options):
+        raise ModuleNotFoundError("no", name="matplotlib")
+
+    with pytest.raises(MissingPackageError, match=r"linearize\[report\]"):
+        broken()
+
+
+def test_signatures_show_defaults_and_what_must_be_given():
+    shown = inspect.signature(verbs.convert).parameters
+    assert shown["model"].default is inspect.Parameter.empty and shown["kernel"].default == "hedgehog"
+    assert shown["kernel_arg"].default is ... and next(iter(shown)) == "model"
+    assert set(shown) == {*options_of(linearize.jobs.config.ConvertJob), "on_event"}
