@@ -21,7 +21,8 @@ ALL = "\n".join(TEXTS.values())
 FIGURES = [name for name in DOCUMENTS if name.startswith("docs/benchmarks/") or name == "docs/lab-notes.md"]
 """Pages of figures: `make slow` runs their lines, which take long and do much alike."""
 GUIDES = [
-    f"docs/guides/{name}.md" for name in ("embeddings", "long-documents", "text-generation", "tuning", "distributed")
+    f"docs/guides/{name}.md"
+    for name in ("embeddings", "long-documents", "text-generation", "tuning", "distributed", "large-models")
 ]
 """Guides whose verbs README.md and the other guides run as well: `make slow` runs their lines, which are read here."""
 
