@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.forks import in_place_of_interpreter
 from support.naive import naive_attention
 from support.tiny import converted, original
 from support.weights_loss import weights_loss
@@ -30,7 +30,6 @@ from linearize.evaluation.bench.suites import AttentionSizes, AttentionSuite
 from linearize.evaluation.options import BenchOptions
 from linearize.training.stage_one.loss import Targets
 
-CHECKOUT = Path(attentions.__file__).parents[1]
 SIZES = AttentionSizes("hedgehog", heads=2, head_dim=8)
 RATE = 1e9
 
@@ -251,10 +250,14 @@ def test_goals_are_judged(no_process, monkeypatch, capsys):
     assert len(json.loads(streams.out)["goals"]) == 4 and "Goals: 2 of 4 reached" in streams.err
 
 
-def test_a_module_that_is_run_measures_memory():
+@pytest.mark.filterwarnings("ignore:'benchmarks.attentions' found in sys.modules")
+def test_a_module_that_is_run_measures_memory(monkeypatch, capsys):
     """Its suites belonged to `__main__`, where the measuring process did not find them."""
-    line = [sys.executable, "-m", "benchmarks.attentions", "op", "--kernel", "hedgehog", "--lengths", "16", "--json"]
-    done = subprocess.run([*line, "--repeats", "1"], capture_output=True, text=True, check=False, cwd=CHECKOUT)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["rows"]
+    monkeypatch.setattr(memory.subprocess, "run", in_place_of_interpreter)
+    line = ["attentions", "op", "--kernel", "hedgehog", "--lengths", "16", "--json", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("benchmarks.attentions", run_name="__main__")
+    assert ended.value.code == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["speedup"] > 0 and {"seconds", "bytes", "problem"} <= row["sides"]["linear"].keys()

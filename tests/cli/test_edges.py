@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+from support import forks
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
 
@@ -183,11 +182,19 @@ def test_recipes_say_what_they_need(capsys):
     assert all(fact["needs"] for fact in facts)
 
 
+CLOSED = """
+import os, sys
+from linearize.cli import main
+name = sys.argv[1]
+os.close({"stdout": 1, "stderr": 2}[name])
+setattr(sys, name, None)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 @pytest.mark.skipif(os.name != "posix", reason="closing standard streams is a matter of POSIX")
 def test_streams_that_are_closed_stop_nothing():
     """As by `>&-` of a scheduler: "AttributeError: 'NoneType' object has no attribute 'isatty'" before any work."""
-    line = f"{sys.executable} -c 'import sys; from linearize.cli import main; sys.exit(main())'"
-    done = subprocess.run(f"{line} kernels elu >&-; echo $?", shell=True, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("0\n", "")
-    done = subprocess.run(f"{line} kernels elu --json 2>&-", shell=True, capture_output=True, text=True)
-    assert json.loads(done.stdout)["name"] == "elu"
+    assert forks.python(CLOSED, "stdout", "kernels", "elu") == forks.Done(0, "", "")
+    done = forks.python(CLOSED, "stderr", "kernels", "elu", "--json")
+    assert (json.loads(done.stdout)["name"], done.returncode) == ("elu", 0)
