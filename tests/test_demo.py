@@ -12,21 +12,21 @@ from linearize.jobs import demo
 
 def test_demo_converts_reloads_and_compares(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("linearize.evaluation.bench.memory.in_fresh_process", in_forked_process)
-    monkeypatch.setattr(demo, "SIZES", {"batch_size": 8, "holdout": 8})
+    monkeypatch.setattr(demo, "SIZES", {"batch_size": 2, "holdout": 4})
     out = tmp_path / "demo"
-    assert main(["demo", "--steps", "4", "--tokens", "700", "--output", str(out), "--json"]) == 0
+    assert main(["demo", "--steps", "3", "--tokens", "520", "--output", str(out), "--json"]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
     assert result["embedding_size"] == 384
-    assert result["comparison"]["tokens"] == 700
-    assert result["conversion"]["positions"]["new_length"] == 700
+    assert result["comparison"]["tokens"] == 520
+    assert result["conversion"]["positions"]["new_length"] == 520
     before, after = (result["conversion"]["distillation"][side]["mean"]["kl"] for side in ("before", "after"))
     assert after < before
-    # One forward of 700 tokens through 6 layers of width 384: at least the activations of one feed-forward layer.
-    assert result["comparison"]["linear_bytes"] > 700 * 1536 * 4
+    # One forward of 520 tokens through 6 layers of width 384: at least the activations of one feed-forward layer.
+    assert result["comparison"]["linear_bytes"] > 520 * 1536 * 4
     said = " ".join(captured.err.split())
-    assert "700 tokens in, vectors of 384 out" in said
-    assert "some minutes: 4 steps of stage one and 0 of alignment, then one document of 700 tokens" in said
+    assert "520 tokens in, vectors of 384 out" in said
+    assert "some minutes: 3 steps of stage one and 0 of alignment, then one document of 520 tokens" in said
 
 
 def test_the_document_fills_the_length_exactly():

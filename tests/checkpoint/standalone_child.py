@@ -1,6 +1,7 @@
 """Runs where linearize is not installed: loads every folder with its own code and compares with the package's numbers.
 
-Usage: python standalone_child.py FOLDER, whose sub-folders hold a checkpoint each and `expected.safetensors`.
+Usage: python standalone_child.py FOLDER PACKAGE. The sub-folders of FOLDER hold a checkpoint each and
+`expected.safetensors`; the last is loaded once more with the package, which lies in the folder PACKAGE.
 """
 
 import importlib.util
@@ -76,18 +77,24 @@ def check(folder, head, task, rounds):
         assert pipeline(task, model=str(folder), trust_remote_code=True)("a [MASK] dog")
 
 
-def main(root):
+def main(root, package):
     jobs = json.loads((root / "jobs.json").read_text())
     for name, (head, task, rounds) in jobs.items():
         check(root / name, head, task, rounds)
         print(name)
-    try:
-        transformers.AutoModel.from_pretrained(root / name, trust_remote_code=False)
-    except ValueError as error:
-        assert "trust_remote_code=True" in str(error)
-    else:
-        raise AssertionError("loaded without trust")
+    for more in ({}, {"trust_remote_code": False}):
+        try:
+            transformers.AutoModel.from_pretrained(root / name, **more)
+        except ValueError as error:
+            assert "trust_remote_code=True" in str(error)
+        else:
+            raise AssertionError("loaded without trust")
+    # The import alone is enough where the package is.
+    sys.path.append(package)
+    import linearize  # noqa: F401
+
+    print(type(transformers.AutoModel.from_pretrained(root / name)).__qualname__)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from support.kernel_cases import KERNELS
+from support.kernel_cases import FAMILIES, KERNELS
 from support.tiny import BART, IMAGE, converted, inputs_of, original
 from support.training import ALIGN, Fixed, batches, sharp
 
@@ -134,7 +134,14 @@ def test_the_same_seed_gives_the_same_kernels():
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
 
 
-@pytest.mark.parametrize("kernel", [info.name for info in KERNELS if info.learnable])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(info.name, marks=[pytest.mark.slow] * (info not in FAMILIES.values()))
+        for info in KERNELS
+        if info.learnable
+    ],
+)
 @pytest.mark.parametrize("loss", ["auto", "output"])
 @pytest.mark.sampled("values")
 def test_accumulated_batches_equal_one_big_batch(kernel, loss):
@@ -144,7 +151,7 @@ def test_accumulated_batches_equal_one_big_batch(kernel, loss):
     states, losses = [], []
     for data, count in ((Fixed([big]), 1), (Fixed(rows, rows), 2)):
         model = sharp("bert", kernel=kernel)
-        result = distill(model, data, DistillConfig(steps=3, eval_every=1, loss=loss, gradient_accumulation=count))
+        result = distill(model, data, DistillConfig(steps=2, eval_every=1, loss=loss, gradient_accumulation=count))
         states.append(linearize_state(model))
         losses.append([report.held_out for report in result.history])
     torch.testing.assert_close(*states, rtol=0, atol=2e-5)

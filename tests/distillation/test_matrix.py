@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from support.kernel_cases import KERNELS, make_inputs, make_mixer, needed
+from support.kernel_cases import FAMILIES, KERNELS, make_inputs, make_mixer, needed
 from support.plain_loss import plain_loss
 from support.tiny import stir
 from support.training import sharp
@@ -35,14 +35,12 @@ ADDITIONS = {
 """Values of every addition of a layer."""
 
 HEDGEHOG = next(info for info in KERNELS if info.name == "hedgehog")
-# The Macformers differ in their coefficients only; one of each such family will do.
-LEARNING = {info.build.__bases__[0] if "_" in info.name else info.build: info for info in KERNELS if info.learnable}
 KINDS = {
-    **{info.name: (info, {}) for info in LEARNING.values()},
+    **{info.name: (info, {}) for info in FAMILIES.values()},
     **{f"{info.name}, window": (info, WINDOW) for info in KERNELS if info.positional},
     **{
         f"{info.name}, heads": (info, {"softmax_heads": (1,)})
-        for info in LEARNING.values()
+        for info in FAMILIES.values()
         if info.windowed and not info.is_positive(info.config(**needed(info)))
     },
     **{
@@ -59,13 +57,17 @@ OPTIONS = list(
     )
 )
 random.Random(0).shuffle(OPTIONS)
+PART = dict.fromkeys(KINDS, "kernel") | {
+    f"{name} {number}": name for name, several in ADDITIONS.items() for number in range(len(several))
+}
 # Every kind in every place, with options in turn: each round has others.
 ROUNDS = 4
 CASES = [
-    pytest.param(kind, place, OPTIONS[(number * ROUNDS + turn) % len(OPTIONS)], marks=[pytest.mark.slow] * (turn > 0))
+    (PART[kind], kind, place, *OPTIONS[(number * ROUNDS + turn) % len(OPTIONS)])
     for turn in range(ROUNDS)
     for number, (kind, place) in enumerate(itertools.product(KINDS, PLACES))
 ]
+NAMES = ("part", "kind", "place", "sample", "feed", "accumulation", "precision", "loss")
 
 
 def test_every_addition_is_in_the_matrix():
@@ -115,10 +117,13 @@ def laid_out(layout, documents):
     return batch if layout != "none" else {"input_ids": ids}
 
 
-@pytest.mark.parametrize(("kind", "place", "options"), CASES, ids=str)
-def test_loss_and_gradient_are_those_of_the_plain_reference(kind, place, options, monkeypatch):
+@pytest.mark.sampled("values", "kind")
+@pytest.mark.sampled("pairs", *(name for name in NAMES if name != "kind"))
+@pytest.mark.parametrize(NAMES, CASES, ids=str)
+def test_loss_and_gradient_are_those_of_the_plain_reference(
+    part, kind, place, sample, feed, accumulation, precision, loss, monkeypatch
+):
     (info, values), (name, layout) = KINDS[kind], place
-    sample, feed, accumulation, precision, loss = options
     if name == "bert":
         # Only causal layers fade.
         values = {key: value for key, value in values.items() if key != "trained_length"}

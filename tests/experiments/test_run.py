@@ -498,6 +498,7 @@ def changed_training_data(root, *_):
 ADDED = {"a row": {"kernels": ["softmax", "elu", "relu"]}, "a seed": {"seeds": [0, 1]}}
 
 
+@pytest.mark.sampled("values")
 @pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("change", [changed_model, changed_data, changed_training_data])
 def test_resume_refuses_what_changed_under_the_same_name(change, added, tiny, sets, checkpoint, tmp_path):

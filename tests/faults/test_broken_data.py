@@ -141,10 +141,12 @@ def refused(cli, words, tmp_path):
     return check
 
 
+@pytest.mark.sampled("values")
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_line(name, refused, tmp_path):
+def test_one_line(name, verb, refused, tmp_path):
     content, said = REFUSED[name]
-    refused(put(tmp_path, name, content), said)
+    refused(put(tmp_path, name, content), said, [verb])
 
 
 @pytest.mark.parametrize("name", LABELS)

@@ -1,6 +1,6 @@
 """kill -9 at random moments over the verbs that write: nothing is ever half there, and the next run ends unharmed.
 
-The moments follow from a seed: LINEARIZE_KILL_SEED. Ten kills run with the other tests, more than fifty in `make slow`.
+The moments follow from a seed: LINEARIZE_KILL_SEED. Six kills run with the other tests, more than fifty in `make slow`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.forks import context
 
 from linearize.checkpoint.ownership import check_ours
 
-KILLS = {"convert": 7, "report": 3}
+KILLS = {"convert": 4, "report": 2}
 MANY = {"convert": 10, "distill": 6, "align": 6, "finetune": 10, "run": 8, "report": 5, "push": 5, "native": 4}
 MORE = {
     "convert": ["--save-every", 2], "distill": ["--save-every", 2], "align": ["--save-every", 1],
@@ -191,4 +191,4 @@ def test_many_kills_lose_nothing(verb, models, tmp_path):
 
 
 def test_there_are_enough_kills():
-    assert sum(KILLS.values()) >= 10 and sum(MANY.values()) >= 50
+    assert sum(KILLS.values()) >= 6 and sum(MANY.values()) >= 50

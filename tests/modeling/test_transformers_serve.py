@@ -6,14 +6,18 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 from support.checkpoints import make_text, tokenizer
 from transformers import AutoModelForCausalLM
 
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-httpx = pytest.importorskip("httpx")
+# These tests are slow: the fast ones should not pay for the imports.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not all(map(find_spec, ("openai", "uvicorn", "httpx"))), reason="openai or uvicorn is missing"),
+]
 
 WITHOUT_LINEARIZE = """
 import sys
@@ -38,6 +42,8 @@ def folder(tmp_path_factory):
 
 def completion(folder, tmp_path, monkeypatch, *more):
     """Start a server, ask it for eight tokens, and end it; return the answer and the server's log."""
+    import httpx
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,8 +69,6 @@ def completion(folder, tmp_path, monkeypatch, *more):
     return answer, (tmp_path / "log").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE)
 def test_it_completes_as_generate_does(folder, tmp_path, monkeypatch):
     answer, log = completion(folder, tmp_path, monkeypatch)
     assert answer.status_code == 200, log[-2000:]
@@ -76,8 +80,6 @@ def test_it_completes_as_generate_does(folder, tmp_path, monkeypatch):
     assert answer.json()["usage"]["completion_tokens"] == len(found)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE)
 def test_continuous_batching_is_refused_in_one_line(folder, tmp_path, monkeypatch):
     answer, log = completion(folder, tmp_path, monkeypatch, "--continuous-batching")
     assert answer.status_code == 500

@@ -16,6 +16,8 @@ from linearize.core.registry import Hybrid, kernel_infos
 
 KERNELS = [info for info in kernel_infos() if info.preset is None and not info.needs_window]
 NAMES = [info.name for info in KERNELS]
+FAMILIES = {info.build.__bases__[0] if "_" in info.name else info.build: info for info in KERNELS if info.learnable}
+"""One kernel of each family that learns: the Macformers, for example, differ in their coefficients only."""
 BATCH, HEADS, KEY_HEADS, DIM, WIDTH = 2, 4, 2, 16, 6
 WIDTHS = ("features", "frequencies")
 

@@ -26,7 +26,6 @@ NOT_QUICK = (
     *("tests/test_demo.py", "tests/test_docs.py", "tests/test_packaging.py"),
     *("tests/test_readme.py", "tests/data/test_data_builtin.py::test_prose_is_much_and_english"),
     "tests/fidelity/test_plots.py::test_matplotlib_is_loaded_with_the_first_figure",
-    "tests/modeling/test_round_trip.py::test_a_fresh_process_loads_with_the_import_and_never_softmax_without_it",
     "tests/test_house.py::test_a_module_can_be_the_first_to_be_imported",
 )
 """What `--quick` leaves out: whole command lines, trainers, processes, compilers, browsers, sweeps of numerics."""
