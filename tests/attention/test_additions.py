@@ -65,7 +65,8 @@ def everything(mixer, inputs, mask):
 
 @ENGINES
 @MATRIX
-@pytest.mark.sampled("pairs", "info", "hybrid", "direction", "native")
+@pytest.mark.sampled("values", "info")
+@pytest.mark.sampled("pairs", "hybrid", "direction", "native")
 def test_what_padding_holds_reaches_no_token(switch, info, arguments, direction, hybrid, native):
     switch(native)
     mixer, mask = stirred(info, arguments, direction, **hybrid), padding()
@@ -80,7 +81,7 @@ def test_what_padding_holds_reaches_no_token(switch, info, arguments, direction,
 @ENGINES
 @CAUSAL
 @torch.no_grad()
-@pytest.mark.sampled("pairs", "info", "hybrid", "native", "traced")
+@pytest.mark.sampled("values", "info")
 @pytest.mark.sampled("pairs", "hybrid", "which", "native", "traced")
 def test_no_row_sees_what_a_later_token_holds(
     monkeypatch, switch, info, arguments, direction, hybrid, native, traced, which
@@ -120,7 +121,8 @@ PIECES = (0, 1, 2, 8, 9, 10, 11, 17, 18, 19, 20)
 @ENGINES
 @CAUSAL
 @torch.no_grad()
-@pytest.mark.sampled("pairs", "info", "hybrid", "native", "padded")
+@pytest.mark.sampled("values", "info")
+@pytest.mark.sampled("pairs", "hybrid", "native", "padded")
 def test_pieces_equal_the_whole(switch, info, arguments, direction, hybrid, native, padded):
     """Rows of different lengths, and calls of one or more tokens after a state, which maps keys when they leave it."""
     if not info.streamable:

@@ -18,7 +18,7 @@ FORMS = [
     for arguments in variants(info)
     if "form" in arguments
 ]
-LONG = 32768
+LONG = 16384
 
 
 def extreme(tokens, dtype, limit=60.0, **sizes):
@@ -80,7 +80,7 @@ def test_decoding_large_inputs(info):
 @pytest.mark.sampled("values", "info")
 @pytest.mark.sampled("values", "direction", "window")
 def test_long_texts(info, direction, window):
-    """32,768 tokens of one head (8,192 with a window): T x T would be 4 GiB."""
+    """16,384 tokens of one head (4,096 with a window): T x T would be 1 GiB."""
     sizes = {"batch": 1, "heads": 1, "key_heads": 1, "dim": 4, "width": 2}
     mixer = make_mixer(
         info, causal=direction == "causal", window=window, **{k: v for k, v in sizes.items() if k != "batch"}

@@ -14,8 +14,8 @@ from linearize.ops.window_causal import softmax_part
 from linearize.ops.window_parts import Keys, collect
 
 MODELS = ["bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen2", "vit", "clip", "bart"]
-FEW = ["bert", "vit", "bart"]
-"""One of each kind; to trace the others is left to `make slow`."""
+FEW = ["vit", "bart"]
+"""With `test_traced_autograd_gives_the_same` one of each kind; to trace the others is left to `make slow`."""
 
 
 def few(names, kept=FEW):
@@ -103,6 +103,7 @@ def tokens_of_a_head(length):
     return [torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the default backend needs a C++ compiler")
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="without vectors PyTorch's own code does not compile"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from support.generation import causal
@@ -26,6 +28,13 @@ PATTERNS = {
 }
 ROWS = {"a row each": 2, "one row for all": 1}
 STARTS_AT_0 = {"restart", "left padding"}
+
+
+@functools.cache
+def pair(name):
+    """An original and its conversion, whose layers are causal."""
+    sizes = {"sliding_window": 64} if name == "gemma3" else {}
+    return original(name, "AutoModelForCausalLM", **sizes), causal(name, config=sizes)
 
 
 def reached(model, given):
@@ -55,17 +64,17 @@ def test_documents_are_those_of_the_original(name, pattern, masked, use_cache, r
     given = {"position_ids": positions if rows == 2 else positions[1:]}
     given |= {"attention_mask": torch.ones(2, T, dtype=torch.long)} if masked else {}
     given |= {} if use_cache is None else {"use_cache": use_cache}
-    sizes = {"sliding_window": 64} if name == "gemma3" else {}
-    want = reached(original(name, "AutoModelForCausalLM", **sizes), given)
+    plain, linear = pair(name)
+    want = reached(plain, given)
     if pattern in STARTS_AT_0 and use_cache and not masked:
         # A row of several documents has no cache to give.
         with pytest.raises(UnsupportedModelError, match=r"with a generation cache.*or pass use_cache=False$"):
-            causal(name, config=sizes)(input_ids=torch.full((2, T), 3), **given)
+            linear(input_ids=torch.full((2, T), 3), **given)
         return
     if pattern in STARTS_AT_0 and use_cache is None and not masked:
         # The original finds packed rows only without a cache. Here collated rows need no option.
-        want = reached(original(name, "AutoModelForCausalLM", **sizes), given | {"use_cache": False})
-    assert torch.equal(reached(causal(name, config=sizes), given), want)
+        want = reached(plain, given | {"use_cache": False})
+    assert torch.equal(reached(linear, given), want)
 
 
 @pytest.mark.parametrize("cached", [False, True])
