@@ -98,9 +98,9 @@ class Distill(Verb):
       num_machines: 1
       num_processes: 8
     FSDP 1 is refused: it cannot exclude the kernels. accelerate starts FSDP only on GPUs; the sharding itself is tested
-    on two CPU processes. `align` and `finetune` do not run under FSDP. DeepSpeed is not tested: its processes share the
-    rows, but do not shard weights. If one device is too small, try --query-sample, --precision bf16, or a smaller
-    --batch-size.
+    on two CPU processes. `finetune` runs under FSDP 2 too, `align` does not. DeepSpeed is not tested: its processes
+    share the rows, but do not shard weights. If one device is too small, try --query-sample, --precision bf16, or a
+    smaller --batch-size.
     """
 
     summary = "continue the distillation of a converted checkpoint"
@@ -148,7 +148,7 @@ class Finetune(Verb):
       linearize finetune bert-hedgehog --task cola --dry-run                                     # estimate the cost
       torchrun --nproc_per_node 4 --no-python linearize finetune bert-hedgehog --task sst2                # on four GPUs
 
-    Several processes share the rows, and one of them writes.
+    Several processes share the rows, and one of them writes. Under FSDP 2 they also share the weights.
 
     With a teacher, the model imitates the tuned original's hidden states in every layer and its logits; the labels are
     added half-way. The state to keep is chosen on rows held out of the training rows, never on the reported ones.

@@ -86,6 +86,11 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str],
     )
 
 
+def plain_name(name: str) -> str:
+    """Return the name that a weight has without low-rank updates."""
+    return name.replace(".base_layer.", ".")
+
+
 def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict[str, bytes]:
     """Return the updates, before they are merged, as files for `peft.PeftModel.from_pretrained(base, folder)`.
 
@@ -127,7 +132,8 @@ def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
 
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
-            module.merge()
+            # Into new weights: a teacher may share the old ones.
+            module.merge(safe_merge=True)
             model.set_submodule(name, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config

@@ -29,9 +29,8 @@ def passes_of(model: nn.Module) -> str:
     return HALF[stored.dtype] if trains else "no"
 
 
-@contextlib.contextmanager
-def in_fp32(model: nn.Module, *, whole: bool) -> Iterator[None]:
-    """Temporarily hold a model's tensors in half precision in fp32; at the end they are rounded to their dtype.
+def to_fp32(model: nn.Module, *, whole: bool) -> list[tuple[Tensor, torch.dtype]]:
+    """Hold a model's tensors in half precision in fp32; return them with their dtypes.
 
     Args:
         model: the model; parameters keep their identity.
@@ -41,6 +40,13 @@ def in_fp32(model: nn.Module, *, whole: bool) -> Iterator[None]:
     held: list[tuple[Tensor, torch.dtype]] = [(x, x.dtype) for x in (*weights, *model.buffers()) if x.dtype in HALF]
     for tensor, _ in held:
         tensor.data = tensor.data.float()
+    return held
+
+
+@contextlib.contextmanager
+def in_fp32(model: nn.Module, *, whole: bool) -> Iterator[None]:
+    """Temporarily hold a model's tensors in fp32, as `to_fp32` does; at the end they are rounded to their dtype."""
+    held = to_fp32(model, whole=whole)
     try:
         yield
     finally:

@@ -106,6 +106,29 @@ def test_the_loss_is_its_parts(bert, glue, tmp_path, name):
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_a_teacher_shares_what_low_rank_updates_do_not_train(bert, glue, tmp_path, monkeypatch):
+    """The weights exist twice only where they are trained; the teacher stays what it was, the result what it is."""
+    ends = []
+    for shares in (True, False):
+        data = data_for("mrpc", bert, glue)
+        teacher, student = load_for_task(bert, data, seed=1), linearize.convert(load_for_task(bert, data, seed=1))
+        before = {name: weight.clone() for name, weight in teacher.state_dict().items()}
+        if not shares:
+            monkeypatch.setattr("linearize.training.stage_two.trainer.share", lambda teacher, same: None)
+        config = replace(CONFIG, epochs=1, lora=LoraConfig(r=2))
+        finetune(student, data, config, folder=tmp_path / str(shares), teacher=teacher)
+        mine, theirs = dict(student.named_parameters()), dict(teacher.named_parameters())
+        shared = {name for name in theirs if theirs[name].data_ptr() == mine[name].data_ptr()}
+        # The maps that have low-rank updates got new weights when these were merged.
+        maps = {name for name in theirs if ".attention.self." in name and name.endswith("weight")}
+        apart = maps | {"classifier.weight", "classifier.bias"}
+        assert shared == (set(theirs) - apart if shares else set())
+        assert any(not torch.equal(mine[name], theirs[name]) for name in apart)
+        assert all(torch.equal(weight, before[name]) for name, weight in teacher.state_dict().items())
+        ends.append(student.state_dict())
+    assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
+
+
 def test_labels_join_later(bert, glue, tmp_path):
     data = data_for("cola", bert, glue)
     teacher, student = pair_of(bert, data)

@@ -15,8 +15,6 @@ from support.forks import together
 from linearize.core.errors import ConfigError
 from linearize.jobs.dry_run import dry_run
 from linearize.jobs.evaluate import evaluate_checkpoint
-from linearize.jobs.events import ignore
-from linearize.jobs.finetune import open_tuning
 from linearize.jobs.longdoc import run_longdoc
 from linearize.jobs.task_config import EvaluateJob, LongdocJob, TuneJob
 from linearize.training.stage_one.processes import own_device
@@ -77,10 +75,14 @@ def test_two_processes_measure_a_language_model(models, tmp_path):
     assert eval_losses(one) and eval_losses(one) == pytest.approx(eval_losses(two), abs=1e-5)
 
 
-def test_machines_need_not_share_the_disk_of_the_output(models, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_machines_need_not_share_the_disk_of_the_output(sharded, models, tmp_path):
     """After the last step all but the first ended: "the weights of the state 'out.training/...' are missing"."""
-    together(apart.tune, str(tmp_path), str(models / "hedgehog"), str(models / "data.jsonl"), OPTIONS)
+    environment = tuning.FSDP if sharded else {}
+    line = (str(tmp_path), str(models / "hedgehog"), str(models / "data.jsonl"), OPTIONS)
+    together(apart.tune, *line, environment=environment)
     assert (tmp_path / "0" / "out" / "model.safetensors").exists()
+    assert not list((tmp_path / "1").glob("*/*.safetensors"))
 
 
 def test_each_process_has_a_device_of_its_own(monkeypatch):
@@ -93,14 +95,6 @@ def test_each_process_has_a_device_of_its_own(monkeypatch):
         own_device("cuda:0")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert own_device("auto") == "cpu"
-
-
-def test_fsdp_is_refused_before_anything_is_read(monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    options = {"task": "cola", "max_length": 8, "output": str(tmp_path / "out")}
-    with pytest.raises(ConfigError, match="stage two: got FSDP, expected one process or plain data parallelism"):
-        open_tuning(TuneJob.of(model="./nowhere", **options), ignore)
 
 
 def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, tmp_path):

@@ -216,13 +216,18 @@ def make_teacher(
     check_teacher(student, teacher)
     converted = copy.deepcopy(teacher)
     apply(converted, Plan.from_dict(student.config.linearize))
-    for name, parameter in list(converted.named_parameters(remove_duplicate=False)):
+    share(converted, same)
+    move(converted, next(student.parameters()).device)
+    return converted.eval().requires_grad_(False)
+
+
+def share(teacher: nn.Module, same: Mapping[str, nn.Parameter]) -> None:
+    """Replace a teacher's weights by those with their names in `same` that are equal, so that they exist once."""
+    for name, parameter in list(teacher.named_parameters(remove_duplicate=False)):
         own = same.get(name)
         if own is not None and own.dtype == parameter.dtype and torch.equal(own, parameter.to(own.device)):
             module, _, leaf = name.rpartition(".")
-            setattr(converted.get_submodule(module), leaf, own)
-    move(converted, next(student.parameters()).device)
-    return converted.eval().requires_grad_(False)
+            setattr(teacher.get_submodule(module), leaf, own)
 
 
 def check_teacher(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

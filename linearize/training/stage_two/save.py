@@ -27,7 +27,7 @@ from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.modeling.model import is_linearized
-from linearize.training.stage_one.processes import machines_used
+from linearize.training.stage_one.processes import machines_used, under_fsdp
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
 from linearize.training.stage_two.intervals import Measured
 from linearize.training.stage_two.load import RECORD, recorded
@@ -160,6 +160,8 @@ TRAINERS = re.compile(
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """A trainer's checkpoint without one of these files is incomplete (the weights are written first)."""
 CALLED = "a tuning run of linearize"
+PROCESSES = "processes"
+"""The name of the number of processes in the fingerprint of a run; earlier versions did not record it."""
 FREE = ("report_to", "gradient_checkpointing", "save_every")
 """Options that may differ when a run is resumed."""
 
@@ -196,6 +198,7 @@ def describe(
     options |= {f"data {name}": value for name, value in rows.items() if name not in MEASURED_ONLY}
     if teacher is not None:
         options["teacher weights"] = weights_digest(teacher)
+    options[PROCESSES] = os.environ.get("WORLD_SIZE", "1") + (" under FSDP" if under_fsdp() else "")
     return fingerprint(model=model, data=data, options=options)
 
 
@@ -248,8 +251,9 @@ def resumed_from(folder: Path, now: Mapping[str, object]) -> Path | None:
         CheckpointError: if its record cannot be read.
     """
     last = last_checkpoint(folder)
-    if last is not None:
-        check_started(folder, now)
+    # Those of another number of processes lack some files.
+    if last is not None or any(folder.glob(f"checkpoint-*/{NEEDED[0]}")):
+        check_started(folder, now, newer=[PROCESSES])
     return last
 
 

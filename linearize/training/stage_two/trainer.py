@@ -25,9 +25,10 @@ from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.modeling.weights import check_merged
-from linearize.training.adapters import adapter_files, add_lora, merge_lora
-from linearize.training.alignment.pair import check_teacher
+from linearize.training.adapters import adapter_files, add_lora, merge_lora, plain_name
+from linearize.training.alignment.pair import check_teacher, share
 from linearize.training.precision import HALF, in_fp32, passes_of
+from linearize.training.sharding import check_settings, check_tied
 from linearize.training.stage_one.processes import under_fsdp
 from linearize.training.stage_one.run import fade_beyond
 from linearize.training.stage_one.states import unreadable_state
@@ -72,7 +73,8 @@ def finetune(
         resume: whether to resume from the last complete checkpoint in that folder, if there is one.
         on_log: called with every entry of the log.
         tensorboard: folder for TensorBoard's files, if the options ask for them; by default `<folder>.tensorboard`.
-        teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. None to
+        teacher: the softmax model tuned for the task, of the same architecture and size; it is frozen. Of its weights,
+            those that equal ones of the model that are not trained (low-rank updates) become the same memory. None to
             learn from labels alone.
         on_step: called after every step (progress bars).
         adapter_of: name of the model, if its low-rank updates are also wanted as separate files; else None.
@@ -82,8 +84,8 @@ def finetune(
 
     Raises:
         ConfigError: if the teacher cannot be compared with the model, the model does not support gradient
-            checkpointing, FSDP was started, or the run to be resumed was started with another model, other data or
-            other options.
+            checkpointing, FSDP 2 cannot shard it, or the run to be resumed was started with another model, other data
+            or other options.
         DataError: if there are too few rows to hold some out.
         TrainingError: if the loss becomes NaN or infinite.
         CheckpointError: if the folder cannot be used, or its checkpoint does not fit the model.
@@ -107,13 +109,20 @@ def finetune(
         passes = passes_of(model) if config.precision == "no" else config.precision
         half = any(parameter.dtype in HALF for parameter in model.parameters())
         set_trained(model, config)
-        with in_fp32(model, whole=passes == "no"):
+        if teacher is not None:
+            # Parameters of its own: the model's may be given another dtype.
+            frozen = {name: x for name, x in model.named_parameters() if not x.requires_grad}
+            share(teacher, {plain_name(name): nn.Parameter(x.detach(), False) for name, x in frozen.items()})
+        # Under FSDP the trainer has a copy of the model.
+        with contextlib.nullcontext() if under_fsdp() else in_fp32(model, whole=passes == "no"):
             options = dataclasses.replace(config, precision=passes)
             trainer = Tuner(model, data, options, folder, teacher=teacher, on_log=on_log)
             trackers = callbacks_for(config.report_to, tensorboard or f"{folder}.tensorboard")
             for tracker in trackers:
                 trainer.add_callback(tracker)
             _train(trainer, last, started, on_step)
+            if trainer.shards:
+                trainer.shards.gather_into(model)
         kept = _kept(trainer)
         # What is measured now are the kept weights, not those of the last step: trackers have their point already, and
         # TensorBoard takes an earlier step for a restart.
@@ -122,9 +131,11 @@ def finetune(
         trainer.state.epoch *= kept["best_step"] / max(1, kept["steps"])
         trainer.state.global_step = kept["best_step"]
         adapter = end_training(model, config, adapter_of)
-        if half:
+        if trainer.shards:
+            trainer.end_sharding(model)
+        if half and trainer.model is not None:
             # Measured as it is saved and used: rounded, and without autocast.
-            end_autocast(model)
+            end_autocast(trainer.model)
         found = measured(data, *trainer.measure())
     return TuneResult(**vars(found), **kept, adapter=adapter, seconds=time.perf_counter() - start)
 
@@ -232,20 +243,16 @@ SHARE = re.compile(r"(.+_)?dropout(_p|_prob)?")
 
 
 def check_options(config: TuneConfig, adapter_of: str | None) -> None:
-    """Check the options that need no model: a kept adapter needs low-rank updates, and FSDP is refused.
-
-    Under FSDP a tuning would end with a part of the weights in every process.
+    """Check the options that need no model: a kept adapter needs low-rank updates, and FSDP must be version 2.
 
     Raises:
-        ConfigError: if low-rank updates should be kept and the options have none, or FSDP was started.
+        ConfigError: if low-rank updates should be kept and the options have none, or for settings of FSDP that stage
+            two does not support.
     """
     if adapter_of is not None and config.lora is None:
         raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
     if under_fsdp():
-        raise ConfigError(
-            "stage two: got FSDP, expected one process or plain data parallelism (DDP); launch without FSDP, and save "
-            "memory with --lora or --gradient-checkpointing"
-        )
+        check_settings(config.precision)
 
 
 def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) -> None:
@@ -253,9 +260,11 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
 
     Raises:
         ConfigError: if the task can only be measured, gradient checkpointing is wanted and not supported, or images
-            should be grouped by length, or the model has an adapter of peft.
+            should be grouped by length, or the model has an adapter of peft, or FSDP 2 cannot shard it.
     """
     check_merged(model)
+    if under_fsdp():
+        check_tied(model)
     if not data.type.trains or data.type.options.chunks:
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "

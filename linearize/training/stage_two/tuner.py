@@ -6,6 +6,7 @@ every layer and the logits; the labels join later.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,10 @@ from transformers.utils import ModelOutput
 from linearize.checkpoint.loading import quiet
 from linearize.core.errors import CheckpointError, ConfigError, TrainingError
 from linearize.modeling.model import kernel_parameters
+from linearize.training import sharding
 from linearize.training.alignment.objective import hidden_state_loss
+from linearize.training.precision import to_fp32
+from linearize.training.stage_one.processes import own_device, under_fsdp
 from linearize.training.stage_one.run import check_moments, tokens_in
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
@@ -78,9 +82,11 @@ class Tuner(Trainer):
         self._parts: dict[str, list[Tensor]] = {}
         self.tokens = 0
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
+        # Under FSDP the given model stays on the host.
+        device = own_device("auto") if under_fsdp() else next(model.parameters()).device.type
         super().__init__(
             model=model,
-            args=training_arguments(data, config, folder, next(model.parameters()).device.type),
+            args=training_arguments(data, config, folder, device),
             train_dataset=ConcatDataset([train, extra]) if extra else train,
             eval_dataset=validation,
             data_collator=data.collate,
@@ -93,6 +99,33 @@ class Tuner(Trainer):
         # takes the loss for a sum over the labels of all passes (`num_items_in_batch`), as `compute_loss` returns it
         # here. By itself it assumes that of every model with extra keywords, but many accept and ignore them.
         self.model_accepts_loss_kwargs = data.type.next_token and teacher is None
+        self.shards: sharding.Shards | None = None
+        if self.is_fsdp_enabled:
+            assert isinstance(model, PreTrainedModel)
+            copied = copy.deepcopy(model)
+            to_fp32(copied, whole=config.precision == "no")
+            self.shards = sharding.Shards(copied, self.accelerator)
+            self._use(copied)
+            self.teacher = None if teacher is None else sharding.sharded_copy(teacher, self.accelerator)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Start FSDP if it was asked for, also on CPUs, where accelerate does not."""
+        super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call]
+        if under_fsdp():
+            sharding.start_fsdp(self.accelerator)
+            self.is_fsdp_enabled = True
+
+    def _use(self, model: PreTrainedModel) -> None:
+        """Train and measure a sharded model; this adds autocast, as accelerate does for a model that is not sharded."""
+        self.model = self.model_wrapped = model
+        self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def end_sharding(self, model: PreTrainedModel) -> None:
+        """Measure a sharded copy of a whole model from now on; what was trained is freed."""
+        self.shards = self.optimizer = self.lr_scheduler = None
+        self.callback_handler.model = self.callback_handler.optimizer = None
+        self.accelerator.free_memory()
+        self._use(sharding.sharded_copy(model, self.accelerator))
 
     def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the task's metrics and its score, and keep the metrics with the predictions and the labels."""
@@ -344,9 +377,9 @@ class Tuner(Trainer):
         """Load the best checkpoint in the run's current folder; without it transformers would keep the last weights."""
         best = Path(self.args.output_dir or "") / Path(str(self.state.best_model_checkpoint)).name
         self.state.best_model_checkpoint = str(best)
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() or self.shards:
             self._load_from_checkpoint(str(best))
-        if self.args.world_size > 1:  # Other machines may not have that folder.
+        if self.args.world_size > 1 and not self.shards:  # Other machines may not have that folder.
             broadcast(dict(self.model.state_dict()))  # type: ignore[union-attr]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -355,8 +388,12 @@ class Tuner(Trainer):
         Raises:
             CheckpointError: if they are gone, or do not fit the model.
         """
+        file = Path(resume_from_checkpoint) / WEIGHTS
         try:
-            load_model(self.model, Path(resume_from_checkpoint) / WEIGHTS)  # type: ignore[arg-type]
+            if self.shards:
+                self.shards.load(file)
+            else:
+                load_model(self.model, file)  # type: ignore[arg-type]
         except FileNotFoundError:
             raise CheckpointError(
                 f"stage two: the weights of the state {resume_from_checkpoint!r} are missing, expected them to be kept "
@@ -369,16 +406,27 @@ class Tuner(Trainer):
             ) from None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
+        if self.shards and checkpoint is not None:
+            self.shards.load_moments(self.optimizer, self.lr_scheduler, Path(checkpoint))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
         if checkpoint is not None and self.optimizer is not None:
             check_moments(self.optimizer)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.shards:
+            self.shards.save_moments(self.optimizer, self.lr_scheduler, Path(output_dir))
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights under the names of the model's modules; transformers saves some models under older ones."""
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir or "")
-            folder.mkdir(parents=True, exist_ok=True)
-            save_model(self.model, str(folder / WEIGHTS), {"format": "pt"})  # type: ignore[arg-type]
+        file = Path(output_dir or self.args.output_dir or "") / WEIGHTS
+        if self.shards:
+            self.shards.save(file)
+        elif self.args.should_save:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_model(self.model, str(file), {"format": "pt"})  # type: ignore[arg-type]
 
 
 def losses_of(prediction: EvalPrediction) -> dict[str, float]:

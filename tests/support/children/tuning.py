@@ -1,22 +1,68 @@
-"""Tune a tiny checkpoint by its job, in one process or in several."""
+"""Tune tiny checkpoints by their jobs, in one process or in several."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from linearize.jobs.events import Callback, StepDone, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.training import sharding
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+"""The environment in which accelerate's launcher starts FSDP 2."""
 
 
-def main(model: str, dataset: str, output: str, options: dict[str, object]) -> None:
+def main(model: str, dataset: str, output: str, options: Mapping[str, object], on_event: Callback = ignore) -> None:
     """Tune; all processes end with one result."""
     torch.set_num_threads(1)
-    _, result = finetune_checkpoint(TuneJob.of(model=model, dataset=dataset, output=output, **options))
+    _, result = finetune_checkpoint(TuneJob.of(model=model, dataset=dataset, output=output, **options), on_event)
     seen = f"{result.score} {result.best_step} {result.selection['value']}"
     print(f"process {os.environ.get('RANK', '0')}: {seen}")
     if "RANK" in os.environ:
         found: list[object] = [None, None]
         torch.distributed.all_gather_object(found, seen)
         assert found[0] == found[1], found
+
+
+def interrupt(step: int) -> Callback:
+    """Return what ends a run after a step."""
+
+    def on_event(event: object) -> None:
+        if isinstance(event, StepDone) and event.report.step == step:
+            raise KeyboardInterrupt
+
+    return on_event
+
+
+def sharded(jobs: Sequence[Mapping[str, Any]], step: int = 0, parts: Mapping[str, Any] | None = None) -> None:
+    """Tune one model after the other; each process has about a half of every model that it computes with.
+
+    With `parts` also in two parts: until after a step, then resumed.
+    """
+    shard = sharding.sharded
+
+    def check(*given: Any) -> Any:
+        model = shard(*given)
+        weights = list(model.parameters())
+        assert all(isinstance(weight, DTensor) for weight in weights)
+        # Vectors of an odd length are not halved.
+        assert sum(weight.to_local().numel() for weight in weights) < 0.6 * sum(weight.numel() for weight in weights)
+        return model
+
+    sharding.sharded = check
+    for job in jobs:
+        main(**job)
+    if parts is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            main(**parts, on_event=interrupt(step))
+        torch.distributed.barrier()
+        assert not Path(parts["output"]).exists()
+        main(**{**parts, "options": parts["options"] | {"resume": True}})

@@ -1,0 +1,224 @@
+"""FSDP 2 in stage two: accelerate shards a copy of a model over the processes; the given model stays whole on the host.
+
+The copy has the precision of a run in one process: trained weights in fp32, passes under autocast, and gradients that
+are added up in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast, fsdp2_prepare_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from linearize.core.errors import ConfigError
+
+MOMENTS, RATES = "optimizer.pt", "scheduler.pt"
+"""Files of the states of the optimizer and of its schedule, with transformers' names."""
+REFUSED = {
+    "FSDP_ACTIVATION_CHECKPOINTING": "give --gradient-checkpointing instead",
+    "FSDP_OFFLOAD_PARAMS": "save memory with --lora or --gradient-checkpointing",
+    "FSDP_IGNORED_MODULES": "all weights are sharded",
+}
+"""Settings of `accelerate config` that stage two refuses, and what to do instead."""
+
+
+def check_version(stage: str, version: int) -> None:
+    """Refuse the first version of FSDP.
+
+    Raises:
+        ConfigError: for another version than 2.
+    """
+    if version != 2:
+        raise ConfigError(
+            f"{stage}: got FSDP version {version}, expected 2; set fsdp_version: 2 under fsdp_config in the file of "
+            "accelerate config"
+        )
+
+
+def check_settings(precision: str) -> None:
+    """Refuse the settings of FSDP that stage two does not support.
+
+    Args:
+        precision: the precision that the options ask for.
+
+    Raises:
+        ConfigError: for FSDP 1, fp16, whose loss would have to be scaled, or a setting in `REFUSED`.
+    """
+    check_version("stage two", int(os.environ.get("FSDP_VERSION", "1")))
+    for name, advice in REFUSED.items():
+        if (value := os.environ.get(name, "")).lower() not in ("", "0", "false", "none"):
+            setting = name.removeprefix("FSDP_").lower()
+            raise ConfigError(f"stage two: got {setting}={value} under FSDP, expected it to be left out; {advice}")
+    if "fp16" in (precision, os.environ.get("ACCELERATE_MIXED_PRECISION")):
+        raise ConfigError("stage two: got fp16 under FSDP, expected bf16 or no; give --precision bf16")
+
+
+def check_tied(model: PreTrainedModel) -> None:
+    """Refuse a model with tied weights, other than those of the embedding and the head: FSDP 2 would train them apart.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    together = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    owners: dict[nn.Parameter, dict[str, int]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            owners.setdefault(parameter, {})[name] = id(module)
+    for names in owners.values():
+        if len(names) > 1 and not together.issuperset(names.values()):
+            raise ConfigError(unshardable(type(model).__name__, f"{' and '.join(names)} are one weight"))
+
+
+def start_fsdp(accelerator: Accelerator) -> None:
+    """Let accelerate shard models, also on CPUs, where its own configuration does not."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin(fsdp_version=2)
+    # Every process has loaded the weights.
+    plugin.cpu_ram_efficient_loading = False
+    # accelerate would run kernels and norms in half precision, and add up gradients in it.
+    plugin.mixed_precision_policy = None
+    if plugin.auto_wrap_policy is None:
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+
+
+def block_classes(model: PreTrainedModel) -> list[str]:
+    """Return the names of the classes that transformers does not split, except embeddings: accelerate shards these."""
+    embedding = model.get_input_embeddings()
+    modules = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    return sorted({type(module).__name__ for module in modules if embedding not in set(module.modules())})
+
+
+def sharded(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
+    """Shard a model over the devices, in place, and return it.
+
+    Raises:
+        ConfigError: if FSDP 2 cannot shard it.
+    """
+    plugin: Any = accelerator.state.fsdp_plugin
+    kind = type(model).__name__
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = block_classes(model)
+    try:
+        result: PreTrainedModel = fsdp2_prepare_model(accelerator, model)
+    except (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(unshardable(kind, " ".join(str(error).split())[:200])) from error
+    return result
+
+
+def unshardable(kind: str, reason: str) -> str:
+    """Return the message about a class of models that FSDP 2 cannot shard."""
+    return (
+        f"stage two: FSDP 2 cannot shard {kind} ({reason}); launch without FSDP, and save memory with --lora or "
+        "--gradient-checkpointing"
+    )
+
+
+def sharded_copy(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
+    """Return a frozen copy of a model, sharded over the devices, for passes without a gradient."""
+    copied = sharded(copy.deepcopy(model).eval().requires_grad_(False), accelerator)
+    for module in copied.modules():
+        if isinstance(module, FSDPModule):
+            # There is no backward pass to keep weights for.
+            module.set_reshard_after_forward(True, recurse=False)
+    return copied
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a weight of a sharded model, gathered from all processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Shards:
+    """A sharded model that is trained, and its weights as they are without FSDP.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, accelerator: Accelerator) -> None:
+        self.model, self.accelerator = sharded(model, accelerator), accelerator
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the weights by name; a weight with several names has the first one."""
+        first = {name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in first}
+
+    @torch.no_grad()
+    def gather_into(self, model: nn.Module) -> None:
+        """Copy what was trained into a whole model, in every process, one weight after the other."""
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        own = model.state_dict()
+        for name, tensor in self._tensors().items():
+            if name not in frozen:
+                own[name].copy_(whole(tensor))
+
+    def save(self, file: Path) -> None:
+        """Write the weights into one file; the main process gathers them in host memory, one after the other."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._tensors().items():
+            full = whole(tensor)
+            if self.accelerator.is_main_process:
+                tensors[name] = full.detach().to("cpu", copy=True).contiguous()
+        if self.accelerator.is_main_process:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, file, {"format": "pt"})
+
+    @torch.no_grad()
+    def load(self, file: Path) -> None:
+        """Read the weights that `save` wrote; the main process reads the file, and every process gets its part.
+
+        Raises:
+            RuntimeError: if the file's weights are not the model's.
+            OSError, SafetensorError: if it cannot be read.
+        """
+        own = self._tensors()
+        source = safe_open(file, "pt") if self.accelerator.is_main_process else None
+        if source is not None:
+            sizes = {name: tuple(source.get_slice(name).get_shape()) for name in source.keys()}  # noqa: SIM118
+            if sizes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
+                raise RuntimeError("other names or sizes of weights")
+        for name, tensor in own.items():
+            full = torch.empty(tensor.shape, dtype=tensor.dtype) if source is None else source.get_tensor(name)
+            full = full.to(self.accelerator.device)
+            if isinstance(tensor, DTensor):
+                tensor.copy_(distribute_tensor(full, tensor.device_mesh, tensor.placements))
+            else:
+                tensor.copy_(broadcast(full))
+
+    def save_moments(self, optimizer: Optimizer | None, schedule: LRScheduler | None, folder: Path) -> None:
+        """Write the states of the optimizer, gathered in host memory of the main process, and of its schedule."""
+        assert optimizer is not None and schedule is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(self.model, optimizer, options=options)
+        if self.accelerator.is_main_process:
+            torch.save(state, folder / MOMENTS)
+            torch.save(schedule.state_dict(), folder / RATES)
+
+    def load_moments(self, optimizer: Optimizer | None, schedule: LRScheduler | None, folder: Path) -> None:
+        """Read what `save_moments` wrote; the main process reads the moments, and every process gets its part."""
+        assert optimizer is not None and schedule is not None
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        load = partial(torch.load, map_location="cpu", weights_only=True)
+        state = load(folder / MOMENTS) if self.accelerator.is_main_process else {}
+        set_optimizer_state_dict(self.model, optimizer, state, options=options)
+        schedule.load_state_dict(load(folder / RATES))
