@@ -343,6 +343,11 @@ def _sync(folder: Path) -> None:
                 os.fsync(handle.fileno())
 
 
+def free_disk(target: Name) -> int:
+    """Return the free bytes on the disk where a folder will be created."""
+    return shutil.disk_usage(_nearest_existing(_absolute(os.fspath(target)))).free
+
+
 def check_room(target: Name, size: int) -> None:
     """Check for free space: write files of the expected size next to a claimed output, and remove them.
 

@@ -11,7 +11,6 @@ import functools
 import gc
 import itertools
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -23,13 +22,13 @@ import torch
 from transformers import PreTrainedModel
 
 from linearize.attention.native.build import worth_building
-from linearize.checkpoint.output import check_target
+from linearize.checkpoint.output import check_target, free_disk
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import TrainingError
-from linearize.core.parsing import user_path
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.fidelity.heads import POINTS
 from linearize.fidelity.measure import measure_layers
+from linearize.fidelity.teacher import chain_of
 from linearize.jobs import convert
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Started, ignore
@@ -39,11 +38,13 @@ from linearize.jobs.stages import Context, check_start
 from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
+from linearize.modeling.weights import is_offloaded
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.loop import AlignResult, align
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import DistillResult, distill
+from linearize.training.stage_one.loop import DistillResult, distill, make_accelerator
 from linearize.training.stage_one.processes import check_alone
+from linearize.training.stage_one.streamed import stored_bytes
 from linearize.training.stage_two.rows import Chosen
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.trainer import finetune
@@ -225,6 +226,12 @@ def dry_run(job: AnyJob, on_event: Callback = ignore) -> Bill:
         whole = alignment is not None and alignment.steps and alignment.train in ("blocks", "attention")
         trained = disk if whole else sum(parameter.nbytes for parameter in kernel_parameters(model))
         disk += (job.stage.keep + 1) * 4 * trained
+    if isinstance(job, ConvertJob) and source is not None and job.distill.steps:
+        accelerator, batch = make_accelerator(model), next(source.train_batches())
+        if (chain := chain_of(model, batch)) is not None:
+            # Streamed blocks leave their rows on disk, before the block and after it.
+            stored = stored_bytes(chain, batch, job.distill, accelerator)
+            disk += 2 * job.distill.steps * job.distill.gradient_accumulation * stored
     length = None if source is None or context.loaded.modality != "text" else source.options["max_length"]
     return trial.bill(context.target, "none is read" if source is None else source.description, length, disk, how)
 
@@ -266,12 +273,6 @@ class _Trial:
         return Bill(output, data, length, stages, self.device, *memory, disk, free_disk(output), self.problem, how)
 
 
-def free_disk(target: str) -> int:
-    """Return the free bytes on the disk where a folder will be created."""
-    path = user_path(target).absolute()
-    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
-
-
 def _search(context: Context, job: ConvertJob) -> StageBill:
     """Return the cost of the search from a short one, and carry out its plan for the stages that follow."""
     config, seconds, start = job.search, list[float](), time.perf_counter()
@@ -310,7 +311,10 @@ def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[Stag
     bills = []
     for name, options, count in phases:
         start, few = time.perf_counter(), min(TIMED, count)
-        result = run(context.loaded.model, source, replace(options, **NO_STATES, steps=few, eval_every=ONCE))
+        with tempfile.TemporaryDirectory() as folder:
+            # Blocks that are streamed leave their rows there.
+            states = NO_STATES | {"folder": f"{folder}/states" if is_offloaded(context.loaded.model) else None}
+            result = run(context.loaded.model, source, replace(options, **states, steps=few, eval_every=ONCE))
         wall, seconds = time.perf_counter() - start, [report.seconds for report in result.history]
         if not seconds:
             bills.append(StageBill(name, 0, 0, 0.0, 0, 0, wall * len(held)))

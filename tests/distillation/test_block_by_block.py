@@ -150,6 +150,31 @@ def test_the_rows_on_disk_are_those_between_two_blocks(saved, tmp_path):
     assert len(list((tmp_path / "block-1" / streamed.FOLDER).glob("train-*"))) == 6
 
 
+def test_a_disk_without_room_for_the_rows_is_refused_before_the_first_step(saved, tmp_path, monkeypatch):
+    """What is asked for is what two folders of rows take, to the headers of their files."""
+    folder, needed, there = saved("qwen2", num_hidden_layers=3), [], {}
+    check, write = streamed.check_disk, streamed.BlockTrainer.write
+    monkeypatch.setattr(streamed, "check_disk", lambda states, size: needed.append(size) or check(states, size))
+
+    def weigh(trainer, *given):
+        write(trainer, *given)
+        rows = [path for path in tmp_path.rglob("*-*.safetensors") if path.parent.name == streamed.FOLDER]
+        there[len(rows)] = sum(sum(x.nbytes for x in load_file(path).values()) for path in rows)
+
+    monkeypatch.setattr(streamed.BlockTrainer, "write", weigh)
+    with pytest.raises(Stop):
+        run(folder, tmp_path / "cut", stream=True, convert={}, on_step=stop_at(13))
+    # Batches have 12 and 11 tokens in turn; the first one is taken for all.
+    assert max(there.values()) <= needed[0] <= 12 / 11 * max(there.values())
+    run(folder, tmp_path / "cut", stream=True, convert={}, resume=True)
+    # The third block is the last one: nothing is written after it.
+    assert len(needed) == 1
+    monkeypatch.setattr(streamed, "free_disk", lambda path: needed[0] - 1)
+    with pytest.raises(CheckpointError, match=r"the hidden states of all rows need .* GB, but .* free; make room"):
+        run(folder, tmp_path / "none", stream=True, convert={})
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.slow
 def test_a_damaged_block_is_refused(saved, tmp_path):
     folder = saved("qwen2", num_hidden_layers=3)

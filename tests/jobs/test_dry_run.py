@@ -170,7 +170,7 @@ def test_all_held_out_rows_are_billed_but_one_batch_is_measured(monkeypatch):
     """On rows of 4,096 tokens a dry run measured all of them twice, for a quarter of an hour."""
     held = [{"input_ids": torch.full((2, 4), number)} for number in range(3)]
     source = SimpleNamespace(holdout_batches=lambda: held, options={"batch_size": 2})
-    context = SimpleNamespace(source=source, loaded=SimpleNamespace(model=None), teacher=None)
+    context = SimpleNamespace(source=source, loaded=SimpleNamespace(model=torch.nn.Identity()), teacher=None)
 
     def run(model, rows, config, **given):
         assert len(rows.holdout_batches()) == 1 and config.steps == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -70,3 +72,23 @@ def test_several_processes_are_refused(here, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run(capsys, *f"convert llama {LINE} --stream-blocks --output made".split())
     assert code == 2 and "stream-blocks: got several processes, expected one" in err
+
+
+def test_a_dry_run_streams_too_and_counts_the_rows_on_disk(here, capsys):
+    line = f"convert llama {LINE} --distill-length 16 --dry-run --output made".split()
+    disk = {}
+    for more in ([], ["--stream-blocks"]):
+        code, out, err = run(capsys, *line, "--align-steps", 0, *more)
+        assert code == 0 and "It fits. Nothing was written." in err, err
+        disk[bool(more)] = json.loads(out)["bill"]["disk"]
+    # Twice four batches of four rows of 16 tokens: 32 numbers of hidden state in fp32, and ids and mask.
+    assert disk[True] - disk[False] >= 2 * 4 * 4 * 16 * (32 * 4 + 16)
+    assert sorted(path.name for path in here.iterdir()) == ["llama", "texts.jsonl"]
+
+
+def test_a_full_disk_is_one_line(here, capsys, monkeypatch):
+    monkeypatch.setattr(streamed, "free_disk", lambda path: 1000)
+    code, _, err = run(capsys, *f"convert llama {LINE} --stream-blocks --output made".split())
+    lines = [line for line in err.splitlines() if "error" in line]
+    assert code == 2 and len(lines) == 1 and "stream-blocks: the hidden states of all rows need" in lines[0]
+    assert sorted(path.name for path in here.iterdir()) == ["llama", "texts.jsonl"]

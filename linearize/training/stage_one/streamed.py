@@ -28,8 +28,8 @@ from torch import Tensor
 
 from linearize.attention.interface import observed
 from linearize.checkpoint.fingerprint import check_same
-from linearize.checkpoint.output import atomic_folder
-from linearize.core.errors import ConfigError
+from linearize.checkpoint.output import atomic_folder, free_disk
+from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.fidelity.teacher import Batch, frozen_output
 from linearize.modeling.chain import Chain
@@ -154,12 +154,17 @@ def train_blocks(
 
     Raises:
         ConfigError: if the run to be resumed was started differently.
+        CheckpointError: if the disk has no room for the hidden states.
         TrainingError: if a loss becomes NaN or infinite; the blocks that are finished stay on disk.
     """
     by_name, trained = {loss.name: loss for loss in layers}, []
     last = max(number for number, host in enumerate(chain.hosts) if host in by_name)
     fresh = any(has_zero_scales(loss.layer) for loss in layers)
-    done = states.blocks()
+    done, count = states.blocks(), config.steps * config.gradient_accumulation
+    if done < last:
+        stored = (count + len(held_out) + fresh) * stored_bytes(chain, next(batches()), config, accelerator)
+        # Those before a block stay until those after it are written.
+        check_disk(states, (min(2, last) - (done > 0)) * stored)
     for number in range(last + 1):
         path, loss = states.block(number), by_name.get(chain.hosts[number] or "")
         if number < done:
@@ -167,7 +172,6 @@ def train_blocks(
         else:
             rows: dict[str, Iterator[dict[str, Tensor]]]
             before = states.block(number - 1) / FOLDER
-            count = config.steps * config.gradient_accumulation
             if number:
                 rows = {kind: read_rows(before, kind) for kind in (START, HELD_OUT, TRAIN)}
                 if (there := len(list(before.glob(f"{TRAIN}-*")))) != count:
@@ -186,6 +190,27 @@ def train_blocks(
         if loss is not None:
             trained.append((loss, record, path))
     return trained
+
+
+def stored_bytes(chain: Chain, batch: Batch, config: DistillConfig, accelerator: Accelerator) -> int:
+    """Return the bytes of a batch on disk, with the hidden state after a block."""
+    moved, passes = send_to_device(dict(batch), accelerator.device), autocast(accelerator, config.precision)
+    with chain.loaded(0), torch.no_grad(), observed(chain.model, frozen_output), passes:
+        hidden = chain.run(0, moved, None)
+    return hidden.nbytes + sum(tensor.nbytes for tensor in batch.values())
+
+
+def check_disk(states: StateFolder, needed: int) -> None:
+    """Check that the disk has room for hidden states.
+
+    Raises:
+        CheckpointError: if there is too little room.
+    """
+    if needed > (there := free_disk(states.folder)):
+        raise CheckpointError(
+            f"stream-blocks: the hidden states of all rows need {needed / 1e9:,.3g} GB, but {str(states.folder)!r} is "
+            f"on a disk with {there / 1e9:,.3g} GB free; make room, choose another output, or lower --distill-steps"
+        )
 
 
 def _train_block(
