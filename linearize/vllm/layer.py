@@ -29,7 +29,7 @@ from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.core.errors import ConfigError
-from linearize.modeling.plan import LayerPlan
+from linearize.modeling.plan import LayerPlan, Plan
 
 ALIGNMENT = 16
 """A state's size is a multiple of this number of bytes, so that each of its tensors is aligned."""
@@ -96,6 +96,15 @@ def stored(layer: LayerPlan, dtype: torch.dtype) -> tuple[list[Stored], int]:
         tensors.append(Stored(name, tensor.dtype, tuple(tensor.shape[1:]), start))
         start += tensors[-1].nbytes
     return tensors, -(-start // ALIGNMENT) * ALIGNMENT
+
+
+def largest_state(plan: Plan, dtype: torch.dtype) -> int:
+    """Return the size of the largest state of a converted layer in bytes, for one request.
+
+    Raises:
+        ConfigError: if a state grows with the text.
+    """
+    return max(stored(layer, dtype)[1] for layer in plan.converted)
 
 
 class Span(NamedTuple):
@@ -220,7 +229,8 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
 
     Attributes:
         tensors: the tensors of a state.
-        nbytes: size of a state in bytes.
+        nbytes: size of the largest state of any layer in bytes. vLLM gives each layer that much, and keeps one table of
+            blocks for layers of one size.
         states: the states of all blocks, by the names of their tensors, [blocks, ...].
         heads: heads that keep softmax, computed by `softmax`; repeated up to the largest number of any layer, so that
             all layers have keys of one size. None without such heads.
@@ -229,7 +239,14 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
     """
 
     def __init__(
-        self, mixer: Mixer, layer: LayerPlan, replaced: Attention, scaling: float, softmax_heads: int, vllm_config: Any
+        self,
+        mixer: Mixer,
+        layer: LayerPlan,
+        replaced: Attention,
+        scaling: float,
+        softmax_heads: int,
+        nbytes: int,
+        vllm_config: Any,
     ) -> None:
         """Take the place of an attention of vLLM.
 
@@ -239,13 +256,14 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
             replaced: the attention.
             scaling: its scaling factor of the scores.
             softmax_heads: the largest number of heads that keep softmax in any layer.
+            nbytes: size of the largest state of any layer.
             vllm_config: config of the engine.
         """
         super().__init__()
         # Not as a submodule: the parameters belong to the host's module.
         self.__dict__["mixer"] = without_softmax_heads(mixer)
         self.scaling, self.prefix = scaling, replaced.layer_name
-        self.tensors, self.nbytes = stored(layer, vllm_config.model_config.dtype)
+        self.tensors, self.nbytes = stored(layer, vllm_config.model_config.dtype)[0], nbytes
         self.kv_cache = (torch.tensor([]),)
         self.states: dict[str, Tensor] = {}
         vllm_config.compilation_config.static_forward_context[self.prefix] = self

@@ -11,7 +11,7 @@ from vllm.model_executor.models.transformers import TransformersEmbeddingModel, 
 
 from linearize.attention.layer import LinearAttention
 from linearize.modeling.plan import LayerPlan, Plan, damaged
-from linearize.vllm.layer import CausalLayer, EncoderLayer, SoftmaxLayer, stored
+from linearize.vllm.layer import CausalLayer, EncoderLayer, SoftmaxLayer, largest_state
 
 
 def _plan(vllm_config: Any) -> Plan:
@@ -40,20 +40,21 @@ class _Converted:
         self_: Any = self
         plan = _plan(self_.vllm_config)
         softmax_heads = max(len(layer.hybrid.softmax_heads) for layer in plan.layers)
+        nbytes = largest_state(plan, self_.model_config.dtype) if isinstance(self, _Decoder) else 0
         hosts = {self_.get_submodule(name): fuser for name, fuser in self_.attention_fusers.values()}
         for layer in plan.layers:
             host = self_.model.get_submodule(layer.module)
             if host not in hosts or not hasattr(host, "attn"):
                 raise damaged(f"the plan names attention {layer.module!r}, which the model does not have")
             if layer.converted:
-                self._convert(host, layer, hosts.pop(host).scale(host), softmax_heads)
+                self._convert(host, layer, hosts.pop(host).scale(host), softmax_heads, nbytes)
             else:
                 hosts.pop(host)
                 host.attn = SoftmaxLayer(host.attn)
         if hosts:
             raise damaged(f"the plan names {len(plan.layers)} attentions, but the model has {len(hosts)} more")
 
-    def _convert(self, host: Any, layer: LayerPlan, scale: float | None, softmax_heads: int) -> None:
+    def _convert(self, host: Any, layer: LayerPlan, scale: float | None, softmax_heads: int, nbytes: int) -> None:
         vllm_config, shape = self.vllm_config, layer.shape  # type: ignore[attr-defined]
         got = host.attn.num_heads, host.attn.num_kv_heads, host.attn.head_size
         if got != (shape.heads, shape.key_heads, shape.head_dim):
@@ -69,7 +70,7 @@ class _Converted:
         scaling = shape.head_dim**-0.5 if scale is None else scale
         mixer = host.linear_attention.mixer
         if shape.causal:
-            host.attn = CausalLayer(mixer, layer, host.attn, scaling, softmax_heads, vllm_config)
+            host.attn = CausalLayer(mixer, layer, host.attn, scaling, softmax_heads, nbytes, vllm_config)
         else:
             EncoderLayer.of(host.attn, mixer, scaling)
 
@@ -78,8 +79,7 @@ class _Decoder(_Converted, TransformersForCausalLM, HasInnerState):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
         """Return the shape of the largest state of a layer."""
-        sizes = [stored(layer, vllm_config.model_config.dtype)[1] for layer in _plan(vllm_config).converted]
-        return ((max(sizes),),)
+        return ((largest_state(_plan(vllm_config), vllm_config.model_config.dtype),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:

@@ -14,6 +14,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 import torch
 from support import kernel_cases, tiny
+from support.checkpoints import tokenizer
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
@@ -144,10 +145,27 @@ def test_requests_that_arrive_and_leave_in_between_change_no_others(served):
             same(model, text, got[number])
 
 
+def test_only_softmax_needs_more_memory_for_a_longer_text(served):
+    model, llm = served
+    engine, used = llm.llm_engine, []
+    scheduler = engine.engine_core.engine_core.scheduler
+    engine.add_request("one", {"prompt_token_ids": prompts([5])[0]}, greedy(200))
+    while engine.has_unfinished_requests():
+        used.append(scheduler.kv_cache_manager.usage)
+        engine.step()
+    layers = linearize.Plan.from_dict(model.config.linearize).layers
+    keys = any(layer.hybrid.softmax_heads or not layer.converted for layer in layers)
+    # Before the first step, the request has nothing.
+    assert used[0] == 0 and used[1] > 0 and len(used) == 200
+    assert used[-1] > used[1] if keys else set(used[1:]) == {used[1]}
+    # States of different sizes share one table of blocks.
+    assert keys or len(scheduler.kv_cache_config.kv_cache_groups) == 1
+
+
 def test_preempted_requests_begin_again(tmp_path):
-    """Keys of softmax heads grow until there is no block left."""
+    """Keys of softmax grow until there is no block left: at first a request takes 6, beyond 128 tokens 9."""
     model = decoder("layers and heads with softmax")
-    llm = start(model, tmp_path, num_gpu_blocks_override=40, max_num_seqs=4)
+    llm = start(model, tmp_path, num_gpu_blocks_override=30, max_num_seqs=4)
     texts = prompts([40, 50, 60, 70])
     for text, got in zip(texts, run(llm, texts, 150), strict=True):
         same(model, text, got)
@@ -155,18 +173,18 @@ def test_preempted_requests_begin_again(tmp_path):
 
 
 def test_a_known_beginning_is_read_once(tmp_path):
-    """vLLM copies the state at the end of a block of the prompt."""
+    """vLLM copies the state at the end of a block of keys."""
     model = decoder("layers and heads with softmax")
     llm = start(model, tmp_path, enable_prefix_caching=True)
-    block = llm.llm_engine.vllm_config.cache_config.block_size
-    beginning, ends = prompts([2 * block])[0], prompts([3, 7])
+    block = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.cache_hit_alignment_tokens
+    beginning, ends = prompts([block])[0], prompts([3, 7])
     cached = []
     for end in ends:
         text = beginning + end
         output = llm.generate([{"prompt_token_ids": text}], greedy(20), use_tqdm=False)[0]
         cached.append(output.num_cached_tokens)
         same(model, text, list(output.outputs[0].token_ids))
-    assert cached[0] == 0 and cached[1] > 0
+    assert cached == [0, block]
 
 
 @pytest.mark.parametrize("name", ["every kernel", "gpt2"])
@@ -182,7 +200,9 @@ def test_a_state_takes_the_memory_of_generate_s_cache(name):
 
 def test_embedders_give_the_same_vectors(tmp_path):
     model = tiny.converted("bert", config={**SIZES, "num_attention_heads": 2, "head_dim": 32}, window=4)
-    llm = start(model, tmp_path, pooler_config={"seq_pooling_type": "MEAN", "use_activation": False})
+    tokenizer().save_pretrained(tmp_path)
+    pooling = {"seq_pooling_type": "MEAN", "use_activation": False}
+    llm = start(model, tmp_path, skip_tokenizer_init=False, pooler_config=pooling)
     texts = prompts([1, 7, 40, 3])
     outputs = llm.embed([{"prompt_token_ids": text} for text in texts], use_tqdm=False)
     for text, output in zip(texts, outputs, strict=True):
@@ -216,6 +236,16 @@ def test_models_without_a_runner_are_refused(name, head, runner):
         return
     plain = original_config(config)
     assert plain.architectures == [runner] and plain.model_type == name
+
+
+def test_states_that_grow_with_the_text_are_refused():
+    """Routed blocks look up all earlier keys."""
+    model = tiny.original("llama", "AutoModelForCausalLM")
+    config = linearize.convert(model, "hedgehog", window=8, routed_blocks="2:4").config
+    with pytest.raises(ConfigError, match="got a layer with routed-blocks=2:4, expected"):
+        original_config(config)
+    with pytest.raises(ConfigError, match=r"vLLM: got kernel 'hedgehog', whose state grows with the text, expected"):
+        stored(linearize.Plan.from_dict(config.linearize).layers[0], torch.float32)
 
 
 def test_some_softmax_needs_the_runner_with_keys():
