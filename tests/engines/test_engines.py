@@ -8,8 +8,11 @@ import pytest
 import torch
 from support.native_op import native_cache  # noqa: F401
 from support.scripts import script
+from support.tiny import converted
+from transformers import AutoModelForCausalLM
 
 compare = script("compare", Path(__file__).parent)
+equality = script("vllm_equality")
 
 
 @pytest.mark.slow
@@ -44,3 +47,25 @@ def test_another_token_and_another_number_are_found(tmp_path, monkeypatch):
     judged = compare.Judge(writer, found)(compare.Found(tokens=tokens))
     assert (judged.wrong, judged.equal, judged.difference) == ([2], compare.ROWS - 1, None)
     assert torch.equal(found.tokens, found.values.argmax(-1))
+
+
+def test_the_script_for_vllm_finds_another_token(tmp_path):
+    converted("llama", "AutoModelForCausalLM", window=4).save_pretrained(tmp_path)
+    prompts, right = [[5, 7, 9], [3]], {"equal": 12, "largest difference of logits": 0.0}
+    answers = []
+    for prompt in prompts:
+        found = prompt
+        for _ in range(6):
+            found = [*found, greedy(tmp_path, found)]
+        answers.append(found[len(prompt) :])
+    assert equality.check(str(tmp_path), prompts, answers, True) == right | {"first tokens as generate's": 6}
+    answers[0][4] = (answers[0][4] + 1) % 99
+    found = equality.check(str(tmp_path), prompts, answers, True)
+    assert found["equal"] < 12 and found["largest difference of logits"] > equality.NEAR_TIE
+    assert found["first tokens as generate's"] == 4
+
+
+def greedy(folder, tokens):
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        return int(model(torch.tensor([tokens])).logits[0, -1].argmax())

@@ -353,6 +353,7 @@ PARSED = (
     "state_choice",
     "train_needles",
     "tune_triton",
+    "vllm_equality",
 )
 """Scripts that take minutes, a real model or a GPU: only their lines are checked."""
 
