@@ -87,8 +87,9 @@ def held_tokens(state: State, key_heads: int, mask: Tensor) -> Recorded | None:
     if "softmax_k" in state and state["softmax_k"].shape[1] == key_heads:
         parts = [(state["softmax_k"], state["softmax_v"], state["softmax_mask"])]
     elif "all_k" in state:
-        k = state["all_k"]
-        parts = [(k, state["all_v"], torch.arange(k.shape[2], device=k.device) < state["tokens"][:, None])]
+        # The memory has room for more tokens.
+        k, v = (state[name][:, :, : int(state["tokens"].max())] for name in ("all_k", "all_v"))
+        parts = [(k, v, torch.arange(k.shape[2], device=k.device) < state["tokens"][:, None])]
     elif "block_k" in state:
         k = state["block_k"]
         parts = [(k, state["block_v"], torch.arange(k.shape[2], device=k.device) < state["filled"][:, None])]

@@ -1,16 +1,17 @@
 """Routed blocks: softmax for the blocks of keys that each query looks up, under the denominator of the window.
 
 The tokens of a row, counted without padding, form blocks of B keys. Query i chooses the K blocks whose mean key has the
-largest product with q_i (`linearize.ops.window_parts.chosen_blocks`). Their keys outside the window and the sinks get
+largest product with q_i (`linearize.ops.window_parts.choose_blocks`). Their keys outside the window and the sinks get
 the weight exp(scaling q_i . k_j) instead of the kernel's. The choice has no gradient; the chosen keys have.
 
-Several queries compute both sums over all keys, each with the other's keys hidden. A query that follows a state reads
-only the mean keys and the chosen blocks, and subtracts the kernel's weights of these from its sum:
+A query reads only the mean keys and the keys that it has chosen. The kernel's weights of these are subtracted from its
+sum over all keys:
 
     sum over chosen j of  (exp(scaling q_i . k_j) - exp(a_i + c_j) phi(q_i) . phi(k_j)) [v_j, 1]
 
 A difference of large sums is inexact, so this is done only where the subtracted weights are not much larger than
-softmax's weights of the same keys, as they are after training.
+softmax's weights of the same keys, as they are after training. Otherwise the query sums up the kernel's weights of all
+keys in the other blocks (`unchosen_sum`).
 
 Mean keys that choose blocks are from Lu et al. 2025 (MoBA), https://arxiv.org/abs/2502.13189, section 2.2.
 """
@@ -18,140 +19,298 @@ Mean keys that choose blocks are from Lu et al. 2025 (MoBA), https://arxiv.org/a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from linearize.ops.state import FLOOR, group_queries, weigh, with_ones
-from linearize.ops.window_parts import Mapped, Part, Unmapped, Window, block_means, chosen_blocks, pick, places_of
+from linearize.ops.window_parts import (
+    Mapped,
+    Part,
+    Unmapped,
+    Window,
+    WindowState,
+    are_chosen,
+    block_means,
+    choose_blocks,
+)
 
-NUMBERS = 1 << 22
-"""Most weights that are computed at once, if there are several queries."""
+NUMBERS = 1 << 20
+"""Most numbers of keys, features and values that are gathered at once; also most weights in `unchosen_sum`."""
 LARGEST = 100.0
 """The kernel's weights of the chosen keys are subtracted up to this many times softmax's: the rounding of fp32 is then
 no more than 1e-5 of the row's sum."""
+SPARE = 8
+"""A full memory grows by one part in this many, so that few tokens copy it."""
 
 
-def appended(old: Tensor, new: Tensor, before: Tensor) -> Tensor:
-    """Return old [B, K, N, D] with new [B, K, T, D] at the places from `before` [B] on: [B, K, N + T, D]."""
-    index = before[:, None] + torch.arange(new.shape[2], device=new.device)
-    longer = F.pad(old, (0, 0, 0, new.shape[2]))
-    return longer.scatter(2, index[:, None, :, None].expand_as(new), new.to(old.dtype))
+class Memory(NamedTuple):
+    """All keys that can be looked up.
+
+    Attributes:
+        k: [B, K, N, D] in order; zeros from place `tokens` on. N is a multiple of the block size.
+        v: [B, K, N, V], their values.
+        summaries: [B, K, N / size, D] in fp32, the mean keys of the blocks.
+        tokens: [B], number of keys.
+    """
+
+    k: Tensor
+    v: Tensor
+    summaries: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, count: Tensor, size: int) -> Memory:
+        """Return the memory of keys [B, K, T, D] and values [B, K, T, V]."""
+        ends = (0, 0, 0, -k.shape[2] % size)
+        k, v = F.pad(k, ends), F.pad(v, ends)
+        return cls(k, v, block_means(k, count, size), count)
+
+    @classmethod
+    def after(cls, old: WindowState, k: Tensor, v: Tensor, count: Tensor, size: int) -> Memory:
+        """Add keys [B, K, T, D] and values [B, K, T, V], of which `count` [B] are tokens, to the memory of a state.
+
+        One token, without a gradient, is written into the state's tensors, and only its block is summarised again.
+        """
+        assert old.all_k is not None and old.all_v is not None and old.summaries is not None and old.tokens is not None
+        (capacity, new), before = (old.all_k.shape[2], k.shape[2]), old.tokens
+        index = (before[:, None] + torch.arange(new, device=k.device))[:, None, :, None]
+        needed, writable = int(before.max()) + new, torch.is_inference_mode_enabled() or not old.all_k.is_inference()
+        if new == 1 and needed <= capacity and writable and not torch.is_grad_enabled():
+            for past, x in ((old.all_k, k), (old.all_v, v)):
+                past.scatter_(2, index.expand_as(x), x.to(past.dtype))
+            block = index // size
+            inside = size * block + torch.arange(size, device=k.device)[:, None]
+            keys = old.all_k.gather(2, inside.expand(-1, k.shape[1], -1, k.shape[3]))
+            mean = block_means(keys, before + count - size * block[:, 0, 0, 0], size)
+            old.summaries.scatter_(2, block.expand_as(mean), mean)
+            return cls(old.all_k, old.all_v, old.summaries, before + count)
+        more = max(needed - capacity, capacity // SPARE) if needed > capacity else 0
+        ends = (0, 0, 0, more + -(capacity + more) % size)
+        all_k, all_v = (
+            F.pad(past, ends).scatter_(2, index.expand_as(x), x.to(past.dtype))
+            for past, x in ((old.all_k, k), (old.all_v, v))
+        )
+        return cls(all_k, all_v, block_means(all_k, before + count, size), before + count)
+
+    def present(self) -> dict[str, Tensor]:
+        """Return it as fields of `WindowState`."""
+        return {"all_k": self.k, "all_v": self.v, "summaries": self.summaries, "tokens": self.tokens}
 
 
 def routed_parts(
-    queries: Mapped,
-    given: Mapped | Unmapped,
-    k: Tensor,
-    v: Tensor,
-    places: Tensor,
-    count: Tensor,
-    window: Window,
-    linear: Part | None = None,
+    queries: Mapped, given: Mapped | Unmapped, memory: Memory, places: Tensor, window: Window, linear: list[Part]
 ) -> list[Part]:
     """Return the parts of all keys outside the window and the sinks: the chosen ones with softmax, the rest linear.
 
     Args:
         queries: mapped queries of H heads.
-        given: the keys k and their features; or, after a state, how to map them.
-        k: [B, K, S, D] all keys so far, in order; zeros from place `count` on.
-        v: [B, K, S, V], their values.
+        given: the first keys of the memory and their features; or, after a state, how to map keys.
+        memory: all keys.
         places: [B, T], the queries' places, counted without padding.
-        count: [B], number of keys.
         window: the form of the attention.
-        linear: the kernel's part of all these keys, if it is known: with it, one query reads only the chosen blocks.
+        linear: the kernel's parts of all these keys.
     """
-    means = block_means(k, count, window.block_size)
-    if linear is not None and isinstance(given, Unmapped) and queries.x.shape[2] == 1:
-        chosen, less = _looked_up(queries, given, k, v, places, count, means, window)
-        size = less[0].abs().amax(dim=-1).log() + less[1]
-        if bool((size <= chosen[0][..., -1].log() + chosen[1] + math.log(LARGEST)).all()):
-            return [linear, chosen, (-less[0], less[1])]
-    if isinstance(given, Unmapped):
-        every = torch.arange(k.shape[2], device=k.device).expand(len(k), -1)
-        given = Mapped(k, *given.map(k, None if given.places is None else every.to(given.places.dtype)))
-    tokens, found, phi, scale, values = places.shape[1], [], given.phi, given.scale(), with_ones(v, True)
-    step = max(1, NUMBERS // max(1, len(k) * queries.x.shape[1] * k.shape[2]))
-    for start in range(0, tokens, step):
-        part = slice(start, start + step)
-        # Causally, no query of the part sees a later key.
-        seen = slice(min(k.shape[2], k.shape[2] - tokens + start + step) if window.causal else None)
-        some = Mapped(queries.x[:, :, part], queries.phi[:, :, part], queries.scale()[:, :, part])
-        own = chosen_blocks(some.x, means, places[:, part], count, window)
-        own = own.repeat_interleave(window.block_size, dim=3)[..., : k.shape[2]][..., seen]
-        far = _far(places[:, part], count, k.shape[2], window)[:, None, :, seen]
-        softmax = softmax_sum(some, k[:, :, seen], values[:, :, seen], far & own, window.scaling)
-        rest = kernel_sum(some, phi[:, :, seen], scale[:, :, seen], values[:, :, seen], far & ~own)
-        found.append((rest, softmax))
-    return [
-        (torch.cat([mixed for mixed, _ in parts], dim=2), torch.cat([level for _, level in parts], dim=2))
-        for parts in zip(*found, strict=True)
-    ]
+    chosen = choose_blocks(queries.x, memory.summaries, places, memory.tokens, window)
+    reads = chosen[0].numel() * window.block_size
+    if isinstance(given, Mapped) or reads > memory.k.shape[1] * memory.k.shape[2]:
+        given = _all_mapped(given, memory.k)
+    softmax, less = looked_up(queries, given, memory, places, chosen, window)
+    size = less[0].detach().abs().amax(dim=-1).log() + less[1]
+    inexact = size > softmax[0].detach()[..., -1].log() + softmax[1] + math.log(LARGEST)
+    rows = inexact.flatten(0, 1).any(dim=0).nonzero()[:, 0]
+    if len(rows):
+        given = _all_mapped(given, memory.k)
+        rest = unchosen_sum(queries, given, memory, places, chosen, window, rows)
+        linear = [_replaced(linear[0], rows, rest), *(_without(part, rows) for part in linear[1:])]
+        less = _without(less, rows)
+    return [*linear, softmax, (-less[0], less[1])]
 
 
-def _far(places: Tensor, count: Tensor, keys: int, window: Window) -> Tensor:
-    """Return which of the keys [B, R, S] are outside the window and the sinks of queries at places [B, R]."""
-    key = torch.arange(keys, device=places.device)
-    far = ~window.holds(places[:, :, None] - key) & (key >= window.sinks)
-    return far & (key < count[:, None])[:, None]
+def _all_mapped(given: Mapped | Unmapped, k: Tensor) -> Mapped:
+    """Return all keys k [B, K, N, D] of a memory with their features, zeros for keys that are not given."""
+    if isinstance(given, Mapped):
+        more = k.shape[2] - given.phi.shape[2]
+        return Mapped(k, F.pad(given.phi, (0, 0, 0, more)), F.pad(given.scale(), (0, more)))
+    every = torch.arange(k.shape[2], device=k.device).expand(len(k), -1)
+    return Mapped(k, *given.map(k, None if given.places is None else every.to(given.places.dtype)))
 
 
-def _looked_up(
-    queries: Mapped,
-    given: Unmapped,
-    k: Tensor,
-    v: Tensor,
-    places: Tensor,
-    count: Tensor,
-    means: Tensor,
-    window: Window,
+def _replaced(part: Part, rows: Tensor, by: Part) -> Part:
+    return part[0].index_copy(2, rows, by[0]), part[1].index_copy(2, rows, by[1])
+
+
+def _without(part: Part, rows: Tensor) -> Part:
+    return part[0].index_fill(2, rows, 0.0), part[1]
+
+
+def looked_up(
+    queries: Mapped, given: Mapped | Unmapped, memory: Memory, places: Tensor, chosen: Tensor, window: Window
 ) -> tuple[Part, Part]:
-    """Return softmax's and the kernel's part of the keys that one query has chosen."""
-    heads, key_heads, size = queries.x.shape[1], k.shape[1], window.block_size
-    chosen = chosen_blocks(queries.x, means, places, count, window)[:, :, 0]
-    blocks = places_of(chosen, min(window.blocks, chosen.shape[2]))
-    index = (size * blocks[..., None] + torch.arange(size, device=k.device)).flatten(2)
-    visible = chosen.gather(2, blocks).repeat_interleave(size, dim=2) & (index < k.shape[2])
-    index = index.clamp(max=k.shape[2] - 1)
-    visible = visible & _far(places, count, k.shape[2], window).expand(-1, heads, -1).gather(2, index)
-    # All that the query heads of a group have chosen, one after the other.
-    index = index.unflatten(1, (key_heads, -1)).flatten(2)
-    k, v = pick(k, index), pick(v, index)
-    keys = Mapped(k, *given.map(k, None if given.places is None else index.to(given.places.dtype)))
-    k, v, phi, scale = (
-        x.unflatten(2, (heads // key_heads, -1)).flatten(1, 2) for x in (k, v, keys.phi, keys.scale()[..., None])
-    )
-    values = with_ones(v, True)
-    softmax = softmax_sum(queries, k, values, visible[:, :, None], window.scaling)
-    return softmax, kernel_sum(queries, phi, scale[..., 0], values, visible[:, :, None])
+    """Return the parts of the chosen keys, outside the window and the sinks, by softmax and by the kernel.
+
+    Arguments as in `routed_parts`, and `chosen` [B, H, T, n], the result of `choose_blocks`.
+    """
+    (batch, heads, tokens, slots), size = chosen.shape, window.block_size
+    key_heads, blocks = memory.k.shape[1], memory.summaries.shape[2]
+    # One row per query of each head; blocks are counted over all batch entries and key heads.
+    first = blocks * torch.arange(batch * key_heads, device=chosen.device).view(batch, key_heads, 1, 1)
+    table = (chosen.clamp(min=0) + first.repeat_interleave(heads // key_heads, dim=1)).flatten(0, 2)
+    chosen = chosen.flatten(0, 2)
+    of_row = places[:, None].expand(-1, heads, -1).flatten()
+    count = memory.tokens[:, None, None].expand(-1, heads, tokens).flatten()
+
+    def hidden(rows: slice) -> Tensor:
+        key = (size * chosen[rows, :, None] + torch.arange(size, device=chosen.device)).flatten(1)
+        near = window.holds(of_row[rows, None] - key) | (key < window.sinks)
+        return near | (key >= count[rows, None]) | (chosen[rows] < 0).repeat_interleave(size, dim=1)
+
+    q, phi_q = ((x.float() * factor).flatten(0, 2) for x, factor in ((queries.x, window.scaling), (queries.phi, 1.0)))
+    k, v = (x.reshape(batch * key_heads * blocks, -1) for x in (memory.k, memory.v))
+    if isinstance(given, Mapped):
+        phi, scale = (x.reshape(len(k), -1) for x in (given.phi, given.scale()))
+        step = max(1, NUMBERS // max(1, slots * (k.shape[1] + v.shape[1] + phi.shape[1])))
+        sums = _look_up(step, table, hidden, q, phi_q, (k, v, phi, scale))
+    else:
+        own_k, own_v = (x.index_select(0, table.flatten()).unflatten(1, (size, -1)) for x in (k, v))
+        # All that the queries of a key head have chosen, one after the other.
+        keys = own_k.flatten(0, 1).unflatten(0, (batch, key_heads, -1))
+        index = size * chosen.clamp(min=0)[..., None] + torch.arange(size, device=chosen.device)
+        index = index.reshape(batch, key_heads, -1)
+        mapped = Mapped(keys, *given.map(keys, None if given.places is None else index.to(given.places.dtype)))
+        shape = (len(chosen), slots * size, -1)
+        features = mapped.phi.reshape(shape), mapped.scale().reshape(shape[:2])
+        sums = _sums(hidden(slice(None)), q, phi_q, own_k.reshape(shape), own_v.reshape(shape), *features)
+    softmax, top, less, level = (x.unflatten(0, (batch, heads, tokens)) for x in sums)
+    return (softmax, top), (less, queries.scale() + level)
 
 
-def softmax_sum(queries: Mapped, k: Tensor, values: Tensor, visible: Tensor, scaling: float) -> Part:
-    """Return the part of the visible keys [B, H, R, S] of k [B, K or H, S, D] with softmax's weights."""
-    hidden = ~_grouped(visible, k.shape[1])
-    scores = (_grouped(queries.x.float() * scaling, k.shape[1]) @ k.float().mT).masked_fill(hidden, FLOOR)
-    # Above FLOOR, so that the weights of a query without any key are zero.
-    top = scores.detach().amax(dim=-1).clamp(min=FLOOR / 2)
-    return _summed(torch.exp(scores - top[..., None]), values, hidden, top, visible.shape[1])
+def _sums(
+    hidden: Tensor, q: Tensor, phi_q: Tensor, k: Tensor, v: Tensor, phi: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
+    """Return softmax's and the kernel's sum of gathered keys, [R, V + 1], each with its log-scale [R].
+
+    Shapes: hidden [R, S]; queries [R, D] times the scaling, with features [R, F]; keys [R, S, D], v [R, S, V],
+    phi [R, S, F], scale [R, S].
+    """
+    v, seen = v.float(), ~hidden.all(dim=1, keepdim=True)
+
+    def mixed(weights: Tensor) -> Tensor:
+        # A row that sees none of its keys must not see NaN in them either.
+        sums = torch.cat([torch.bmm(weights[:, None], v)[:, 0], weights.sum(dim=1, keepdim=True)], dim=1)
+        return torch.where(seen, sums, 0.0)
+
+    scores = torch.bmm(k.float(), q[:, :, None])[:, :, 0].masked_fill(hidden, FLOOR)
+    # Above FLOOR, so that the weights of a row without any key are zero.
+    top = scores.detach().amax(dim=1).clamp(min=FLOOR / 2)
+    softmax = mixed(torch.exp(scores - top[:, None]))
+    scale = scale.masked_fill(hidden, FLOOR)
+    level = scale.detach().amax(dim=1).clamp(min=FLOOR / 2)
+    products = torch.bmm(phi.float(), phi_q[:, :, None])[:, :, 0].masked_fill(hidden, 0.0)
+    return softmax, top, mixed(products * torch.exp(scale - level[:, None])), level
+
+
+Hidden = Callable[[slice], Tensor]
+"""Returns which of the gathered keys some rows do not look up, [R, S] bool."""
+
+
+def _look_up(
+    step: int, table: Tensor, hidden: Hidden, q: Tensor, phi_q: Tensor, tables: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return `_sums` of queries q [R, D], phi_q [R, F], `step` of them at a time.
+
+    Their keys are in the rows `table` [R, n] of the tables, one row per block: keys, values and features
+    [N, size * X], and log-scales [N, size].
+    """
+    if torch.is_grad_enabled() and len(q) > step and any(x.requires_grad for x in (q, phi_q, *tables)):
+        sums: tuple[Tensor, ...] = _LookUp.apply(step, table, hidden, q, phi_q, *tables)
+        return sums
+    found = [_sums(*_gathered(table, hidden, q, phi_q, tables, rows)) for rows in _steps(len(q), step)]
+    return found[0] if len(found) == 1 else tuple(torch.cat(x) for x in zip(*found, strict=True))
+
+
+def _steps(count: int, step: int) -> Iterator[slice]:
+    return (slice(start, start + step) for start in range(0, count, step))
+
+
+def _gathered(
+    table: Tensor, hidden: Hidden, q: Tensor, phi_q: Tensor, tables: Sequence[Tensor], rows: slice
+) -> tuple[Tensor, ...]:
+    """Return the arguments of `_sums` for some rows."""
+    index, unseen = table[rows], hidden(rows)
+    keys = (x.index_select(0, index.flatten()).reshape(*unseen.shape, -1) for x in tables[:3])
+    scale = tables[3].index_select(0, index.flatten()).reshape(unseen.shape)
+    return unseen, q[rows], phi_q[rows], *keys, scale
+
+
+class _LookUp(torch.autograd.Function):
+    """`_look_up` whose backward pass gathers the keys again: kept, they would be far more than all weights."""
+
+    @staticmethod
+    def forward(ctx: Any, step: int, table: Tensor, hidden: Hidden, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what `_look_up` returns."""
+        ctx.step, ctx.hidden = step, hidden
+        ctx.save_for_backward(table, *inputs)
+        q, phi_q, *tables = inputs
+        sums = _look_up(step, table, hidden, q, phi_q, tables)
+        ctx.mark_non_differentiable(sums[1], sums[3])
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries and tables."""
+        table, q, phi_q, *tables = ctx.saved_tensors
+        of_queries = torch.zeros_like(q), torch.zeros_like(phi_q)
+        of_tables = [torch.zeros_like(x, dtype=torch.float32) for x in tables]
+        for rows in _steps(len(q), ctx.step):
+            hidden, *inputs = _gathered(table, ctx.hidden, q, phi_q, tables, rows)
+            leaves = [x.detach().float().requires_grad_() for x in inputs]
+            with torch.enable_grad():
+                softmax, _, less, _ = _sums(hidden, *leaves)
+            found = torch.autograd.grad((softmax, less), leaves, (grads[0][rows], grads[2][rows]))
+            for all_rows, grad in zip(of_queries, found[:2], strict=True):
+                all_rows[rows] = grad
+            index = table[rows].flatten()
+            for of_table, grad in zip(of_tables, found[2:], strict=True):
+                of_table.index_add_(0, index, grad.reshape(len(index), -1))
+        of_inputs = zip((*of_queries, *of_tables), (q, phi_q, *tables), strict=True)
+        return None, None, None, *(grad.to(x.dtype) for grad, x in of_inputs)
+
+
+def unchosen_sum(
+    queries: Mapped, keys: Mapped, memory: Memory, places: Tensor, chosen: Tensor, window: Window, rows: Tensor
+) -> Part:
+    """Return the kernel's part of all keys outside the window and the sinks that are not chosen, for some rows [R].
+
+    Arguments as in `looked_up`; it multiplies the features of all keys.
+    """
+    tokens, found, values = places.shape[1], [], with_ones(memory.v, True)
+    step = max(1, NUMBERS // max(1, queries.x.shape[0] * queries.x.shape[1] * memory.k.shape[2]))
+    for part in rows.split(step):
+        # Causally, no query of the part sees a later key.
+        seen = memory.k.shape[2] - tokens + int(part[-1]) + 1 if window.causal else memory.k.shape[2]
+        key = torch.arange(seen, device=places.device)
+        far = ~window.holds(places[:, part, None] - key) & (key >= window.sinks)
+        far = (far & (key < memory.tokens[:, None])[:, None])[:, None]
+        own = are_chosen(chosen[:, :, part], memory.summaries.shape[2])
+        own = own.repeat_interleave(window.block_size, dim=3)[..., :seen]
+        some = Mapped(queries.x, queries.phi[:, :, part], queries.scale()[:, :, part])
+        phi, scale = keys.phi[:, :, :seen], keys.scale()[:, :, :seen]
+        found.append(kernel_sum(some, phi, scale, values[:, :, :seen], far & ~own))
+    return torch.cat([mixed for mixed, _ in found], dim=2), torch.cat([level for _, level in found], dim=2)
 
 
 def kernel_sum(queries: Mapped, phi: Tensor, scale: Tensor, values: Tensor, visible: Tensor) -> Part:
-    """Return the part of the visible keys [B, H, R, S], of features [B, K or H, S, F], with the kernel's weights."""
-    hidden = ~_grouped(visible, phi.shape[1])
+    """Return the part of the visible keys [B, H, R, S], of features [B, K, S, F], with the kernel's weights."""
+    hidden, heads = ~group_queries(visible, phi.shape[1]).flatten(2, 3), visible.shape[1]
     scales = scale[:, :, None].expand_as(hidden).masked_fill(hidden, FLOOR)
     top = scales.detach().amax(dim=-1).clamp(min=FLOOR / 2)
-    products = (_grouped(queries.phi.float(), phi.shape[1]) @ phi.float().mT).masked_fill(hidden, 0.0)
-    mixed, level = _summed(products * torch.exp(scales - top[..., None]), values, hidden, top, visible.shape[1])
-    return mixed, queries.scale() + level
-
-
-def _grouped(x: Tensor, heads: int) -> Tensor:
-    """View x [B, H, R, X] as [B, K, H / K R, X]."""
-    return group_queries(x, heads).flatten(2, 3)
-
-
-def _summed(weights: Tensor, values: Tensor, hidden: Tensor, level: Tensor, heads: int) -> Part:
-    """Return weighted values [B, H, R, V + 1] and their log-scale [B, H, R], given `_grouped` weights."""
-    mixed, groups = weigh(weights[:, :, None], values, hidden)[:, :, 0], (heads // weights.shape[1], -1)
-    return mixed.unflatten(2, groups).flatten(1, 2), level.unflatten(2, groups).flatten(1, 2)
+    products = group_queries(queries.phi.float(), phi.shape[1]).flatten(2, 3) @ phi.float().mT
+    weights = products.masked_fill(hidden, 0.0) * torch.exp(scales - top[..., None])
+    mixed, groups = weigh(weights[:, :, None], values, hidden)[:, :, 0], (heads // phi.shape[1], -1)
+    return mixed.unflatten(2, groups).flatten(1, 2), queries.scale() + top.unflatten(2, groups).flatten(1, 2)

@@ -12,7 +12,7 @@ blocks (`linearize.ops.routed`). Tokens are counted without padding. All parts a
 largest of their magnitudes, which cancels.
 
 Bidirectionally the keys before the window and those after it are two causal sums, one from each end. Nothing is ever
-subtracted (except once, in `linearize.ops.routed`): a difference of large sums would be inexact.
+subtracted (except in `linearize.ops.routed`): a difference of large sums would be inexact.
 
 Papers: the hybrid is from Zhang et al. 2024 (LoLCATs), https://arxiv.org/abs/2410.10254, section 3.3, which does not
 divide the linear part by exp(m_i). Sinks are from Xiao et al. 2024, https://arxiv.org/abs/2309.17453.
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.routed import routed_parts
+from linearize.ops.routed import Memory, routed_parts
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
 from linearize.ops.window_parts import (
@@ -33,8 +33,9 @@ from linearize.ops.window_parts import (
     Unmapped,
     Window,
     WindowState,
+    are_chosen,
     block_means,
-    chosen_blocks,
+    choose_blocks,
     collect,
     join,
     pick,
@@ -105,9 +106,6 @@ def bidirectional_parts(queries: Mapped, given: Mapped, keys: Keys, window: Wind
         columns.append((pick(keys.k, index), pick(keys.v, index), visible))
         phi, scale = phi.masked_fill(chosen[..., None], 0.0), scale.masked_fill(chosen, FLOOR)
     near = softmax_part(queries.x, keys, half, 2 * half + 1, window.scaling, columns)
-    if window.blocks:
-        places, count = place.expand(len(keys.mask), -1), keys.mask.sum(dim=1)
-        return [near, *routed_parts(queries, given, keys.k, keys.v, places, count, window)]
 
     # Both ways at once: the keys after a query are those before it in the reversed order.
     def both(x: Tensor, tokens: int = 2) -> Tensor:
@@ -122,7 +120,11 @@ def bidirectional_parts(queries: Mapped, given: Mapped, keys: Keys, window: Wind
     (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, empty_state(phi, v, scaled=True))
     # ONNX has no translation for `chunk` along an axis of unknown size.
     mixed, level = (x.unflatten(0, (2, -1)) for x in (mixed, both(queries.scale()) + level))
-    return [near, (mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
+    linear = [(mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
+    if window.blocks:
+        memory = Memory.of(keys.k, keys.v, keys.mask.sum(dim=1), window.block_size)
+        linear = routed_parts(queries, given, memory, place.expand(len(keys.mask), -1), window, linear)
+    return [near, *linear]
 
 
 AT_ONCE = 256
@@ -167,7 +169,8 @@ class NearKeys:
         near = window.holds(distance) | (keys < window.sinks)
         if self.means is not None:
             assert queries is not None
-            chosen = chosen_blocks(queries, self.means, places.expand(len(self.count), -1), self.count, window)
+            chosen = choose_blocks(queries, self.means, places.expand(len(self.count), -1), self.count, window)
+            chosen = are_chosen(chosen, self.means.shape[2])
             return near | chosen.repeat_interleave(window.block_size, dim=3)[..., :seen]
         if self.kept is None:
             return near

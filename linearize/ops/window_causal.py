@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal import causal_sums
-from linearize.ops.routed import appended, routed_parts
+from linearize.ops.routed import Memory, routed_parts
 from linearize.ops.state import (
     FLOOR,
     Options,
@@ -219,13 +219,11 @@ def causal_parts(
     near = softmax_part(queries.x, whole.part(slice(1, None)), 0, window.size, window.scaling, columns, chosen)
     parts = [(mixed, queries.scale() + level), near]
     if window.blocks:
-        before = torch.zeros_like(count) if old is None or old.tokens is None else old.tokens
-        k, v = keys.k, keys.v
-        if old is not None and old.all_k is not None and old.all_v is not None:
-            k, v = appended(old.all_k, k, before), appended(old.all_v, v, before)
-        place = before[:, None] + torch.arange(tokens, device=k.device)
-        parts = [near, *routed_parts(queries, given, k, v, place, before + count, window, parts[0])]
-        more |= {"all_k": k, "all_v": v, "tokens": before + count}
+        size = window.block_size
+        memory = Memory.of(*keys[:2], count, size) if old is None else Memory.after(old, *keys[:2], count, size)
+        place = (memory.tokens - count)[:, None] + torch.arange(tokens, device=count.device)
+        parts = [near, *routed_parts(queries, given, memory, place, window, parts[:1])]
+        more |= memory.present()
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     return parts, WindowState(*after, *whole.taken(end), **more)
 

@@ -6,6 +6,7 @@ A *part* is a sum of weighted values [B, H, T, V + 1], whose last column is the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -129,8 +130,10 @@ class WindowState(NamedTuple):
         kept_scale: [B, K, S] fp32, their log-scales.
         kept_mask: [B, S] bool, true at exact keys.
         kept_place: [B, K, S] fp32, their places; None too if features do not depend on them.
-        all_k: [B, K, N, D] all keys in order, then zeros; this and `all_v` are None without routed blocks.
+        all_k: [B, K, N, D] all keys in order, then zeros; this and all below are None without routed blocks. N is a
+            multiple of the block size.
         all_v: [B, K, N, V].
+        summaries: [B, K, N / size, D] in fp32, the mean keys of the blocks.
     """
 
     kv: Tensor
@@ -148,6 +151,7 @@ class WindowState(NamedTuple):
     kept_place: Tensor | None = None
     all_k: Tensor | None = None
     all_v: Tensor | None = None
+    summaries: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WindowState:
@@ -260,35 +264,79 @@ def block_means(k: Tensor, count: Tensor, size: int) -> Tensor:
     return sums / exist.clamp(min=1, max=size)[:, None, :, None]
 
 
+def block_scores(q: Tensor, summaries: Tensor) -> Tensor:
+    """Return the scores [B, H, R, M] of blocks for queries [B, H, R, D], given the `block_means` [B, K, M, D]."""
+    heads, key_heads = q.shape[1], summaries.shape[1]
+    scores = group_queries(q.float(), key_heads).flatten(2, 3) @ summaries.mT
+    return scores.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
+
+
+CHOSEN_AT_ONCE = 1 << 20
+"""Most scores of blocks that are computed at once."""
+
+
 @torch.no_grad()
-def chosen_blocks(q: Tensor, means: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
-    """Tell which blocks each query looks up: those whose mean key has the largest product with it.
+def choose_blocks(q: Tensor, summaries: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
+    """Return the blocks that each query looks up: those of highest score.
 
     Only blocks with a key outside the window and after the sinks are candidates. Causally such a block is complete, as
     it has no more keys than the window. Of equal blocks, the first are chosen.
 
     Args:
         q: queries [B, H, R, D].
-        means: mean keys [B, K, M, D].
-        places: [B, R], places of the queries, counted without padding.
+        summaries: what `block_scores` reads, of M blocks.
+        places: [B, R], places of the queries, counted without padding; causally, R - r places after query r must exist.
         count: [B], number of keys.
         window: the form of the attention.
 
     Returns:
-        [B, H, R, M] bool.
+        [B, H, R, n] int64, numbers of blocks in any order, -1 where there are too few candidates; n is at most K.
     """
-    heads, blocks = q.shape[1], means.shape[2]
-    scores = group_queries(q.float(), means.shape[1]).flatten(2, 3) @ means.mT
-    scores = scores.unflatten(2, (heads // means.shape[1], -1)).flatten(1, 2)
-    first = window.block_size * torch.arange(blocks, device=q.device)
-    last = torch.minimum(first + window.block_size, count[:, None]) - 1
-    place = places[:, :, None]
-    far = ~(window.holds(place - first) & window.holds(place - last[:, None]))
-    candidates = (far & ((last >= window.sinks) & (first < count[:, None]))[:, None])[:, None]
-    scores = ranks(scores).masked_fill(~candidates, -torch.inf)
-    least = scores.topk(min(window.blocks, blocks), dim=-1).values[..., -1:]
-    above, equal = scores > least, (scores == least) & candidates
-    return above | (equal & (equal.cumsum(dim=-1) <= window.blocks - above.sum(dim=-1, keepdim=True)))
+    (batch, heads, rows, _), blocks, size = q.shape, summaries.shape[2], window.block_size
+    first = size * torch.arange(blocks, device=q.device)
+    last = torch.minimum(first + size, count[:, None]) - 1
+    exist = ((last >= window.sinks) & (first < count[:, None]))[:, None]
+    slots, found, least = min(window.blocks, blocks), [], torch.finfo(torch.float32).min
+    step = max(1, CHOSEN_AT_ONCE // max(1, batch * heads * blocks))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        # Causally, no query of the part has a candidate after its window.
+        seen = blocks
+        if window.causal:
+            seen = max(0, size * blocks - rows + min(start + step, rows) - window.size - 1 + size) // size
+        place = places[:, part, None]
+        far = ~(window.holds(place - first[:seen]) & window.holds(place - last[:, None, :seen]))
+        scores = block_scores(q[:, :, part], summaries[:, :, :seen]).nan_to_num(least, math.inf, least)
+        scores = scores.masked_fill(~(far & exist[..., :seen])[:, None], -torch.inf)
+        best = _highest(scores, min(slots, seen))
+        found.append(F.pad(best, (0, slots - best.shape[-1]), value=-1))
+    return torch.cat(found, dim=2)
+
+
+def _highest(scores: Tensor, slots: int) -> Tensor:
+    """Return the places [..., slots] of the highest scores [..., M], the first of equal ones; -1 where it is -inf."""
+    more = min(slots + 1, scores.shape[-1])
+    # First the highest of every eight: they hold all the highest scores, and `topk` is slow on long rows.
+    if scores.shape[-1] > 16 * more:
+        eights = F.pad(scores, (0, -scores.shape[-1] % 8), value=-torch.inf).unflatten(-1, (-1, 8))
+        groups = eights.amax(dim=-1).topk(more, dim=-1, sorted=False).indices
+        best = eights.gather(-2, groups[..., None].expand(*groups.shape, 8)).flatten(-2).topk(more, dim=-1)
+        values = best.values
+        index = 8 * groups.gather(-1, best.indices // 8) + best.indices % 8
+    else:
+        values, index = scores.topk(more, dim=-1)
+    if more > slots:
+        equal = (values[..., slots] == values[..., slots - 1]) & (values[..., slots] > -torch.inf)
+        values, index = values[..., :slots], index[..., :slots]
+        if bool(equal.any()):
+            index[equal] = scores[equal].sort(dim=-1, descending=True, stable=True).indices[..., :slots]
+    return index.masked_fill(values == -torch.inf, -1)
+
+
+def are_chosen(chosen: Tensor, blocks: int) -> Tensor:
+    """Tell which of M blocks are among the chosen ones [..., n]: [..., M] bool."""
+    marks = torch.zeros(*chosen.shape[:-1], blocks + 1, dtype=torch.bool, device=chosen.device)
+    return marks.scatter(-1, chosen + 1, True)[..., 1:]
 
 
 def window_weights(
@@ -338,7 +386,8 @@ def window_weights(
         inside = (own == torch.arange(-(-k.shape[2] // window.block_size), device=k.device)) & real[:, :, None]
         sums = inside.float().mT[:, None] @ k.float()
         means = sums / inside.sum(dim=1).clamp(min=1)[:, None, :, None]
-        chosen = chosen_blocks(q, means, (of_queries - 1).clamp(min=0), place[:, -1], window)
+        chosen = choose_blocks(q, means, (of_queries - 1).clamp(min=0), place[:, -1], window)
+        chosen = are_chosen(chosen, means.shape[2])
         near = near | chosen.gather(3, own[:, None, None, :, 0].expand(*chosen.shape[:3], -1))
     products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     scores = (q.float() * window.scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)

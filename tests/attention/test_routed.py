@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.kernel_cases import DIM, HEADS, KEY_HEADS, make_inputs, make_mixer, naive, run, stepwise, stirred
+from support.kernel_cases import DIM, HEADS, KEY_HEADS, decode, make_inputs, make_mixer, naive, run, stepwise, stirred
 from support.plain_loss import plain_weights
 from support.tiny import converted, inputs_of, original
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import linearize
 from linearize.attention.cache import cache_argument
@@ -20,7 +22,7 @@ from linearize.core.registry import Hybrid, kernel_info
 from linearize.fidelity.ablate import ablated
 from linearize.kernel_search.windows import choose_windows
 from linearize.modeling.plan import LayerPlan, Plan
-from linearize.ops import routed
+from linearize.ops import routed, window_parts
 
 HEDGEHOG = kernel_info("hedgehog")
 ROUTED = {"window": 4, "sinks": 3, "scale": "linear", "routed_blocks": "2:3"}
@@ -81,30 +83,92 @@ def test_the_longest_exact_row(causal, window, sinks):
     torch.testing.assert_close(run(mixer, *inputs)[0], softmax(*inputs, causal), rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """How many keys each query looked up, in order, and "all" whenever some queries multiplied all features."""
+    reads, sums, unchosen = [], routed._sums, routed.unchosen_sum
+
+    def noting(hidden, *tensors):
+        reads.append(hidden.shape[1])
+        return sums(hidden, *tensors)
+
+    monkeypatch.setattr(routed, "_sums", noting)
+    monkeypatch.setattr(routed, "unchosen_sum", lambda *inputs: reads.append("all") or unchosen(*inputs))
+    return reads
+
+
 @pytest.mark.parametrize("kernel", ["hedgehog", "none", "luna"])
 @torch.no_grad()
-def test_a_step_reads_the_chosen_blocks_alone(kernel, monkeypatch):
+def test_queries_read_the_chosen_blocks_alone(kernel, reads):
     """Unless the kernel's weights of these keys are so much larger than softmax's that a difference is inexact."""
     scale = {"scale": "none"} if kernel != "hedgehog" else {}
-    mixer, inputs, reads = stirred(kernel_info(kernel), {}, "causal", **ROUTED | scale), make_inputs(TOKENS), []
-    real = routed.softmax_sum
-
-    def noting(queries, k, *rest):
-        reads.append(k.shape[2])
-        return real(queries, k, *rest)
-
-    monkeypatch.setattr(routed, "softmax_sum", noting)
+    mixer, inputs = stirred(kernel_info(kernel), {}, "causal", **ROUTED | scale), make_inputs(TOKENS)
     got, state = stepwise(mixer, *inputs, prefill=10)
     torch.testing.assert_close(got, naive(mixer, *inputs), rtol=1e-3, atol=1e-4)
-    assert state["all_k"].shape == (2, KEY_HEADS, TOKENS, DIM)
-    # The first call reads all of its ten keys.
-    assert set(reads) == {10, 2 * 3} if kernel != "luna" else max(reads) > 10
+    assert state["tokens"].tolist() == [TOKENS] * 2 and len(reads) >= 1 + TOKENS - 10
+    assert set(reads) == ({2 * 3} if kernel != "luna" else {2 * 3, "all"})
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that is computed."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+def test_no_tensor_is_as_large_as_all_weights(direction, monkeypatch):
+    monkeypatch.setattr(routed, "NUMBERS", 1 << 12)
+    mixer = stirred(HEDGEHOG, {}, direction, **ROUTED | {"routed_blocks": "2:4"})
+    q, k, v = (x.requires_grad_() for x in make_inputs(384, batch=1))
+    with Largest() as largest:
+        torch.autograd.grad(run(mixer, q, k, v)[0].sum(), [q, k, v, *mixer.parameters()])
+    # The scores of the blocks have a quarter of the numbers of all weights.
+    assert HEADS * 384 * 384 // 4 <= largest.numbers < HEADS * 384 * 384 // 3
+
+
+@pytest.mark.parametrize("length", [1, 3, 40, 200, 1001])
+@pytest.mark.parametrize("values", [3, 10**6])
+def test_of_equal_blocks_the_first_are_chosen(length, values):
+    draw = torch.Generator().manual_seed(length)
+    scores = torch.randint(values, (2, 5, length), generator=draw).float()
+    scores[torch.rand(scores.shape, generator=draw) < 0.3] = -torch.inf
+    got = window_parts._highest(scores.clone(), min(4, length))
+    want = scores.sort(dim=-1, descending=True, stable=True).indices[..., : got.shape[-1]]
+    want = want.masked_fill(scores.gather(-1, want) == -torch.inf, -1)
+    assert torch.equal(got.sort(dim=-1).values, want.sort(dim=-1).values)
+
+
+@torch.no_grad()
+def test_a_step_writes_into_the_memory():
+    """It is copied once in many tokens, when it is full; with a gradient, the state before stays as it is."""
+    mixer, (q, k, v) = stirred(HEDGEHOG, {}, "causal", **ROUTED), make_inputs(120)
+    _, state = run(mixer, q[:, :, :60], k[:, :, :60], v[:, :, :60], needs_state=True)
+    with torch.enable_grad():
+        before = {name: x.clone() for name, x in state.items()}
+        run(mixer, *(x[:, :, 60:61] for x in (q, k, v)), state=state, needs_state=True)
+        assert all(torch.equal(state[name], x) for name, x in before.items())
+    places = set()
+    for i in range(60, 120):
+        _, state = decode(mixer, *(x[:, :, i : i + 1] for x in (q, k, v)), state=state)
+        places.add(state["all_k"].data_ptr())
+    whole = run(mixer, q, k, v, needs_state=True)[1]
+    assert len(places) <= 8 and state["all_k"].shape[2] <= 120 * 9 // 8 + 3
+    for name in ("all_k", "all_v", "summaries"):
+        torch.testing.assert_close(state[name][:, :, : whole[name].shape[2]], whole[name], rtol=0, atol=1e-6)
+        assert not state[name][:, :, whole[name].shape[2] :].any()
 
 
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
 @pytest.mark.parametrize("at_once", [1, 1 << 22])
-def test_gradients_are_those_of_the_weights(direction, at_once, monkeypatch):
+@pytest.mark.parametrize("largest", [1e-30, 100.0])
+def test_gradients_are_those_of_the_weights(direction, at_once, largest, monkeypatch):
     monkeypatch.setattr(routed, "NUMBERS", at_once)
+    monkeypatch.setattr(routed, "LARGEST", largest)
     mixer, mask = stirred(HEDGEHOG, {}, direction, **ROUTED), mask_of("middle")
     real, results = mask[:, None].expand(2, HEADS, -1), []
     for compute in (lambda *inputs: run(mixer, *inputs, mask)[0], lambda *inputs: naive(mixer, *inputs, mask)):

@@ -255,6 +255,25 @@ def test_keys_of_softmax_heads_are_as_many_as_the_context():
     assert cache_nbytes(cache) - before == 13 * (2 * keys.shape[3] * 4 + 1)
 
 
+def test_routed_blocks_remember_as_many_keys_as_the_context():
+    """Without a copy at every step."""
+    model = original("llama", "AutoModelForCausalLM")
+    linear = linearize.convert(model, "hedgehog", window=4, routed_blocks="2:4")
+    cache, token = linear.new_cache(), torch.full((1, 1), 5)
+    with torch.no_grad():
+        linear(input_ids=torch.full((1, 7), 5), past_key_values=cache, use_cache=True)
+        places = set()
+        for _ in range(3):
+            set_context(cache, 21)
+            state = cache.layers[0].state
+            keys = state["all_k"]
+            assert torch.equal(keys[:, :, 14:21], keys[:, :, :7]) and not keys[:, :, 21:].any()
+            assert state["tokens"].tolist() == [21]
+            places.add(keys.data_ptr())
+            linear(input_ids=token, past_key_values=cache, use_cache=True)
+        assert len(places) == 1 and cache.layers[0].state["tokens"].tolist() == [22]
+
+
 def test_decoding_with_a_converted_checkpoint(folders, tmp_path):
     """Its softmax side is the original's class with its weights; rotary models go beyond their length, with a note."""
     llama = original("llama", "AutoModelForCausalLM")

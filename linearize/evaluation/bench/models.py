@@ -32,6 +32,7 @@ from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.bench.suites import PREFILL, Suite
 from linearize.fidelity.teacher import run_body
 from linearize.modeling.config import base_config_class
+from linearize.ops.routed import Memory
 
 BERT_BASE = "bert-base"
 """The name of a model of BERT's sizes (12 layers, 12 heads of size 64) with random weights; needs no network."""
@@ -387,12 +388,12 @@ def set_context(cache: Any, context: int) -> None:
             state = layer.state or {}
             if "seen" in state:
                 state["seen"].fill_(context)
-            growing = ("softmax_k", "softmax_v", "all_k", "all_v")
+            growing = ("softmax_k", "softmax_v")
             state |= {name: _as_many(state[name], context) for name in growing if name in state}
             if "softmax_k" in state:
                 state["softmax_mask"] = _as_many(state["softmax_mask"][..., None], context)[..., 0]
             if "all_k" in state:
-                state["tokens"].fill_(context)
+                _set_memory(state, context)
             continue
         if not layer.is_initialized or layer.keys.ndim < 3:
             continue
@@ -400,6 +401,18 @@ def set_context(cache: Any, context: int) -> None:
         layer.keys, layer.values = _as_many(layer.keys, wanted), _as_many(layer.values, wanted)
         if layer.is_sliding:
             layer.cumulative_length = context
+
+
+def _set_memory(state: dict[str, Tensor], context: int) -> None:
+    """Make a state with routed blocks remember `context` keys, without a copy if it has room for them."""
+    k, v, size = state["all_k"], state["all_v"], state["all_k"].shape[2] // state["summaries"].shape[2]
+    if k.shape[2] <= context:
+        seen = int(state["tokens"].min())
+        k, v = (_as_many(x[:, :, :seen], context + size) for x in (k, v))
+    for x in (k, v):
+        x[:, :, context:] = 0.0
+    count = torch.full_like(state["tokens"], context)
+    state |= Memory.of(k, v, count, size).present() if k is not state["all_k"] else {"tokens": count}
 
 
 def _as_many(x: Tensor, count: int) -> Tensor:
