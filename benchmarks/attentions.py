@@ -2,6 +2,7 @@
 
 python -m benchmarks.attentions op --causal --lengths 4096,16384 --no-memory
 python -m benchmarks.attentions decode --kernel flexformer_n --kernel hedgehog --lengths 8192,32768
+python -m benchmarks.attentions decode --layers 1 --window 128 --scale linear --routed-blocks 34
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid
 from linearize.evaluation.bench.job import checked
 from linearize.evaluation.bench.meter import Call
+from linearize.evaluation.bench.models import set_memory
 from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.bench.suites import PREFILL, AttentionSizes, AttentionSuite, SizedSuite, Suite
 from linearize.evaluation.options import BenchOptions, check_lengths
@@ -78,7 +80,8 @@ class DecodeSuite(SizedSuite):
 
     @property
     def what(self) -> str:
-        return f"{self.sizes.kernel}, one token through {self.layers} layers, {self.sizes.dtype}"
+        kernel = self.sizes.kernel + "".join(f" {k}={v}" for k, v in self.sizes.hybrid.changed.items())
+        return f"{kernel}, one token through {self.layers} layers, {self.sizes.dtype}"
 
     def check(self) -> None:
         if not self.sizes.mixer(causal=True).info.streamable:
@@ -119,6 +122,8 @@ class DecodeSuite(SizedSuite):
         for state in states:
             if "seen" in state:
                 state["seen"].fill_(context)
+            if "all_k" in state:
+                set_memory(state, context)
 
         @torch.no_grad()
         def step() -> None:
@@ -131,7 +136,7 @@ class DecodeSuite(SizedSuite):
 
 def suites(args: argparse.Namespace, device: str, dtype: str) -> Iterator[Suite]:
     """Yield the requested suites."""
-    hybrid = Hybrid(args.window, args.sinks, 0, args.scale)
+    hybrid = Hybrid(args.window, args.sinks, 0, args.scale, routed_blocks=args.routed_blocks)
     for kernel in args.kernel or ["hedgehog"] if args.suite == "decode" else ["hedgehog"]:
         sizes = AttentionSizes(kernel, {}, hybrid, args.heads, args.head_dim, dtype=dtype, device=device)
         if args.suite == "decode":
@@ -150,6 +155,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--window", type=int, help="decode: tokens of a softmax window")
     add("--sinks", type=int, default=0, help="decode: number of first tokens that also get softmax")
     add("--scale", default="none", help="decode: learned log-scales (%(default)s)")
+    add("--routed-blocks", default="", metavar="K[:B]", help="decode: blocks of keys that each query looks up")
     add("--layers", type=int, default=12, help="decode: number of attention layers (%(default)s)")
     add("--causal", action="store_true", help="op: a query sees only keys up to its own position")
     add("--backward", action="store_true", help="op: forward and backward")

@@ -41,7 +41,7 @@ from linearize.ops.window_parts import (
 
 NUMBERS = 1 << 20
 """Most numbers of keys, features and values that are gathered at once; also most weights in `unchosen_sum`."""
-LARGEST = 100.0
+LARGEST = 30.0
 """The kernel's weights of the chosen keys are subtracted up to this many times softmax's: the rounding of fp32 is then
 no more than 1e-5 of the row's sum."""
 SPARE = 8

@@ -271,12 +271,34 @@ def block_scores(q: Tensor, summaries: Tensor) -> Tensor:
     return scores.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
 
 
+def best_blocks(scores: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
+    """Return the candidates of highest score, as `choose_blocks` does.
+
+    Args:
+        scores: [B, H, R, M], of the first M blocks.
+        places: [B, R], places of the queries.
+        count: [B], number of keys.
+        window: the form of the attention.
+    """
+    first = window.block_size * torch.arange(scores.shape[-1], device=scores.device)
+    last = torch.minimum(first + window.block_size, count[:, None]) - 1
+    place, least = places[:, :, None], torch.finfo(torch.float32).min
+    far = ~(window.holds(place - first) & window.holds(place - last[:, None]))
+    far = far & ((last >= window.sinks) & (first < count[:, None]))[:, None]
+    scores = scores.nan_to_num(least, math.inf, least).masked_fill(~far[:, None], -torch.inf)
+    return _highest(scores, min(window.blocks, scores.shape[-1]))
+
+
+Choose = Callable[[Tensor, Tensor, Tensor, Window], Tensor]
+"""Does what `best_blocks` does."""
 CHOSEN_AT_ONCE = 1 << 20
 """Most scores of blocks that are computed at once."""
 
 
 @torch.no_grad()
-def choose_blocks(q: Tensor, summaries: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
+def choose_blocks(
+    q: Tensor, summaries: Tensor, places: Tensor, count: Tensor, window: Window, choose: Choose = best_blocks
+) -> Tensor:
     """Return the blocks that each query looks up: those of highest score.
 
     Only blocks with a key outside the window and after the sinks are candidates. Causally such a block is complete, as
@@ -288,28 +310,21 @@ def choose_blocks(q: Tensor, summaries: Tensor, places: Tensor, count: Tensor, w
         places: [B, R], places of the queries, counted without padding; causally, R - r places after query r must exist.
         count: [B], number of keys.
         window: the form of the attention.
+        choose: how to choose by the scores; the native op is faster.
 
     Returns:
         [B, H, R, n] int64, numbers of blocks in any order, -1 where there are too few candidates; n is at most K.
     """
-    (batch, heads, rows, _), blocks, size = q.shape, summaries.shape[2], window.block_size
-    first = size * torch.arange(blocks, device=q.device)
-    last = torch.minimum(first + size, count[:, None]) - 1
-    exist = ((last >= window.sinks) & (first < count[:, None]))[:, None]
-    slots, found, least = min(window.blocks, blocks), [], torch.finfo(torch.float32).min
+    (batch, heads, rows, _), blocks, found = q.shape, summaries.shape[2], []
     step = max(1, CHOSEN_AT_ONCE // max(1, batch * heads * blocks))
     for start in range(0, rows, step):
-        part = slice(start, start + step)
-        # Causally, no query of the part has a candidate after its window.
-        seen = blocks
+        part, seen = slice(start, min(start + step, rows)), blocks
         if window.causal:
-            seen = max(0, size * blocks - rows + min(start + step, rows) - window.size - 1 + size) // size
-        place = places[:, part, None]
-        far = ~(window.holds(place - first[:seen]) & window.holds(place - last[:, None, :seen]))
-        scores = block_scores(q[:, :, part], summaries[:, :, :seen]).nan_to_num(least, math.inf, least)
-        scores = scores.masked_fill(~(far & exist[..., :seen])[:, None], -torch.inf)
-        best = _highest(scores, min(slots, seen))
-        found.append(F.pad(best, (0, slots - best.shape[-1]), value=-1))
+            # No query of the part has a candidate after its window.
+            last = window.block_size * blocks - rows + part.stop - 1 - window.size
+            seen = max(0, last // window.block_size + 1)
+        best = choose(block_scores(q[:, :, part], summaries[:, :, :seen]), places[:, part], count, window)
+        found.append(F.pad(best, (0, min(window.blocks, blocks) - best.shape[-1]), value=-1))
     return torch.cat(found, dim=2)
 
 

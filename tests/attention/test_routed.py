@@ -165,7 +165,7 @@ def test_a_step_writes_into_the_memory():
 
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
 @pytest.mark.parametrize("at_once", [1, 1 << 22])
-@pytest.mark.parametrize("largest", [1e-30, 100.0])
+@pytest.mark.parametrize("largest", [1e-30, 30.0])
 def test_gradients_are_those_of_the_weights(direction, at_once, largest, monkeypatch):
     monkeypatch.setattr(routed, "NUMBERS", at_once)
     monkeypatch.setattr(routed, "LARGEST", largest)

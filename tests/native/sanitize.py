@@ -30,7 +30,10 @@ OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=
 TOKENS = (1, 2, 47, 48, 49, 100)
 SIZES = ((1, 1), (3, 2), (20, 24), (33, 65))
 """Sizes of heads and of values."""
-WINDOWS = ({"window": 5, "sinks": 3}, {"window": 5, "sinks": 3, "exact_keys": 4}, {"window": 60, "exact_keys": 60})
+WINDOWS = (
+    *({"window": 5, "sinks": 3}, {"window": 5, "sinks": 3, "exact_keys": 4}, {"window": 60, "exact_keys": 60}),
+    {"window": 9, "sinks": 3, "routed_blocks": "2:3"},
+)
 
 
 def compiled() -> Path:

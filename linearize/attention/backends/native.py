@@ -16,17 +16,19 @@ from linearize.attention.hybrid import fade
 from linearize.attention.native import absence
 from linearize.attention.native.gradient import WindowedAttention, attend_with_gradient
 from linearize.attention.native.options import NEVER, AttendOptions
-from linearize.attention.parts import NEAR, SCALED
+from linearize.attention.parts import NEAR, ROUTED, SCALED
 from linearize.kernels.base import FeatureMap, MapSpec
-from linearize.ops import State, causal_attention
-from linearize.ops.state import put_back, real_first, real_tokens, take
+from linearize.ops import Mapped, State, Window, causal_attention, window_attention
+from linearize.ops.routed import Memory
+from linearize.ops.state import put_back, real_first, real_tokens, take, without_padding
 from linearize.ops.window_causal import state_after
+from linearize.ops.window_parts import choose_blocks
 
 
 class Native:
     """Whole calls in one pass, map included, with or without a window; a decoding step updates the state in place."""
 
-    name, uses_op, supports = "native", False, NEAR | SCALED
+    name, uses_op, supports = "native", False, NEAR | ROUTED | SCALED
 
     def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
         """Return why it declines such calls; empty if it can compute them."""
@@ -34,6 +36,11 @@ class Native:
             return "it cannot add several tokens to the state of a window"
         if not kind.one_step and kind.gradient and (kind.has_state or kind.needs_state):
             return "its gradient does not pass through states"
+        if mixer.hybrid.routed_blocks:
+            if kind.one_step or kind.gradient:
+                return "it cannot look up routed blocks in a step or for a gradient"
+            if not mixer.positive:
+                return "it does not subtract weights that can be negative"
         if not kind.reads:
             here = kind.native is not None or (kind.device is not None and kind.device.type != "cpu")
             return "it only reads plain tensors in fp32 or bf16 on the CPU" if here else absence()
@@ -95,6 +102,8 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     scales = mixer.log_scales(call)
     scale = mixer.input_scale(call.scaling)
     options = AttendOptions(form.causal, scale, mixer.eps, mask, log_scale=scales[1], query_scale=scales[0])
+    if form.blocks:
+        return _attend_routed(mixer, call, options, form, order)
     if form.exact_keys:
         # The log-scales of the keys' features decide the exact keys.
         scaled = maps_of(mixer)[0].scaled
@@ -111,6 +120,29 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
     kept = None if attended.until is None else attended.until == NEVER
     past = State(attended.kv, attended.log_scale)
     return out, state_after(k, v, real_tokens(k, mask), form, past, kept, options.priority).present()
+
+
+def _attend_routed(
+    mixer: FeatureMapMixer, call: AttentionCall, options: AttendOptions, form: Window, order: Tensor | None
+) -> tuple[Tensor, MixerState | None]:
+    """Attend with routed blocks, to a call whose padding is last."""
+    native, mask, real = call.native, call.key_padding_mask, real_tokens(call.k, call.key_padding_mask)
+    count = real.sum(dim=1)
+    near = native.window(maps_of(mixer), call.q, call.k, call.v.float(), options, form)
+    past = State(near.kv, near.log_scale)
+    queries, keys = mixer.features(call, (options.query_scale, options.log_scale))
+    k, v = (without_padding(x, mask) for x in (call.k, call.v))
+    memory = Memory.of(k, v, count, form.block_size)
+    places = torch.arange(k.shape[2]).expand(len(k), -1)
+    chosen = choose_blocks(call.q, memory.summaries, places, count, form, native.choose)
+    sides = Mapped(call.q, *queries), Mapped(k, *keys)
+    out = native.routed(*sides, v, count, chosen, form, near)
+    if out is None:
+        out, _ = window_attention(*sides, v.float(), form, key_padding_mask=mask)
+    out = (out if order is None else put_back(out, order)).to(call.v.dtype)
+    if not call.needs_state or not form.causal:
+        return out, None
+    return out, state_after(k, v, real, form, past).present() | memory.present()
 
 
 def unknown_maps(mixer: FeatureMapMixer, kind: Kind) -> str:

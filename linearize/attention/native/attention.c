@@ -9,6 +9,7 @@
 #include "causal.h"
 #include "causal_gradient.h"
 #include "features.h"
+#include "routed.h"
 #include "step.h"
 #include "window_gradient.h"
 
@@ -17,6 +18,8 @@ int64_t linearize_call_size(void) { return sizeof(call_t); }
 int64_t linearize_back_size(void) { return sizeof(back_t); }
 int64_t linearize_window_size(void) { return sizeof(window_t); }
 int64_t linearize_window_back_size(void) { return sizeof(window_back_t); }
+int64_t linearize_routed_size(void) { return sizeof(routed_t); }
+int64_t linearize_choice_size(void) { return sizeof(choice_t); }
 
 /* The names of maps, types and results in the order of their numbers, for the same comparison. */
 const char *linearize_names(void) { return EACH_MAP(NAME) ";" EACH_TYPE(NAME) ";" EACH_RESULT(NAME); }

@@ -22,7 +22,7 @@ from linearize.attention.native.locate import compiled, shipped
 from linearize.attention.native.options import Attended, Attending, AttendOptions, Gradients, WindowAttended
 from linearize.attention.native.structures import NO_STATES, Back, Maps, WindowBuffers, call, masks, packed
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
-from linearize.ops import Window
+from linearize.ops import Mapped, Window
 
 LANES = 16
 """Rows of the window gradient's arrays are padded to a multiple of this, which is whole vectors on every processor."""
@@ -273,6 +273,63 @@ class Engine:
         self._run("window_gradient", byref(back))
         return Attending(*(x[..., :size] for x, size in zip(grads, sizes, strict=True)))
 
+    def routed(
+        self, queries: Mapped, keys: Mapped, v: Tensor, real: Tensor, chosen: Tensor, form: Window, near: WindowAttended
+    ) -> Tensor | None:
+        """Give softmax's weights to the keys of the chosen blocks, which have the kernel's in the result of `window`.
+
+        Args:
+            queries: queries of H heads, with their features and log-scales.
+            keys: keys, the same; padding comes last in each row and is zero.
+            v: values [B, K, T, V], zero at padding.
+            real: [B], the number of tokens.
+            chosen: [B, H, T, n], the result of `linearize.ops.window_parts.choose_blocks`.
+            form: the window.
+            near: the result of `window`; its sums and tops are overwritten.
+
+        Returns:
+            The output [B, H, T, V] in fp32; None if the subtracted weights of a row are so large that its difference
+            would be inexact.
+        """
+        (batch, heads, tokens, slots), key_heads = chosen.shape, v.shape[1]
+        blocks = -(-tokens // form.block_size)
+        # The op reads whole vectors of keys.
+        more = blocks * form.block_size + LANES - tokens
+        ends = (0, 0, 0, more)
+        q, phi_q, out = _whole(queries.x.float() * form.scaling), _whole(queries.phi), _whole(near.out)
+        k, phi_k, values = (_whole(F.pad(x, ends)) for x in (keys.x, keys.phi, v))
+        query_scale, key_scale = queries.scale().contiguous(), F.pad(keys.scale(), (0, more)).contiguous()
+        real, chosen, inexact = (
+            real.to(torch.int64).contiguous(),
+            chosen.contiguous(),
+            torch.zeros(1, dtype=torch.int64),
+        )
+        sizes = (batch, heads, key_heads, tokens, tokens + more, q.shape[3], phi_q.shape[3], out.shape[3])
+        data = structures.Routed(*sizes, form.block_size, blocks, slots, form.size, form.sinks)
+        tensors = {"q": q, "k": k, "v": values, "phi_q": phi_q, "phi_k": phi_k}
+        tensors |= {"query_scale": query_scale, "key_scale": key_scale, "chosen": chosen, "real": real}
+        tensors |= {"out": out, "sums": near.sums, "tops": near.tops, "inexact": inexact}
+        for name, tensor in tensors.items():
+            setattr(data, name, tensor.data_ptr())
+        data.eps, data.causal, data.threads = form.eps, form.causal, self.threads
+        self._run("routed", byref(data))
+        return None if inexact.item() else out[..., : v.shape[3]]
+
+    def choose(self, scores: Tensor, places: Tensor, count: Tensor, form: Window) -> Tensor:
+        """Return the blocks of highest score, [B, H, R, n] int64, as `linearize.ops.window_parts.best_blocks` does.
+
+        Shapes: `scores` [B, H, R, M] in fp32, `places` [B, R], `count` [B].
+        """
+        scores, places, count = scores.contiguous(), places.contiguous(), count.contiguous()
+        slots = min(form.blocks, scores.shape[-1])
+        chosen = torch.empty(*scores.shape[:3], slots, dtype=torch.int64)
+        data = structures.Choice(*scores.shape, slots, form.block_size, form.size, form.sinks)
+        for name, tensor in (("scores", scores), ("places", places), ("count", count), ("chosen", chosen)):
+            setattr(data, name, tensor.data_ptr())
+        data.causal, data.threads = form.causal, self.threads
+        self._run("choose", byref(data))
+        return chosen
+
     def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Tell whether it accepts such tensors and can update such a window state in place."""
         if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
@@ -351,7 +408,8 @@ def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, 
 
 def _whole(x: Tensor) -> Tensor:
     """Return x [..., D] contiguous in fp32, with D padded with zeros to whole vectors."""
-    return F.pad(x.float(), (0, -x.shape[-1] % LANES)).contiguous()
+    more = -x.shape[-1] % LANES
+    return F.pad(x.float(), (0, more)) if more else x.float().contiguous()
 
 
 def load() -> Engine | None:

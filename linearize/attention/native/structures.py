@@ -84,6 +84,30 @@ class WindowBack(ctypes.Structure):
     ]
 
 
+class Routed(ctypes.Structure):
+    """`routed_t` of routed.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens", "keys")),
+        *((name, ctypes.c_int64) for name in ("size", "features", "value_size")),
+        *((name, ctypes.c_int64) for name in ("block", "blocks", "slots", "window", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "phi_q", "phi_k", "query_scale", "key_scale")),
+        *((name, ctypes.c_void_p) for name in ("chosen", "real", "out", "sums", "tops", "inexact")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("causal", "threads")),
+    ]
+
+
+class Choice(ctypes.Structure):
+    """`choice_t` of routed.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "rows", "blocks", "slots", "block", "window", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("scores", "places", "count", "chosen")),
+        *((name, ctypes.c_int32) for name in ("causal", "threads")),
+    ]
+
+
 class Maps(NamedTuple):
     """The maps of keys and queries, in the form that the op reads.
 
@@ -188,7 +212,7 @@ def open_library(path: Path) -> tuple[ctypes.CDLL, bool]:
     """
     shared = _share_threads()
     library = ctypes.CDLL(str(path))
-    kinds = {"back": Back, "window": WindowBuffers, "window_back": WindowBack}
+    kinds = {"back": Back, "window": WindowBuffers, "window_back": WindowBack, "routed": Routed, "choice": Choice}
     sizes = {"call": CALL_SIZE} | {name: ctypes.sizeof(kind) for name, kind in kinds.items()}
     same = all(getattr(library, f"linearize_{name}_size")() == size for name, size in sizes.items())
     library.linearize_names.restype = ctypes.c_char_p

@@ -393,7 +393,7 @@ def set_context(cache: Any, context: int) -> None:
             if "softmax_k" in state:
                 state["softmax_mask"] = _as_many(state["softmax_mask"][..., None], context)[..., 0]
             if "all_k" in state:
-                _set_memory(state, context)
+                set_memory(state, context)
             continue
         if not layer.is_initialized or layer.keys.ndim < 3:
             continue
@@ -403,7 +403,7 @@ def set_context(cache: Any, context: int) -> None:
             layer.cumulative_length = context
 
 
-def _set_memory(state: dict[str, Tensor], context: int) -> None:
+def set_memory(state: dict[str, Tensor], context: int) -> None:
     """Make a state with routed blocks remember `context` keys, without a copy if it has room for them."""
     k, v, size = state["all_k"], state["all_v"], state["all_k"].shape[2] // state["summaries"].shape[2]
     if k.shape[2] <= context:

@@ -1,0 +1,105 @@
+"""Routed blocks in the native op: its choices and outputs equal those of the ops in PyTorch."""
+
+import pytest
+import torch
+from support.native_cases import CASES, D, V, close, learned, padding, tokens
+
+from linearize.attention.backends import native as backend
+from linearize.attention.backends.choose import choose, explain
+from linearize.attention.call import AttentionCall
+from linearize.attention.native import engine
+from linearize.ops import Window
+from linearize.ops.window_parts import best_blocks
+
+DIRECTIONS = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+LENGTHS = (1, 9, 48, 200, 700)
+"""Tokens: 700 are more than a tile of the op has."""
+
+
+@torch.no_grad()
+def both_ways(switch, mixer, inputs, mask=None):
+    found = []
+    for on in (True, False):
+        switch(on)
+        call = AttentionCall(*inputs, D**-0.5, mask, needs_state=mixer.shape.causal)
+        found.append((choose(mixer, call).name, *mixer(call)))
+    assert found[1][0] == "window"
+    return found
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("key_heads", [2, 4], ids=["grouped", "ungrouped"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(("window", "sinks", "blocks"), [(4, 2, "2:3"), (8, 0, "34"), (40, 13, "3:40"), (9, 5, "7:1")])
+@pytest.mark.parametrize(("name", "args"), [*CASES, ("none", {})])
+@pytest.mark.sampled("values")
+def test_equals_the_ops_in_pytorch(switch, name, args, blocks, sinks, window, masked, key_heads, causal):
+    mixer = learned(name, args, causal=causal, key_heads=key_heads, window=window, sinks=sinks, routed_blocks=blocks)
+    for count in LENGTHS:
+        mask = padding(count) if masked else None
+        (name, ours, after), (_, theirs, wanted) = both_ways(switch, mixer, tokens(count, key_heads=key_heads), mask)
+        assert name == ("native" if mixer.positive else "window")
+        real = torch.ones(2, count, dtype=torch.bool) if mask is None else mask
+        of_heads = real[:, None].expand(-1, 4, -1)
+        close(ours[of_heads], theirs[of_heads], 1e-5)
+        assert (after or {}).keys() == (wanted or {}).keys()
+        for key, tensor in (after or {}).items():
+            close(tensor.float(), wanted[key].float(), 1e-5)
+            assert tensor.dtype == wanted[key].dtype, key
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(("size", "value"), [(D, V), (1, 65), (33, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sizes_and_types(switch, dtype, size, value, causal):
+    sizes = {"size": size, "value": value}
+    mixer = learned("hedgehog", {}, causal=causal, window=6, sinks=2, routed_blocks="3:5", scale="linear", **sizes)
+    inputs = tokens(110, dtype=dtype, **sizes)
+    (name, ours, _), (_, theirs, _) = both_ways(switch, mixer, inputs)
+    assert name == "native" and ours.dtype == dtype
+    close(ours, theirs, 1e-5 if dtype == torch.float32 else 2**-8)
+
+
+@DIRECTIONS
+def test_weights_that_are_too_large_are_not_subtracted(switch, monkeypatch, causal):
+    """If no other key has them, a difference of fp32 sums would have no correct digit."""
+    mixer = learned("hedgehog", {}, causal=causal, window=4, routed_blocks="99:4", scale="linear")
+    reads, attend = [], backend.window_attention
+    monkeypatch.setattr(backend, "window_attention", lambda *inputs, **more: reads.append(1) or attend(*inputs, **more))
+    for bias in (0.0, 20.0):
+        with torch.no_grad():
+            mixer.query_scale.bias.fill_(bias)
+        (name, ours, _), (_, theirs, _) = both_ways(switch, mixer, tokens(90))
+        assert name == "native"
+        close(ours, theirs, 1e-5)
+        assert len(reads) == (bias > 0.0)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("blocks", [1, 3, 34])
+@pytest.mark.parametrize("count", [5, 40, 900])
+def test_choices_are_those_of_pytorch(switch, count, blocks, causal):
+    """Also among equal scores, NaN and infinity."""
+    switch(True)
+    draw = torch.Generator().manual_seed(count)
+    for values, sinks, size in ((3, 0, 1), (10**6, 5, 2), (10**6, 2, 3)):
+        form = Window(7, 1.0, causal, sinks=sinks, blocks=blocks, block_size=size)
+        scores = torch.randint(values, (2, 3, 4, -(-count // size)), generator=draw).float()
+        for odd in (torch.nan, torch.inf, -torch.inf):
+            scores[torch.rand(scores.shape, generator=draw) < 0.05] = odd
+        places = torch.tensor([[0, count // 3, count // 2, count - 1]]).repeat(2, 1)
+        counts = torch.tensor([count, count // 2 + 1])
+        got = engine().choose(scores, places, counts, form)
+        assert torch.equal(got.sort(dim=-1).values, best_blocks(scores, places, counts, form).sort(dim=-1).values)
+
+
+def test_the_explanation_names_what_it_does_not_compute(switch):
+    switch(True)
+    mixer = learned("hedgehog", {}, causal=True, window=6, routed_blocks="3:5")
+    whole, gradient, step = explain(mixer, 100)
+    assert whole[1] == "native"
+    assert gradient[2][0] == step[2][0] == ("native", "it cannot look up routed blocks in a step or for a gradient")
+    signed = learned(
+        *next(case for case in CASES if not learned(*case).positive), causal=True, window=6, routed_blocks="3:5"
+    )
+    assert "negative" in dict(explain(signed, 100)[0][2])["native"]
