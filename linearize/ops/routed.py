@@ -29,12 +29,14 @@ from torch.autograd.function import once_differentiable
 
 from linearize.ops.state import FLOOR, group_queries, weigh, with_ones
 from linearize.ops.window_parts import (
+    Choose,
     Mapped,
     Part,
     Unmapped,
     Window,
     WindowState,
     are_chosen,
+    best_blocks,
     block_means,
     choose_blocks,
 )
@@ -103,7 +105,13 @@ class Memory(NamedTuple):
 
 
 def routed_parts(
-    queries: Mapped, given: Mapped | Unmapped, memory: Memory, places: Tensor, window: Window, linear: list[Part]
+    queries: Mapped,
+    given: Mapped | Unmapped,
+    memory: Memory,
+    places: Tensor,
+    window: Window,
+    linear: list[Part],
+    choose: Choose = best_blocks,
 ) -> list[Part]:
     """Return the parts of all keys outside the window and the sinks: the chosen ones with softmax, the rest linear.
 
@@ -114,8 +122,9 @@ def routed_parts(
         places: [B, T], the queries' places, counted without padding.
         window: the form of the attention.
         linear: the kernel's parts of all these keys.
+        choose: how blocks are chosen by their scores.
     """
-    chosen = choose_blocks(queries.x, memory.summaries, places, memory.tokens, window)
+    chosen = choose_blocks(queries.x, memory.summaries, places, memory.tokens, window, choose)
     reads = chosen[0].numel() * window.block_size
     if isinstance(given, Mapped) or reads > memory.k.shape[1] * memory.k.shape[2]:
         given = _all_mapped(given, memory.k)

@@ -28,12 +28,14 @@ from linearize.ops.routed import Memory, routed_parts
 from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
 from linearize.ops.window_parts import (
+    Choose,
     Keys,
     Mapped,
     Unmapped,
     Window,
     WindowState,
     are_chosen,
+    best_blocks,
     block_means,
     choose_blocks,
     collect,
@@ -52,6 +54,7 @@ def window_attention(
     *,
     key_padding_mask: Tensor | None = None,
     initial_state: WindowState | None = None,
+    choose: Choose = best_blocks,
 ) -> tuple[Tensor, WindowState | None]:
     """Attend with softmax inside a window and with a feature map outside it, without a T x T matrix.
 
@@ -62,6 +65,7 @@ def window_attention(
         window: the form of the attention: size, direction, sinks and exact keys.
         key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
         initial_state: the state before these tokens (causal only).
+        choose: how routed blocks are chosen by their scores.
 
     Returns:
         Output [B, H, T, V] in `v`'s dtype, and the state after the last token; None if not causal.
@@ -74,15 +78,17 @@ def window_attention(
         side, keys, run = side.taken(order), keys.taken(order), run.taken(order)
     state = None
     if window.causal:
-        parts, state = causal_parts(side, keys, run, window, initial_state)
+        parts, state = causal_parts(side, keys, run, window, initial_state, choose)
     else:
         assert isinstance(keys, Mapped)
-        parts = bidirectional_parts(side, keys, run, window)
+        parts = bidirectional_parts(side, keys, run, window, choose)
     out = divide(join(parts), window.eps)
     return (out if order is None else put_back(out, order)).to(v.dtype), state
 
 
-def bidirectional_parts(queries: Mapped, given: Mapped, keys: Keys, window: Window) -> list[tuple[Tensor, Tensor]]:
+def bidirectional_parts(
+    queries: Mapped, given: Mapped, keys: Keys, window: Window, choose: Choose = best_blocks
+) -> list[tuple[Tensor, Tensor]]:
     """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
     tokens, columns = queries.x.shape[2], []
     phi, scale, mask = given.phi, given.scale(), keys.mask
@@ -123,7 +129,7 @@ def bidirectional_parts(queries: Mapped, given: Mapped, keys: Keys, window: Wind
     linear = [(mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]
     if window.blocks:
         memory = Memory.of(keys.k, keys.v, keys.mask.sum(dim=1), window.block_size)
-        linear = routed_parts(queries, given, memory, place.expand(len(keys.mask), -1), window, linear)
+        linear = routed_parts(queries, given, memory, place.expand(len(keys.mask), -1), window, linear, choose)
     return [near, *linear]
 
 

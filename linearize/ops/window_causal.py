@@ -31,6 +31,7 @@ from linearize.ops.state import (
     without_padding,
 )
 from linearize.ops.window_parts import (
+    Choose,
     Columns,
     Keys,
     Mapped,
@@ -38,6 +39,7 @@ from linearize.ops.window_parts import (
     Unmapped,
     Window,
     WindowState,
+    best_blocks,
     collect,
     pick,
     places_of,
@@ -177,7 +179,12 @@ def contest_at_once(values: Tensor, there: Tensor, slots: int, every: int) -> Co
 
 
 def causal_parts(
-    queries: Mapped, given: Mapped | Unmapped, keys: Keys, window: Window, old: WindowState | None
+    queries: Mapped,
+    given: Mapped | Unmapped,
+    keys: Keys,
+    window: Window,
+    old: WindowState | None,
+    choose: Choose = best_blocks,
 ) -> tuple[list[Part], WindowState]:
     """Return the parts beyond the window and inside it, with sinks and exact keys, and the state after these tokens.
 
@@ -222,7 +229,7 @@ def causal_parts(
         size = window.block_size
         memory = Memory.of(*keys[:2], count, size) if old is None else Memory.after(old, *keys[:2], count, size)
         place = (memory.tokens - count)[:, None] + torch.arange(tokens, device=count.device)
-        parts = [near, *routed_parts(queries, given, memory, place, window, parts[:1])]
+        parts = [near, *routed_parts(queries, given, memory, place, window, parts[:1], choose)]
         more |= memory.present()
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     return parts, WindowState(*after, *whole.taken(end), **more)

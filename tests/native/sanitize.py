@@ -45,7 +45,7 @@ def compiled() -> Path:
     if program is None:
         raise SystemExit("sanitize: got no C compiler, expected gcc; install it or set CC")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    source = CHECKOUT / "linearize" / "native" / SOURCES[0]
+    source = CHECKOUT / "linearize" / "attention" / "native" / SOURCES[0]
     unit, library = FOLDER / "native.o", FOLDER / "native.so"
     flags = ["-O1" if flag == "-O3" else flag for flag in (*FLAGS, *NATIVE_FLAGS)]
     subprocess.run([program, *flags, *SANITIZERS, "-fopenmp", "-c", str(source), "-o", str(unit)], check=True)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ def test_without_a_compiler(monkeypatch, tmp_path, capsys):
 
 
 def test_the_name_depends_on_code_and_processor(monkeypatch):
+    folder = Path(locate.__file__).parent
+    assert set(locate.SOURCES) == {file.name for file in (*folder.glob("*.c"), *folder.glob("*.h"))}
     name = locate.record_file().name
     monkeypatch.setattr(locate, "processor", lambda: "flags : fma other")
     assert locate.record_file().name != name

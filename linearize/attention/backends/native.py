@@ -37,8 +37,8 @@ class Native:
         if not kind.one_step and kind.gradient and (kind.has_state or kind.needs_state):
             return "its gradient does not pass through states"
         if mixer.hybrid.routed_blocks:
-            if kind.one_step or kind.gradient:
-                return "it cannot look up routed blocks in a step or for a gradient"
+            if kind.one_step:
+                return "it cannot look up routed blocks in a step"
             if not mixer.positive:
                 return "it does not subtract weights that can be negative"
         if not kind.reads:
@@ -111,7 +111,9 @@ def _attend_window(mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor,
         options = options._replace(priority=torch.zeros(k.shape[:3]) if priority is None else priority)
     if torch.is_grad_enabled():
         queries, keys = mixer.features(call, scales)
-        out: Tensor = WindowedAttention.apply(maps_of(mixer), options, form, q, k, v, *queries, *keys)
+        with torch.no_grad():
+            attended = call.native.window(maps_of(mixer), q, k, v, options, form)
+        out: Tensor = WindowedAttention.apply(attended, options, form, q, k, v, *queries, *keys)
         return out if order is None else put_back(out, order), None
     attended = call.native.window(maps_of(mixer), q, k, v, options, form)
     out = attended.out if order is None else put_back(attended.out, order)
@@ -127,21 +129,25 @@ def _attend_routed(
 ) -> tuple[Tensor, MixerState | None]:
     """Attend with routed blocks, to a call whose padding is last."""
     native, mask, real = call.native, call.key_padding_mask, real_tokens(call.k, call.key_padding_mask)
-    count = real.sum(dim=1)
-    near = native.window(maps_of(mixer), call.q, call.k, call.v.float(), options, form)
-    past = State(near.kv, near.log_scale)
+    count, (k, v) = real.sum(dim=1), (without_padding(x, mask) for x in (call.k, call.v))
     queries, keys = mixer.features(call, (options.query_scale, options.log_scale))
-    k, v = (without_padding(x, mask) for x in (call.k, call.v))
-    memory = Memory.of(k, v, count, form.block_size)
-    places = torch.arange(k.shape[2]).expand(len(k), -1)
-    chosen = choose_blocks(call.q, memory.summaries, places, count, form, native.choose)
     sides = Mapped(call.q, *queries), Mapped(k, *keys)
-    out = native.routed(*sides, v, count, chosen, form, near)
-    if out is None:
+    with torch.no_grad():
+        near = native.window(maps_of(mixer), call.q, k, v.float(), options, form)
+        memory = Memory.of(k, v, count, form.block_size)
+        places = torch.arange(k.shape[2]).expand(len(k), -1)
+        chosen = choose_blocks(call.q, memory.summaries, places, count, form, native.choose)
+        result = native.routed(*sides, v, count, chosen, form, near)
+    if result is None:
         out, _ = window_attention(*sides, v.float(), form, key_padding_mask=mask)
+    elif torch.is_grad_enabled():
+        out = WindowedAttention.apply(result, options, form, call.q, k, v, *queries, *keys)
+    else:
+        out = result.out
     out = (out if order is None else put_back(out, order)).to(call.v.dtype)
     if not call.needs_state or not form.causal:
         return out, None
+    past = State(near.kv, near.log_scale)
     return out, state_after(k, v, real, form, past).present() | memory.present()
 
 

@@ -275,7 +275,7 @@ class Engine:
 
     def routed(
         self, queries: Mapped, keys: Mapped, v: Tensor, real: Tensor, chosen: Tensor, form: Window, near: WindowAttended
-    ) -> Tensor | None:
+    ) -> WindowAttended | None:
         """Give softmax's weights to the keys of the chosen blocks, which have the kernel's in the result of `window`.
 
         Args:
@@ -288,32 +288,54 @@ class Engine:
             near: the result of `window`; its sums and tops are overwritten.
 
         Returns:
-            The output [B, H, T, V] in fp32; None if the subtracted weights of a row are so large that its difference
-            would be inexact.
+            The result with the output [B, H, T, V] in fp32; None if the subtracted weights of a row are so large that
+            its difference would be inexact.
         """
-        (batch, heads, tokens, slots), key_heads = chosen.shape, v.shape[1]
-        blocks = -(-tokens // form.block_size)
-        # The op reads whole vectors of keys.
-        more = blocks * form.block_size + LANES - tokens
-        ends = (0, 0, 0, more)
-        q, phi_q, out = _whole(queries.x.float() * form.scaling), _whole(queries.phi), _whole(near.out)
-        k, phi_k, values = (_whole(F.pad(x, ends)) for x in (keys.x, keys.phi, v))
-        query_scale, key_scale = queries.scale().contiguous(), F.pad(keys.scale(), (0, more)).contiguous()
-        real, chosen, inexact = (
-            real.to(torch.int64).contiguous(),
-            chosen.contiguous(),
-            torch.zeros(1, dtype=torch.int64),
-        )
-        sizes = (batch, heads, key_heads, tokens, tokens + more, q.shape[3], phi_q.shape[3], out.shape[3])
+        inputs = Attending(queries.x.float() * form.scaling, keys.x, v, queries.phi, keys.phi)
+        out, inexact = _whole(near.out), torch.zeros(1, dtype=torch.int64)
+        scales = {"query_scale": queries.scale(), "key_scale": _longer(keys.scale(), form)}
+        rows = {"out": out, "sums": near.sums, "tops": near.tops, "inexact": inexact}
+        self._route("routed", inputs, real, chosen, form, scales | rows)
+        return None if inexact.item() else near._replace(out=out[..., : v.shape[3]], chosen=chosen)
+
+    def routed_gradient(
+        self,
+        inputs: Attending,
+        grad: Tensor,
+        slope: Tensor,
+        tops: Tensor,
+        real: Tensor,
+        form: Window,
+        chosen: Tensor,
+        grads: Attending,
+    ) -> Attending:
+        """Add the effect of the chosen blocks to the gradients that `window_gradient` returned for the same arguments.
+
+        `chosen` [B, H, T, n] is from the forward pass.
+        """
+        given = {"grad": _whole(grad), "slope": slope, "tops": tops}
+        more = [torch.zeros_like(_whole(x)) for x in (inputs.q, *(_longer(x, form) for x in inputs[1:3]), inputs.phi_q)]
+        more.append(torch.zeros_like(_whole(_longer(inputs.phi_k, form))))
+        given |= {f"d{name}": x for name, x in zip(Attending._fields, more, strict=True)}
+        self._route("routed_gradient", inputs, real, chosen, form, given)
+        return Attending(*(x + y[:, :, : x.shape[2], : x.shape[3]] for x, y in zip(grads, more, strict=True)))
+
+    def _route(
+        self, name: str, inputs: Attending, real: Tensor, chosen: Tensor, form: Window, more: dict[str, Tensor]
+    ) -> None:
+        """Call one of the two functions above, with `more` arrays."""
+        longer = [_whole(_longer(x, form)) for x in (inputs.k, inputs.v, inputs.phi_k)]
+        tensors = {"q": _whole(inputs.q), "phi_q": _whole(inputs.phi_q)}
+        tensors |= dict(zip(("k", "v", "phi_k"), longer, strict=True)) | {"chosen": chosen, "real": real} | more
+        tensors = {name: x.contiguous() for name, x in tensors.items()}
+        (batch, heads, tokens, slots), blocks = chosen.shape, -(-chosen.shape[2] // form.block_size)
+        key_heads, keys, size = tensors["k"].shape[1:]
+        sizes = (batch, heads, key_heads, tokens, keys, size, tensors["phi_q"].shape[3], tensors["v"].shape[3])
         data = structures.Routed(*sizes, form.block_size, blocks, slots, form.size, form.sinks)
-        tensors = {"q": q, "k": k, "v": values, "phi_q": phi_q, "phi_k": phi_k}
-        tensors |= {"query_scale": query_scale, "key_scale": key_scale, "chosen": chosen, "real": real}
-        tensors |= {"out": out, "sums": near.sums, "tops": near.tops, "inexact": inexact}
-        for name, tensor in tensors.items():
-            setattr(data, name, tensor.data_ptr())
+        for field, tensor in tensors.items():
+            setattr(data, field, tensor.data_ptr())
         data.eps, data.causal, data.threads = form.eps, form.causal, self.threads
-        self._run("routed", byref(data))
-        return None if inexact.item() else out[..., : v.shape[3]]
+        self._run(name, byref(data))
 
     def choose(self, scores: Tensor, places: Tensor, count: Tensor, form: Window) -> Tensor:
         """Return the blocks of highest score, [B, H, R, n] int64, as `linearize.ops.window_parts.best_blocks` does.
@@ -404,6 +426,11 @@ def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, 
     shared = map.first.shape[0] == 1
     sums = [None if buffer is None else buffer.sum(dim=0) for buffer in buffers]
     return tuple(x.sum(dim=0, keepdim=True) if shared and x is not None else x for x in sums)
+
+
+def _longer(x: Tensor, form: Window) -> Tensor:
+    """Return keys [B, K, T, D] or their scales [B, K, T] with zeros to the end of the last block and of a vector."""
+    return F.pad(x, (*(0, 0) * (x.ndim - 3), 0, -x.shape[2] % form.block_size + LANES))
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -127,26 +127,25 @@ def _differentiated(
 class WindowedAttention(torch.autograd.Function):
     """Attention with a softmax window; the gradient reaches the maps through the features.
 
-    Its inputs are the maps of keys and queries (or the single map that they share), the options of `Engine.window`, the
-    window, q [B, H, T, D], k [B, K, T, D] and v [B, K, T, V] with the padding of each row last, and the features and
-    log-scales of queries and keys. Its output is [B, H, T, V].
+    Its inputs are the result of `Engine.window` (of `Engine.routed` with routed blocks) and its options, the window,
+    q [B, H, T, D], k [B, K, T, D] and v [B, K, T, V] with the padding of each row last, and the features and log-scales
+    of queries and keys. Its output is [B, H, T, V].
     """
 
     @staticmethod
     def forward(
-        ctx: Any, maps: Sequence[MapSpec], options: AttendOptions, form: Window, *tensors: Tensor | None
+        ctx: Any, result: WindowAttended, options: AttendOptions, form: Window, *tensors: Tensor | None
     ) -> Tensor:
         """Return the output [B, H, T, V]."""
         ctx.form, ctx.engine = form, engine()
-        result: WindowAttended = ctx.engine.window(maps, *tensors[:3], options, form)
-        ctx.save_for_backward(*tensors, options.mask, result.out, result.tops, result.sums, result.until)
+        ctx.save_for_backward(*tensors, options.mask, result.out, result.tops, result.sums, result.until, result.chosen)
         return result.out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, features and log-scales, given that of the output."""
-        q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until = ctx.saved_tensors
+        q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until, chosen = ctx.saved_tensors
         form, groups = ctx.form, q.shape[1] // k.shape[1]
         mask = real_tokens(k, mask)
         linear = (mask & (torch.arange(k.shape[2]) >= form.sinks))[:, None]
@@ -177,7 +176,10 @@ class WindowedAttention(torch.autograd.Function):
         # The op does not read padding keys, but it does read padding queries, as zeros.
         exact_q = without_padding(q.float() * form.scaling, mask)
         inputs = Attending(exact_q, k, v, phi_q * query_factor, phi_k * key_factor)
-        back = ctx.engine.window_gradient(inputs, grad, slope, tops, mask.sum(dim=1), form, until)
+        count = mask.sum(dim=1)
+        back = ctx.engine.window_gradient(inputs, grad, slope, tops, count, form, until)
+        if chosen is not None:
+            back = ctx.engine.routed_gradient(inputs, grad, slope, tops, count, form, chosen, back)
         scales = [
             None if x is None else (grad * phi).sum(dim=-1)
             for x, grad, phi in ((query_scale, back.phi_q, inputs.phi_q), (key_scale, back.phi_k, inputs.phi_k))

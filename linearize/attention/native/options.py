@@ -78,6 +78,7 @@ class WindowAttended(NamedTuple):
         sums: [B, H, T] in fp32: the sum of a row's relative weights.
         until: [B, K, T] in int32: the query from which a key outside the window is no longer exact; `NEVER` or 0 if
             that does not depend on the query; None without exact keys.
+        chosen: [B, H, T, n] in int64: the blocks that each query looks up; None without routed blocks.
     """
 
     out: Tensor
@@ -86,6 +87,7 @@ class WindowAttended(NamedTuple):
     tops: Tensor
     sums: Tensor
     until: Tensor | None
+    chosen: Tensor | None = None
 
 
 class Attending(NamedTuple):

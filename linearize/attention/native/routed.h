@@ -24,6 +24,9 @@ typedef struct {
     const int64_t *real;                    /* [B], numbers of tokens; padding comes after them */
     float *out, *sums, *tops;               /* [B, H, T, V] and [B, H, T]: the rows, their sums and their levels */
     int64_t *inexact;                       /* [1], number of rows whose subtracted weights are too large */
+    /* For the gradient, as in window_gradient.h: the features' products are weights, and all d... are added to. */
+    const float *grad, *slope;
+    float *dq, *dk, *dv, *dphi_q, *dphi_k;
     float eps;
     int32_t causal, threads;
 } routed_t;
@@ -36,6 +39,8 @@ typedef struct {
     long real;
     int32_t *queries, *first;
     float *less; /* [QUERIES], sums of the subtracted weights, which are not negative */
+    const float *grad, *slope;
+    float *dq, *dk, *dv, *dphi_q, *dphi_k;
 } routed_head_t;
 
 static void sort_by_block(const routed_t *g, const routed_head_t *n, long t, long count) {
@@ -64,7 +69,7 @@ INLINE int looks_up_all(const routed_t *g, const routed_head_t *n, long t, long 
 }
 
 /* Lane masks of the scores of HALF keys, and of their kernel weights. */
-#define LOWER(j) ((j) < HALF ? -1 : 0)
+#define IS_LOWER(j) ((j) < HALF ? -1 : 0)
 #if W == 16
 #define ACROSS_HALF ACROSS8
 #elif W == 8
@@ -90,7 +95,7 @@ INLINE vf half_totals(vf x) {
 
 /* The largest of the lower lanes; NaN does not count. */
 INLINE float lower_largest(vf x) {
-    x = either((vi){LANES(LOWER)}, x, splat(FLOOR));
+    x = either((vi){LANES(IS_LOWER)}, x, splat(FLOOR));
 #if W > 8
     x = larger(x, SHUFFLE(x, x, ACROSS4));
 #endif
@@ -130,7 +135,7 @@ INLINE vi lookup_mask(const routed_t *g, const routed_head_t *n, long t, long fi
 INLINE vf key_exponents(const routed_head_t *n, long t, long first, vf products, vi seen) {
     float scales[W] = {0};
     memcpy(scales + HALF, n->key_scale + first, HALF * sizeof(float));
-    vf x = either((vi){LANES(LOWER)}, products, load(scales) + n->query_scale[t]);
+    vf x = either((vi){LANES(IS_LOWER)}, products, load(scales) + n->query_scale[t]);
     return either(seen, x, splat(FLOOR));
 }
 
@@ -138,7 +143,7 @@ INLINE vf key_exponents(const routed_head_t *n, long t, long first, vf products,
 INLINE vf key_weights(vf exponents, float top, vf products, vi seen) {
     /* Products at larger exponents are too small to matter. */
     vf x = vexp(-larger(splat(-80.0f), top - exponents));
-    return (vf)(seen & (vi)either((vi){LANES(LOWER)}, x, x * products));
+    return (vf)(seen & (vi)either((vi){LANES(IS_LOWER)}, x, x * products));
 }
 
 /* Add a block's chosen keys to the row of query t, which is row r of the tile. */
@@ -159,7 +164,7 @@ INLINE void look_up(const routed_t *g, const routed_head_t *n, long t, long r, l
             n->tops[t] = top;
         }
         vf both = key_weights(exponents, top, products, seen), changed = both - SHUFFLE(both, both, ACROSS_HALF);
-        vf sums = half_totals(either((vi){LANES(LOWER)}, changed, both));
+        vf sums = half_totals(either((vi){LANES(IS_LOWER)}, changed, both));
         n->sums[t] += sums[0];
         n->less[r] += sums[HALF];
         store(weights, changed);
@@ -200,6 +205,8 @@ INLINE routed_head_t routed_arrays(const routed_t *g, long h) {
         g->q + q * g->size, g->k + k * g->size, g->v + k * g->value_size, g->phi_q + q * g->features,
         g->phi_k + k * g->features, g->query_scale + q, g->key_scale + k, g->chosen + q * g->slots,
         g->out + q * g->value_size, g->sums + q, g->tops + q, g->real[h / g->heads], 0, 0, 0,
+        g->grad + q * g->value_size, g->slope + q, g->dq + q * g->size, g->dk + k * g->size, g->dv + k * g->value_size,
+        g->dphi_q + q * g->features, g->dphi_k + k * g->features,
     };
 }
 
@@ -225,6 +232,76 @@ int linearize_routed(const routed_t *g) {
         free(memory);
     }
     *g->inexact = inexact;
+    return failed;
+}
+
+/* Add up HALF rows of x [HALF, size] times their factors. */
+INLINE void add_scaled(const float *factors, const float *x, long size, float *to) {
+    for (long d = 0; d < size; d += W) {
+        vf sum = load(to + d);
+        for (int j = 0; j < HALF; j++) sum += factors[j] * load(x + j * size + d);
+        store(to + d, sum);
+    }
+}
+
+/* Add x [size] times its factor to each of HALF rows. */
+INLINE void add_to_each(const float *factors, const float *x, long size, float *to) {
+    for (int j = 0; j < HALF; j++)
+        for (long d = 0; d < size; d += W) store(to + j * size + d, load(to + j * size + d) + factors[j] * load(x + d));
+}
+
+/* Add the gradients of query t and of a block's chosen keys: softmax's weights are added, the kernel's subtracted. */
+INLINE void look_up_back(const routed_t *g, const routed_head_t *n, long t, long block) {
+    long size = g->size, f = g->features, width = g->value_size;
+    const float *q = n->q + t * size, *phi_q = n->phi_q + t * f, *grad = n->grad + t * width;
+    float of_values[W], of_scores[W], of_products[W];
+    for (long i = 0; i < g->block; i += HALF) {
+        long first = block * g->block + i;
+        const float *v = n->v + first * width;
+        vf products = key_products(g, n, t, first), row[W];
+        vi seen = lookup_mask(g, n, t, first, g->block - i);
+        vf weights = vexp(-larger(splat(-80.0f), n->tops[t] - either(seen, products, splat(FLOOR))));
+        for (int j = 0; j < W; j++) row[j] = splat(0.0f);
+        for (long d = 0; d < width; d += W) {
+            vf x = load(grad + d);
+            for (int j = 0; j < HALF; j++) row[j] += x * load(v + j * width + d);
+        }
+        vf slopes = totals(row) + n->slope[t];
+        store(of_values, (vf)(seen & (vi)(weights - SHUFFLE(products, products, ACROSS_HALF))));
+        store(of_scores, (vf)(seen & (vi)(weights * slopes)));
+        store(of_products, (vf)(seen & (vi)-slopes));
+        add_scaled(of_scores, n->k + first * size, size, n->dq + t * size);
+        add_scaled(of_products, n->phi_k + first * f, f, n->dphi_q + t * f);
+        add_to_each(of_scores, q, size, n->dk + first * size);
+        add_to_each(of_products, phi_q, f, n->dphi_k + first * f);
+        add_to_each(of_values, grad, width, n->dv + first * width);
+    }
+}
+
+/* Returns DONE or NO_MEMORY. */
+int linearize_routed_gradient(const routed_t *g) {
+    int failed = DONE;
+    long group = g->heads / g->key_heads;
+#pragma omp parallel num_threads(g->threads)
+    {
+        float *queries, *first;
+        const part_t parts[] = {{&queries, QUERIES * g->slots}, {&first, g->blocks + 1}};
+        float *memory = arena_alloc(parts, sizeof parts / sizeof *parts);
+        if (all_ready(memory != 0, &failed)) {
+#pragma omp for schedule(dynamic)
+            for (long i = 0; i < g->batch * g->key_heads; i++)
+                for (long h = i * group; h < (i + 1) * group; h++) {
+                    routed_head_t n = routed_arrays(g, h);
+                    n.queries = (int32_t *)queries, n.first = (int32_t *)first;
+                    for (long t = 0; t < g->tokens; t += QUERIES) {
+                        sort_by_block(g, &n, t, least(QUERIES, g->tokens - t));
+                        for (long c = 0; c < g->blocks; c++)
+                            for (long j = n.first[c]; j < n.first[c + 1]; j++) look_up_back(g, &n, t + n.queries[j], c);
+                    }
+                }
+        }
+        free(memory);
+    }
     return failed;
 }
 

@@ -92,7 +92,8 @@ class Routed(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("size", "features", "value_size")),
         *((name, ctypes.c_int64) for name in ("block", "blocks", "slots", "window", "sinks")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "phi_q", "phi_k", "query_scale", "key_scale")),
-        *((name, ctypes.c_void_p) for name in ("chosen", "real", "out", "sums", "tops", "inexact")),
+        *((name, ctypes.c_void_p) for name in ("chosen", "real", "out", "sums", "tops", "inexact", "grad", "slope")),
+        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dphi_q", "dphi_k")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("causal", "threads")),
     ]
