@@ -11,6 +11,7 @@ questions about them: one pass measures the perplexity of the text, and the answ
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -45,7 +46,9 @@ class Form:
         size: keys per block.
         group: queries that share a choice, by their mean query; more than one look ahead.
         last: queries whose mean makes the choice: that of a query and those before it.
-        score: how a block is judged: by its mean key ("mean"), or by the mass of softmax ("mass").
+        score: how a block is judged: by its mean key ("mean"), by its best key in the query's largest channels
+            ("channels"), or by the mass of softmax ("mass").
+        channels: number of these channels.
         routed: "all" heads, or the heads of "recall"; the others then have the window and sinks alone.
     """
 
@@ -56,6 +59,7 @@ class Form:
     group: int = 1
     last: int = 1
     score: str = "mean"
+    channels: int = 8
     routed: str = "all"
 
     @property
@@ -76,6 +80,12 @@ FORMS = {
     "34 blocks, true mass": Form(128, blocks=34, score="mass"),
     "34 blocks, recall's heads": Form(128, blocks=34, routed="recall"),
     "68 blocks of 4": Form(128, blocks=68, size=4),
+    "34 blocks, 8 channels": Form(128, blocks=34, score="channels"),
+    "272 keys, 8 channels": Form(128, blocks=272, size=1, score="channels"),
+    "272 keys, 4 channels": Form(128, blocks=272, size=1, score="channels", channels=4),
+    "128 keys, 8 channels": Form(128, blocks=128, size=1, score="channels"),
+    "272 keys, true mass": Form(128, blocks=272, size=1, score="mass"),
+    "544 keys, 8 channels": Form(128, blocks=544, size=1, score="channels"),
     "softmax, recall's heads": Form(128, blocks=10**6, routed="recall"),
 }
 
@@ -87,6 +97,12 @@ def block_scores(q: Tensor, k: Tensor, form: Form, scaling: float) -> Tensor:
     blocks = k[:, : count * form.size].unflatten(1, (count, form.size))
     if form.score == "mean":
         return queries.mean(dim=2) @ blocks.mean(dim=2).mT
+    if form.score == "channels":
+        mean = queries.mean(dim=2)
+        largest = mean.abs().topk(form.channels, dim=-1, sorted=False).indices
+        some = torch.zeros_like(mean).scatter(-1, largest, mean.gather(-1, largest))
+        products = some @ blocks.flatten(1, 2).mT
+        return products if form.size == 1 else products.unflatten(2, (count, form.size)).amax(dim=-1)
     scores = (queries.flatten(1, 2) @ blocks.flatten(1, 2).mT * scaling).unflatten(2, (count, form.size)).logsumexp(-1)
     return scores.unflatten(1, (-1, form.group)).logsumexp(2)
 
@@ -102,7 +118,7 @@ def visible(q: Tensor, k: Tensor, form: Form, start: int, scaling: float, routed
     # Only blocks with a key that has left the window of the group's first query.
     first = start + form.group * torch.arange(scores.shape[1])[:, None]
     scores = scores.masked_fill(form.size * torch.arange(scores.shape[2]) > first - form.window, -math.inf)
-    best = scores.topk(min(form.blocks, scores.shape[-1]), dim=-1)
+    best = scores.topk(min(form.blocks, scores.shape[-1]), dim=-1, sorted=False)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, best.values > -math.inf)
     keys = chosen.repeat_interleave(form.group, 1)[:, : q.shape[1]].repeat_interleave(form.size, 2)
     keys = F.pad(keys, (0, k.shape[1] - keys.shape[2]))
@@ -214,13 +230,15 @@ def main(words: list[str] | None = None) -> None:
     draw = torch.Generator().manual_seed(0)
     rows = [row_with_numbers(tokenizer, ids[n * args.length :], args.length, draw) for n in range(args.rows)]
     done: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    for name in args.forms:
-        if f"{name}, {args.length}" in done:
+    for number, name in itertools.product(range(args.rows), args.forms):
+        title = f"{name}, {args.length}"
+        results = done.get(title, {"rows": []})["rows"]
+        if len(results) > number:
             continue
         Attention.form, Attention.read, start = FORMS[name], [], time.perf_counter()
-        results = [measure(model, row) for row in rows]
+        results.append(measure(model, rows[number]))
         nats, tokens = sum(r["nats"] for r in results), sum(r["tokens"] for r in results)
-        done[f"{name}, {args.length}"] = {
+        done[title] = {
             "form": asdict(FORMS[name]),
             "perplexity": math.exp(nats / tokens),
             "found": "".join(r["found"] for r in results),
@@ -230,7 +248,7 @@ def main(words: list[str] | None = None) -> None:
             "rows": results,
         }
         output.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
-        print(name, {k: v for k, v in done[f"{name}, {args.length}"].items() if k not in ("rows", "form")},
+        print(title, {k: v for k, v in done[title].items() if k not in ("rows", "form")},
               f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
 
 

@@ -8,22 +8,24 @@ SCRIPT = script("routed_blocks")
 SIZES = {"size": 2, "window": 5, "sinks": 1, "blocks": 2}
 
 
-@pytest.mark.parametrize("score", ["mean", "mass"])
+@pytest.mark.parametrize("score", ["mean", "mass", "channels"])
 @pytest.mark.parametrize("group", [1, 4])
 def test_what_queries_see(group, score):
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(3, 24, 4, generator=draw) for _ in range(2))
-    form = SCRIPT.Form(**SIZES, group=group, score=score)
+    form = SCRIPT.Form(**SIZES, group=group, score=score, channels=3)
     seen = SCRIPT.visible(q[:, 8:], k, form, 8, 0.5, [0, 2])
     for head in range(3):
         for place in range(8, 24):
             first = place - place % group
-            scores = {
-                block: sum((0.5 * q[head, first : first + group] @ k[head, block : block + 2].T).exp().flatten())
-                if score == "mass"
-                else q[head, first : first + group].mean(0) @ k[head, block : block + 2].mean(0)
-                for block in range(0, first - 4, 2)
-            }
+            mean = q[head, first : first + group].mean(0)
+            largest = mean * (mean.abs() > mean.abs().min())
+            judge = {
+                "mean": lambda keys, mean=mean: mean @ keys.mean(0),
+                "mass": lambda keys, own=q[head, first : first + group]: (0.5 * own @ keys.T).exp().sum(),
+                "channels": lambda keys, largest=largest: (keys @ largest).max(),
+            }[score]
+            scores = {block: judge(k[head, block : block + 2]) for block in range(0, first - 4, 2)}
             best = sorted(scores, key=scores.get)[-2:] if head != 1 else []
             want = {0, *range(place - 4, place + 1), *(key for block in best for key in (block, block + 1))}
             assert set(seen[head, place - 8].nonzero()[:, 0].tolist()) == want
