@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -86,6 +87,9 @@ FORMS = {
     "128 keys, 8 channels": Form(128, blocks=128, size=1, score="channels"),
     "272 keys, true mass": Form(128, blocks=272, size=1, score="mass"),
     "544 keys, 8 channels": Form(128, blocks=544, size=1, score="channels"),
+    "64 keys, 8 channels": Form(32, blocks=64, size=1, score="channels"),
+    "8 blocks": Form(32, blocks=8),
+    "window 32": Form(32),
     "softmax, recall's heads": Form(128, blocks=10**6, routed="recall"),
 }
 
@@ -183,9 +187,16 @@ def row_with_numbers(tokenizer: Any, text: Tensor, length: int, draw: torch.Gene
     return {"ids": torch.tensor(ids), "text": torch.tensor(of_text), "answers": torch.tensor(answers)}
 
 
+def copied_row(text: Tensor) -> dict[str, Tensor]:
+    """Return a row of a passage read twice; its only answer is the second reading but for the first token."""
+    answer = torch.tensor([[len(text) + 1, 2 * len(text)]])
+    return {"ids": torch.cat([text, text]), "text": torch.arange(2 * len(text)) < len(text), "answers": answer}
+
+
 @torch.no_grad()
 def measure(model: Any, row: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the summed loss of the text, its tokens, the answers ("1" right) and their log-probabilities."""
+    """Return the summed loss of the text, its tokens, and of the answers: which are right ("1"), the share of their
+    tokens that are right, and their log-probabilities."""
     hidden = model.model(row["ids"][None], use_cache=False).last_hidden_state[0]
     losses, hits = [], []
     for part, wanted in zip(hidden[:-1].split(256), row["ids"][1:].split(256), strict=True):
@@ -200,6 +211,7 @@ def measure(model: Any, row: dict[str, Tensor]) -> dict[str, Any]:
         "nats": float(loss[of_text].sum()),
         "tokens": int(of_text.sum()),
         "found": "".join(str(int(bool(right[a:b].all()))) for a, b in row["answers"].tolist()),
+        "right": float(torch.cat([right[a:b] for a, b in row["answers"].tolist()]).float().mean()),
         "log_probabilities": [round(-float(loss[a:b].sum()), 3) for a, b in row["answers"].tolist()],
     }
 
@@ -211,6 +223,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", required=True, help="text to measure on")
     parser.add_argument("--length", type=int, default=4096, help="tokens per row")
     parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--copies", type=int, default=0, help="read N passages twice instead: rows of copied text")
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), help="forms; by default all")
     parser.add_argument("--output", required=True)
     args = parser.parse_args(words)
@@ -228,10 +241,14 @@ def main(words: list[str] | None = None) -> None:
     model.set_attn_implementation("routed")
     ids = torch.tensor(tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"])
     draw = torch.Generator().manual_seed(0)
-    rows = [row_with_numbers(tokenizer, ids[n * args.length :], args.length, draw) for n in range(args.rows)]
+    if args.copies:
+        half = args.length // 2
+        rows = [copied_row(ids[n * half : (n + 1) * half]) for n in range(args.copies)]
+    else:
+        rows = [row_with_numbers(tokenizer, ids[n * args.length :], args.length, draw) for n in range(args.rows)]
     done: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
-    for number, name in itertools.product(range(args.rows), args.forms):
-        title = f"{name}, {args.length}"
+    for number, name in itertools.product(range(len(rows)), args.forms):
+        title = f"{name}, {args.length}" + ", copied" * (args.copies > 0)
         results = done.get(title, {"rows": []})["rows"]
         if len(results) > number:
             continue
@@ -242,11 +259,13 @@ def main(words: list[str] | None = None) -> None:
             "form": asdict(FORMS[name]),
             "perplexity": math.exp(nats / tokens),
             "found": "".join(r["found"] for r in results),
-            "log_probability": sum(sum(r["log_probabilities"]) for r in results) / len(NAMES) / len(results),
+            "log_probability": statistics.fmean(x for r in results for x in r["log_probabilities"]),
             "share of the row": FORMS[name].reads / args.length if FORMS[name].window else 1.0,
             "share of the earlier keys": sum(Attention.read) / len(Attention.read),
             "rows": results,
         }
+        if args.copies:
+            done[title]["copied"] = sum(r["right"] for r in results) / len(results)
         output.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
         print(title, {k: v for k, v in done[title].items() if k not in ("rows", "form")},
               f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
