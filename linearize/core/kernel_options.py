@@ -47,8 +47,8 @@ class Additions:
     )
     routed_blocks: str | int = option(
         "",
-        f"softmax for K blocks of B keys (by default {BLOCK_SIZE}) outside the window as well: those whose mean key "
-        "fits the query best; all keys stay in memory",
+        f"softmax for K blocks of B keys (by default {BLOCK_SIZE}) outside the window as well: those with keys that "
+        "fit the query best; all keys stay in memory",
         metavar="K[:B]",
     )
 

@@ -135,8 +135,8 @@ SCALES = ("none", "linear", "network")
 """Kinds of learned log-scales (`linearize.attention.hybrid`)."""
 
 
-BLOCK_SIZE = 8
-"""Keys of a routed block by default: smaller blocks find more with as many keys (docs/benchmarks/routed.md)."""
+BLOCK_SIZE = 1
+"""Keys of a routed block by default: single keys find more than larger blocks (docs/benchmarks/routed.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Routed blocks: softmax for the blocks of keys that each query looks up, under the denominator of the window.
 
-The tokens of a row, counted without padding, form blocks of B keys. Query i chooses the K blocks whose mean key has the
-largest product with q_i (`linearize.ops.window_parts.choose_blocks`). Their keys outside the window and the sinks get
-the weight exp(scaling q_i . k_j) instead of the kernel's. The choice has no gradient; the chosen keys have.
+The tokens of a row, counted without padding, form blocks of B keys. Query i chooses the K blocks with the key of
+largest product with q_i, in the 8 largest channels of q_i alone (`linearize.ops.window_parts.block_scores`). Their
+keys outside the window and the sinks get the weight exp(scaling q_i . k_j) instead of the kernel's. The choice has no
+gradient; the chosen keys have.
 
-A query reads only the mean keys and the keys that it has chosen. The kernel's weights of these are subtracted from its
+A query reads only those channels and the keys that it has chosen. The kernel's weights of these are subtracted from its
 sum over all keys:
 
     sum over chosen j of  (exp(scaling q_i . k_j) - exp(a_i + c_j) phi(q_i) . phi(k_j)) [v_j, 1]
@@ -13,7 +14,7 @@ A difference of large sums is inexact, so this is done only where the subtracted
 softmax's weights of the same keys, as they are after training. Otherwise the query sums up the kernel's weights of all
 keys in the other blocks (`unchosen_sum`).
 
-Mean keys that choose blocks are from Lu et al. 2025 (MoBA), https://arxiv.org/abs/2502.13189, section 2.2.
+The choice by the largest channels is from Ribar et al. 2024 (SparQ), https://arxiv.org/abs/2312.04985.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from linearize.ops.window_parts import (
     WindowState,
     are_chosen,
     best_blocks,
-    block_means,
     choose_blocks,
 )
 
@@ -56,13 +56,13 @@ class Memory(NamedTuple):
     Attributes:
         k: [B, K, N, D] in order; zeros from place `tokens` on. N is a multiple of the block size.
         v: [B, K, N, V], their values.
-        summaries: [B, K, N / size, D] in fp32, the mean keys of the blocks.
+        channels: [B, K, D, N], the keys by channel, by which blocks are chosen.
         tokens: [B], number of keys.
     """
 
     k: Tensor
     v: Tensor
-    summaries: Tensor
+    channels: Tensor
     tokens: Tensor
 
     @classmethod
@@ -70,38 +70,34 @@ class Memory(NamedTuple):
         """Return the memory of keys [B, K, T, D] and values [B, K, T, V]."""
         ends = (0, 0, 0, -k.shape[2] % size)
         k, v = F.pad(k, ends), F.pad(v, ends)
-        return cls(k, v, block_means(k, count, size), count)
+        return cls(k, v, k.mT.contiguous(), count)
 
     @classmethod
     def after(cls, old: WindowState, k: Tensor, v: Tensor, count: Tensor, size: int) -> Memory:
         """Add keys [B, K, T, D] and values [B, K, T, V], of which `count` [B] are tokens, to the memory of a state.
 
-        One token, without a gradient, is written into the state's tensors, and only its block is summarised again.
+        One token, without a gradient, is written into the state's tensors.
         """
-        assert old.all_k is not None and old.all_v is not None and old.summaries is not None and old.tokens is not None
+        assert old.all_k is not None and old.all_v is not None and old.channels is not None and old.tokens is not None
         (capacity, new), before = (old.all_k.shape[2], k.shape[2]), old.tokens
         index = (before[:, None] + torch.arange(new, device=k.device))[:, None, :, None]
         needed, writable = int(before.max()) + new, torch.is_inference_mode_enabled() or not old.all_k.is_inference()
         if new == 1 and needed <= capacity and writable and not torch.is_grad_enabled():
             for past, x in ((old.all_k, k), (old.all_v, v)):
                 past.scatter_(2, index.expand_as(x), x.to(past.dtype))
-            block = index // size
-            inside = size * block + torch.arange(size, device=k.device)[:, None]
-            keys = old.all_k.gather(2, inside.expand(-1, k.shape[1], -1, k.shape[3]))
-            mean = block_means(keys, before + count - size * block[:, 0, 0, 0], size)
-            old.summaries.scatter_(2, block.expand_as(mean), mean)
-            return cls(old.all_k, old.all_v, old.summaries, before + count)
+            old.channels.scatter_(3, index.expand_as(k).mT, k.mT.to(old.channels.dtype))
+            return cls(old.all_k, old.all_v, old.channels, before + count)
         more = max(needed - capacity, capacity // SPARE) if needed > capacity else 0
         ends = (0, 0, 0, more + -(capacity + more) % size)
         all_k, all_v = (
             F.pad(past, ends).scatter_(2, index.expand_as(x), x.to(past.dtype))
             for past, x in ((old.all_k, k), (old.all_v, v))
         )
-        return cls(all_k, all_v, block_means(all_k, before + count, size), before + count)
+        return cls(all_k, all_v, all_k.mT.contiguous(), before + count)
 
     def present(self) -> dict[str, Tensor]:
         """Return it as fields of `WindowState`."""
-        return {"all_k": self.k, "all_v": self.v, "summaries": self.summaries, "tokens": self.tokens}
+        return {"all_k": self.k, "all_v": self.v, "channels": self.channels, "tokens": self.tokens}
 
 
 def routed_parts(
@@ -124,7 +120,7 @@ def routed_parts(
         linear: the kernel's parts of all these keys.
         choose: how blocks are chosen by their scores.
     """
-    chosen = choose_blocks(queries.x, memory.summaries, places, memory.tokens, window, choose)
+    chosen = choose_blocks(queries.x, memory.channels, places, memory.tokens, window, choose)
     reads = chosen[0].numel() * window.block_size
     if isinstance(given, Mapped) or reads > memory.k.shape[1] * memory.k.shape[2]:
         given = _all_mapped(given, memory.k)
@@ -165,7 +161,7 @@ def looked_up(
     Arguments as in `routed_parts`, and `chosen` [B, H, T, n], the result of `choose_blocks`.
     """
     (batch, heads, tokens, slots), size = chosen.shape, window.block_size
-    key_heads, blocks = memory.k.shape[1], memory.summaries.shape[2]
+    key_heads, blocks = memory.k.shape[1], memory.k.shape[2] // window.block_size
     # One row per query of each head; blocks are counted over all batch entries and key heads.
     first = blocks * torch.arange(batch * key_heads, device=chosen.device).view(batch, key_heads, 1, 1)
     table = (chosen.clamp(min=0) + first.repeat_interleave(heads // key_heads, dim=1)).flatten(0, 2)
@@ -306,7 +302,7 @@ def unchosen_sum(
         key = torch.arange(seen, device=places.device)
         far = ~window.holds(places[:, part, None] - key) & (key >= window.sinks)
         far = (far & (key < memory.tokens[:, None])[:, None])[:, None]
-        own = are_chosen(chosen[:, :, part], memory.summaries.shape[2])
+        own = are_chosen(chosen[:, :, part], memory.k.shape[2] // window.block_size)
         own = own.repeat_interleave(window.block_size, dim=3)[..., :seen]
         some = Mapped(queries.x, queries.phi[:, :, part], queries.scale()[:, :, part])
         phi, scale = keys.phi[:, :, :seen], keys.scale()[:, :, :seen]

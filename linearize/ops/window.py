@@ -36,7 +36,7 @@ from linearize.ops.window_parts import (
     WindowState,
     are_chosen,
     best_blocks,
-    block_means,
+    by_channel,
     choose_blocks,
     collect,
     join,
@@ -147,13 +147,13 @@ class NearKeys:
     """
 
     def __init__(self, window: Window, priority: Tensor, k: Tensor | None = None) -> None:
-        self.window, self.kept, self.means = window, None, None
+        self.window, self.kept, self.channels = window, None, None
         slots, tokens = window.exact_keys, priority.shape[-1]
         if window.blocks:
             assert k is not None
             k = k.flatten(0, 1)[:, None]
             self.count = torch.full((len(k),), tokens, device=k.device)
-            self.means = block_means(k, self.count, window.block_size)
+            self.channels = by_channel(k, window)
         if not slots:
             return
         there = torch.arange(tokens, device=priority.device) >= window.sinks
@@ -173,10 +173,10 @@ class NearKeys:
         distance = places[:, None] - keys
         window = self.window
         near = window.holds(distance) | (keys < window.sinks)
-        if self.means is not None:
+        if self.channels is not None:
             assert queries is not None
-            chosen = choose_blocks(queries, self.means, places.expand(len(self.count), -1), self.count, window)
-            chosen = are_chosen(chosen, self.means.shape[2])
+            chosen = choose_blocks(queries, self.channels, places.expand(len(self.count), -1), self.count, window)
+            chosen = are_chosen(chosen, self.channels.shape[3] // window.block_size)
             return near | chosen.repeat_interleave(window.block_size, dim=3)[..., :seen]
         if self.kept is None:
             return near

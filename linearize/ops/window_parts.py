@@ -133,7 +133,7 @@ class WindowState(NamedTuple):
         all_k: [B, K, N, D] all keys in order, then zeros; this and all below are None without routed blocks. N is a
             multiple of the block size.
         all_v: [B, K, N, V].
-        summaries: [B, K, N / size, D] in fp32, the mean keys of the blocks.
+        channels: [B, K, D, N], all keys by channel.
     """
 
     kv: Tensor
@@ -151,7 +151,7 @@ class WindowState(NamedTuple):
     kept_place: Tensor | None = None
     all_k: Tensor | None = None
     all_v: Tensor | None = None
-    summaries: Tensor | None = None
+    channels: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WindowState:
@@ -253,22 +253,42 @@ def ranks(priority: Tensor) -> Tensor:
     return priority.detach().float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def block_means(k: Tensor, count: Tensor, size: int) -> Tensor:
-    """Return the mean keys [B, K, M, D] in fp32 of the blocks of k [B, K, S, D], the last one of fewer keys.
+CHANNELS = 8
+"""Channels of a query by which it chooses blocks (docs/benchmarks/routed.md)."""
 
-    Keys from place `count` [B] on are zero and do not count.
+
+def by_channel(k: Tensor, window: Window) -> Tensor:
+    """Return keys [B, K, S, D] by channel, [B, K, D, N], with zeros up to whole blocks."""
+    return F.pad(k, (0, 0, 0, -k.shape[2] % window.block_size)).mT.contiguous()
+
+
+def block_scores(q: Tensor, channels: Tensor, count: Tensor, size: int) -> Tensor:
+    """Return the scores [B, H, R, M] of blocks of `size` keys for queries [B, H, R, D].
+
+    A block's score is its largest product of a key with the query, in the `CHANNELS` largest channels of the query
+    alone. The keys are given by channel, [B, K, D, M * size]; those from place `count` [B] on do not count.
     """
-    blocks = -(-k.shape[2] // size)
-    sums = F.pad(k.float(), (0, 0, 0, blocks * size - k.shape[2])).unflatten(2, (blocks, size)).sum(dim=3)
-    exist = count[:, None] - size * torch.arange(blocks, device=k.device)
-    return sums / exist.clamp(min=1, max=size)[:, None, :, None]
+    (heads, rows, width), key_heads = q.shape[1:], channels.shape[1]
+    q = q.float()
+    if width > CHANNELS:
+        index = q.abs().topk(CHANNELS, dim=-1, sorted=False).indices
+        if rows * heads * CHANNELS < width * key_heads:
+            # Few queries: read only their channels.
+            own = channels[:, :, None].expand(-1, -1, heads // key_heads, -1, -1).flatten(1, 2)
+            own = own.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, channels.shape[3]))
+            own = own.unflatten(2, (rows, CHANNELS)).float()
+            products = (q.gather(-1, index)[..., None, :] @ own)[..., 0, :]
+            return _block_maxima(products, count, size)
+        q = torch.zeros_like(q).scatter(-1, index, q.gather(-1, index))
+    products = group_queries(q, key_heads).flatten(2, 3) @ channels.float()
+    return _block_maxima(products.unflatten(2, (heads // key_heads, -1)).flatten(1, 2), count, size)
 
 
-def block_scores(q: Tensor, summaries: Tensor) -> Tensor:
-    """Return the scores [B, H, R, M] of blocks for queries [B, H, R, D], given the `block_means` [B, K, M, D]."""
-    heads, key_heads = q.shape[1], summaries.shape[1]
-    scores = group_queries(q.float(), key_heads).flatten(2, 3) @ summaries.mT
-    return scores.unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
+def _block_maxima(products: Tensor, count: Tensor, size: int) -> Tensor:
+    if size == 1:
+        return products
+    gone = torch.arange(products.shape[-1], device=products.device) >= count[:, None]
+    return ranks(products).masked_fill(gone[:, None, None], -torch.inf).unflatten(3, (-1, size)).amax(dim=-1)
 
 
 def best_blocks(scores: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
@@ -292,12 +312,12 @@ def best_blocks(scores: Tensor, places: Tensor, count: Tensor, window: Window) -
 Choose = Callable[[Tensor, Tensor, Tensor, Window], Tensor]
 """Does what `best_blocks` does."""
 CHOSEN_AT_ONCE = 1 << 20
-"""Most scores of blocks that are computed at once."""
+"""Most scores of keys that are computed at once."""
 
 
 @torch.no_grad()
 def choose_blocks(
-    q: Tensor, summaries: Tensor, places: Tensor, count: Tensor, window: Window, choose: Choose = best_blocks
+    q: Tensor, channels: Tensor, places: Tensor, count: Tensor, window: Window, choose: Choose = best_blocks
 ) -> Tensor:
     """Return the blocks that each query looks up: those of highest score.
 
@@ -306,7 +326,7 @@ def choose_blocks(
 
     Args:
         q: queries [B, H, R, D].
-        summaries: what `block_scores` reads, of M blocks.
+        channels: [B, K, D, N], keys by channel; N is a multiple of the block size.
         places: [B, R], places of the queries, counted without padding; causally, R - r places after query r must exist.
         count: [B], number of keys.
         window: the form of the attention.
@@ -315,15 +335,16 @@ def choose_blocks(
     Returns:
         [B, H, R, n] int64, numbers of blocks in any order, -1 where there are too few candidates; n is at most K.
     """
-    (batch, heads, rows, _), blocks, found = q.shape, summaries.shape[2], []
-    step = max(1, CHOSEN_AT_ONCE // max(1, batch * heads * blocks))
+    (batch, heads, rows, _), size, found = q.shape, window.block_size, []
+    blocks = channels.shape[3] // size
+    step = max(1, CHOSEN_AT_ONCE // max(1, batch * heads * channels.shape[3]))
     for start in range(0, rows, step):
         part, seen = slice(start, min(start + step, rows)), blocks
         if window.causal:
             # No query of the part has a candidate after its window.
-            last = window.block_size * blocks - rows + part.stop - 1 - window.size
-            seen = max(0, last // window.block_size + 1)
-        best = choose(block_scores(q[:, :, part], summaries[:, :, :seen]), places[:, part], count, window)
+            seen = max(0, (size * blocks - rows + part.stop - 1 - window.size) // size + 1)
+        scores = block_scores(q[:, :, part], channels[..., : seen * size], count, size)
+        best = choose(scores, places[:, part], count, window)
         found.append(F.pad(best, (0, min(window.blocks, blocks) - best.shape[-1]), value=-1))
     return torch.cat(found, dim=2)
 
@@ -397,13 +418,10 @@ def window_weights(
         kept = strongest(scale[:, :, None].expand(form), candidates.expand(form), window.exact_keys)
         near = near | kept.repeat_interleave(groups, dim=1)
     if window.blocks:
-        own = ((place - 1).clamp(min=0) // window.block_size)[:, :, None]
-        inside = (own == torch.arange(-(-k.shape[2] // window.block_size), device=k.device)) & real[:, :, None]
-        sums = inside.float().mT[:, None] @ k.float()
-        means = sums / inside.sum(dim=1).clamp(min=1)[:, None, :, None]
-        chosen = choose_blocks(q, means, (of_queries - 1).clamp(min=0), place[:, -1], window)
-        chosen = are_chosen(chosen, means.shape[2])
-        near = near | chosen.gather(3, own[:, None, None, :, 0].expand(*chosen.shape[:3], -1))
+        own, channels = (place - 1).clamp(min=0) // window.block_size, by_channel(take(k, real_first(real)), window)
+        chosen = choose_blocks(q, channels, (of_queries - 1).clamp(min=0), place[:, -1], window)
+        chosen = are_chosen(chosen, channels.shape[3] // window.block_size)
+        near = near | chosen.gather(3, own[:, None, None].expand(*chosen.shape[:3], -1))
     products = phi_q.float() @ phi_k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     scores = (q.float() * window.scaling) @ k.float().repeat_interleave(groups, 1).transpose(-1, -2)
     exponents = queries.scale()[..., None] + scale.repeat_interleave(groups, 1)[..., None, :]

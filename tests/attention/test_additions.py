@@ -138,7 +138,7 @@ def test_pieces_equal_the_whole(switch, info, arguments, direction, hybrid, nati
     got, want = torch.cat(outputs, dim=2)[real], want[real]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * max(1.0, float(want.abs().max())))
     # The linear part's sums are all that has the size of features.
-    assert {x.shape[3] for name, x in state.items() if x.ndim == 4 and name != "kv"} <= {DIM, WIDTH}
+    assert {x.shape[3] for name, x in state.items() if x.ndim == 4 and name not in ("kv", "channels")} <= {DIM, WIDTH}
 
 
 @ENGINES

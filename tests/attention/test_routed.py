@@ -43,10 +43,11 @@ def softmax(q, k, v, causal):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("blocks", ["2:3", "6:1"])
 @torch.no_grad()
-def test_weights_are_the_written_out_ones(direction, layout):
+def test_weights_are_the_written_out_ones(blocks, direction, layout):
     """Blocks are counted without padding, and each query head of a group chooses its own."""
-    mixer, mask = stirred(HEDGEHOG, {}, direction, **ROUTED), mask_of(layout)
+    mixer, mask = stirred(HEDGEHOG, {}, direction, **ROUTED | {"routed_blocks": blocks}), mask_of(layout)
     q, k, v = make_inputs(TOKENS)
     got = run(mixer, q, k, v, mask)[0]
     for row, real in enumerate(mask):
@@ -123,12 +124,13 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
 def test_no_tensor_is_as_large_as_all_weights(direction, monkeypatch):
     monkeypatch.setattr(routed, "NUMBERS", 1 << 12)
+    monkeypatch.setattr(window_parts, "CHOSEN_AT_ONCE", 1 << 12)
     mixer = stirred(HEDGEHOG, {}, direction, **ROUTED | {"routed_blocks": "2:4"})
     q, k, v = (x.requires_grad_() for x in make_inputs(384, batch=1))
     with Largest() as largest:
         torch.autograd.grad(run(mixer, q, k, v)[0].sum(), [q, k, v, *mixer.parameters()])
-    # The scores of the blocks have a quarter of the numbers of all weights.
-    assert HEADS * 384 * 384 // 4 <= largest.numbers < HEADS * 384 * 384 // 3
+    # The inputs have 384 numbers per channel and head, the weights 384 per query and head.
+    assert HEADS * 384 * DIM <= largest.numbers < HEADS * 384 * 384 // 4
 
 
 @pytest.mark.parametrize("length", [1, 3, 40, 200, 1001])
@@ -158,7 +160,8 @@ def test_a_step_writes_into_the_memory():
         places.add(state["all_k"].data_ptr())
     whole = run(mixer, q, k, v, needs_state=True)[1]
     assert len(places) <= 8 and state["all_k"].shape[2] <= 120 * 9 // 8 + 3
-    for name in ("all_k", "all_v", "summaries"):
+    assert torch.equal(state["channels"], state["all_k"].mT)
+    for name in ("all_k", "all_v"):
         torch.testing.assert_close(state[name][:, :, : whole[name].shape[2]], whole[name], rtol=0, atol=1e-6)
         assert not state[name][:, :, whole[name].shape[2] :].any()
 
@@ -223,7 +226,7 @@ def test_packed_documents_are_rows():
     [
         ({"routed_blocks": 4}, "routed-blocks: got 4 without a window, expected both"),
         (
-            {"window": 4, "routed_blocks": "4"},
+            {"window": 4, "routed_blocks": "4:8"},
             "routed-blocks: got blocks of 8 keys with a window of 4",
         ),
         ({"window": 8, "routed_blocks": 0}, "routed-blocks: got 0, expected a number of blocks"),

@@ -121,7 +121,7 @@ ADDITIONS = {
     "exact keys": {"window": 5, "scale": "network", "sinks": 2, "exact_keys": 3},
     "softmax heads": {"softmax_heads": (0, 3)},
     "all of them": {"window": 5, "sinks": 1, "scale": "linear", "exact_keys": 3, "softmax_heads": (1,)},
-    "routed blocks": {"window": 5, "sinks": 3, "routed_blocks": "2:3"},
+    "routed blocks": {"window": 5, "sinks": 3, "routed_blocks": "6:1"},
     "all with routed blocks": {**WITH_ROUTED, "softmax_heads": (2,), "trained_length": 12},
     "fading": {"window": 5, "scale": "linear", "softmax_heads": (2,), "trained_length": 12},
 }

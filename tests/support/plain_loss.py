@@ -78,7 +78,8 @@ def plain_weights(
         return weights, torch.ones_like(scores[..., :1]), weights
     products, exponents, sizes = kernel_terms(mixer, scaling, q, k, inputs)
     far = products * exponents.exp()
-    near = near_keys(mixer, exponents, visible, scores)
+    judged = largest_channels(q, 8) @ k.double().repeat_interleave(len(q) // len(k), 0).mT
+    near = near_keys(mixer, exponents, visible, judged)
     weights = torch.where(near, scores.exp(), far).masked_fill(~visible, 0.0)
     # The logarithm of a weight that is almost zero is cut off and has no slope.
     logs = products.clamp(min=TINY).log() + torch.where(products > TINY, exponents, exponents.detach())
@@ -136,8 +137,16 @@ def learned(scale: Any, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def largest_channels(q: Tensor, count: int) -> Tensor:
+    """Return queries [H, T, D] in fp64, zero but for the channels of largest magnitude."""
+    return q.double() * (q.abs() >= q.abs().sort(dim=-1).values[..., -min(count, q.shape[-1]), None])
+
+
 def near_keys(mixer: Any, exponents: Tensor, visible: Tensor, scores: Tensor) -> Tensor:
-    """Return which keys get softmax's score, [H, T, T]: those of the window, sinks, exact keys and routed blocks."""
+    """Return which keys get softmax's score, [H, T, T]: those of the window, sinks, exact keys and routed blocks.
+
+    Blocks are chosen by the scores [H, T, T].
+    """
     hybrid, causal = mixer.hybrid, mixer.shape.causal
     near = torch.zeros(exponents.shape, dtype=torch.bool)
     if hybrid.window is None:
@@ -155,14 +164,11 @@ def near_keys(mixer: Any, exponents: Tensor, visible: Tensor, scores: Tensor) ->
 
 
 def looked_up(hybrid: Any, far: set[int], scores: Tensor) -> list[int]:
-    """Return the keys of the blocks that a row looks up, given the keys outside its window and all scores [T].
-
-    The mean of a block's scores is the score of its mean key.
-    """
+    """Return the keys of the blocks that a row looks up, given the keys outside its window and scores of all [T]."""
     count, size = hybrid.blocks
     blocks = [range(first, min(first + size, len(scores))) for first in range(0, len(scores), size)]
     candidates = [block for block in blocks if far & set(block) and block[-1] >= hybrid.sinks]
-    best = sorted(candidates, key=lambda block: -float(scores[list(block)].mean()))[:count]
+    best = sorted(candidates, key=lambda block: -float(scores[list(block)].max()))[:count]
     return [j for block in best for j in block]
 
 

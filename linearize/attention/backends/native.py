@@ -129,19 +129,19 @@ def _attend_routed(
 ) -> tuple[Tensor, MixerState | None]:
     """Attend with routed blocks, to a call whose padding is last."""
     native, mask, real = call.native, call.key_padding_mask, real_tokens(call.k, call.key_padding_mask)
-    count, (k, v) = real.sum(dim=1), (without_padding(x, mask) for x in (call.k, call.v))
-    queries, keys = mixer.features(call, (options.query_scale, options.log_scale))
-    sides = Mapped(call.q, *queries), Mapped(k, *keys)
+    count, (q, k, v) = real.sum(dim=1), (without_padding(x, mask) for x in (call.q, call.k, call.v))
+    queries, keys = mixer.features(replace(call, q=q, k=k), (options.query_scale, options.log_scale))
+    sides = Mapped(q, *queries), Mapped(k, *keys)
     with torch.no_grad():
-        near = native.window(maps_of(mixer), call.q, k, v.float(), options, form)
+        near = native.window(maps_of(mixer), q, k, v.float(), options, form)
         memory = Memory.of(k, v, count, form.block_size)
         places = torch.arange(k.shape[2]).expand(len(k), -1)
-        chosen = choose_blocks(call.q, memory.summaries, places, count, form, native.choose)
+        chosen = choose_blocks(q, memory.channels, places, count, form, native.choose)
         result = native.routed(*sides, v, count, chosen, form, near)
     if result is None:
         out, _ = window_attention(*sides, v.float(), form, key_padding_mask=mask)
     elif torch.is_grad_enabled():
-        out = WindowedAttention.apply(result, options, form, call.q, k, v, *queries, *keys)
+        out = WindowedAttention.apply(result, options, form, q, k, v, *queries, *keys)
     else:
         out = result.out
     out = (out if order is None else put_back(out, order)).to(call.v.dtype)

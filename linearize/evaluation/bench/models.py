@@ -405,10 +405,12 @@ def set_context(cache: Any, context: int) -> None:
 
 def set_memory(state: dict[str, Tensor], context: int) -> None:
     """Make a state with routed blocks remember `context` keys, without a copy if it has room for them."""
-    k, v, size = state["all_k"], state["all_v"], state["all_k"].shape[2] // state["summaries"].shape[2]
-    if k.shape[2] <= context:
+    k, v = state["all_k"], state["all_v"]
+    # A multiple of the block size.
+    size = k.shape[2]
+    if size <= context:
         seen = int(state["tokens"].min())
-        k, v = (_as_many(x[:, :, :seen], context + size) for x in (k, v))
+        k, v = (_as_many(x[:, :, :seen], context + 1) for x in (k, v))
     for x in (k, v):
         x[:, :, context:] = 0.0
     count = torch.full_like(state["tokens"], context)
