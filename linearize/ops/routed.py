@@ -37,7 +37,6 @@ from linearize.ops.window_parts import (
     Window,
     WindowState,
     are_chosen,
-    best_blocks,
     choose_blocks,
 )
 
@@ -107,7 +106,7 @@ def routed_parts(
     places: Tensor,
     window: Window,
     linear: list[Part],
-    choose: Choose = best_blocks,
+    choose: Choose = choose_blocks,
 ) -> list[Part]:
     """Return the parts of all keys outside the window and the sinks: the chosen ones with softmax, the rest linear.
 
@@ -118,9 +117,9 @@ def routed_parts(
         places: [B, T], the queries' places, counted without padding.
         window: the form of the attention.
         linear: the kernel's parts of all these keys.
-        choose: how blocks are chosen by their scores.
+        choose: how blocks are chosen.
     """
-    chosen = choose_blocks(queries.x, memory.channels, places, memory.tokens, window, choose)
+    chosen = choose(queries.x, memory.channels, places, memory.tokens, window)
     reads = chosen[0].numel() * window.block_size
     if isinstance(given, Mapped) or reads > memory.k.shape[1] * memory.k.shape[2]:
         given = _all_mapped(given, memory.k)

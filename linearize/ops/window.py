@@ -35,7 +35,6 @@ from linearize.ops.window_parts import (
     Window,
     WindowState,
     are_chosen,
-    best_blocks,
     by_channel,
     choose_blocks,
     collect,
@@ -54,7 +53,7 @@ def window_attention(
     *,
     key_padding_mask: Tensor | None = None,
     initial_state: WindowState | None = None,
-    choose: Choose = best_blocks,
+    choose: Choose = choose_blocks,
 ) -> tuple[Tensor, WindowState | None]:
     """Attend with softmax inside a window and with a feature map outside it, without a T x T matrix.
 
@@ -65,7 +64,7 @@ def window_attention(
         window: the form of the attention: size, direction, sinks and exact keys.
         key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
         initial_state: the state before these tokens (causal only).
-        choose: how routed blocks are chosen by their scores.
+        choose: how routed blocks are chosen.
 
     Returns:
         Output [B, H, T, V] in `v`'s dtype, and the state after the last token; None if not causal.
@@ -87,7 +86,7 @@ def window_attention(
 
 
 def bidirectional_parts(
-    queries: Mapped, given: Mapped, keys: Keys, window: Window, choose: Choose = best_blocks
+    queries: Mapped, given: Mapped, keys: Keys, window: Window, choose: Choose = choose_blocks
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
     tokens, columns = queries.x.shape[2], []

@@ -39,7 +39,7 @@ from linearize.ops.window_parts import (
     Unmapped,
     Window,
     WindowState,
-    best_blocks,
+    choose_blocks,
     collect,
     pick,
     places_of,
@@ -184,7 +184,7 @@ def causal_parts(
     keys: Keys,
     window: Window,
     old: WindowState | None,
-    choose: Choose = best_blocks,
+    choose: Choose = choose_blocks,
 ) -> tuple[list[Part], WindowState]:
     """Return the parts beyond the window and inside it, with sinks and exact keys, and the state after these tokens.
 

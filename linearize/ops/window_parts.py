@@ -271,7 +271,8 @@ def block_scores(q: Tensor, channels: Tensor, count: Tensor, size: int) -> Tenso
     (heads, rows, width), key_heads = q.shape[1:], channels.shape[1]
     q = q.float()
     if width > CHANNELS:
-        index = q.abs().topk(CHANNELS, dim=-1, sorted=False).indices
+        # Of equally large channels the first, in whole rows and in steps: half precision has many of them.
+        index = q.abs().sort(dim=-1, descending=True, stable=True).indices[..., :CHANNELS]
         if rows * heads * CHANNELS < width * key_heads:
             # Few queries: read only their channels.
             own = channels[:, :, None].expand(-1, -1, heads // key_heads, -1, -1).flatten(1, 2)
@@ -309,16 +310,12 @@ def best_blocks(scores: Tensor, places: Tensor, count: Tensor, window: Window) -
     return _highest(scores, min(window.blocks, scores.shape[-1]))
 
 
-Choose = Callable[[Tensor, Tensor, Tensor, Window], Tensor]
-"""Does what `best_blocks` does."""
 CHOSEN_AT_ONCE = 1 << 20
 """Most scores of keys that are computed at once."""
 
 
 @torch.no_grad()
-def choose_blocks(
-    q: Tensor, channels: Tensor, places: Tensor, count: Tensor, window: Window, choose: Choose = best_blocks
-) -> Tensor:
+def choose_blocks(q: Tensor, channels: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
     """Return the blocks that each query looks up: those of highest score.
 
     Only blocks with a key outside the window and after the sinks are candidates. Causally such a block is complete, as
@@ -330,7 +327,6 @@ def choose_blocks(
         places: [B, R], places of the queries, counted without padding; causally, R - r places after query r must exist.
         count: [B], number of keys.
         window: the form of the attention.
-        choose: how to choose by the scores; the native op is faster.
 
     Returns:
         [B, H, R, n] int64, numbers of blocks in any order, -1 where there are too few candidates; n is at most K.
@@ -344,9 +340,13 @@ def choose_blocks(
             # No query of the part has a candidate after its window.
             seen = max(0, (size * blocks - rows + part.stop - 1 - window.size) // size + 1)
         scores = block_scores(q[:, :, part], channels[..., : seen * size], count, size)
-        best = choose(scores, places[:, part], count, window)
+        best = best_blocks(scores, places[:, part], count, window)
         found.append(F.pad(best, (0, min(window.blocks, blocks) - best.shape[-1]), value=-1))
     return torch.cat(found, dim=2)
+
+
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Window], Tensor]
+"""Does what `choose_blocks` does."""
 
 
 def _highest(scores: Tensor, slots: int) -> Tensor:

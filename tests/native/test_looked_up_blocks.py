@@ -11,7 +11,7 @@ from linearize.attention.backends.choose import choose, explain
 from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
 from linearize.ops import Window
-from linearize.ops.window_parts import best_blocks
+from linearize.ops.window_parts import CHANNELS, choose_blocks
 
 DIRECTIONS = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 LENGTHS = (1, 9, 48, 200, 700)
@@ -129,18 +129,22 @@ def test_weights_that_are_too_large_are_not_subtracted(switch, monkeypatch, caus
 @pytest.mark.parametrize("blocks", [1, 3, 34])
 @pytest.mark.parametrize("count", [5, 40, 900])
 def test_choices_are_those_of_pytorch(switch, count, blocks, causal):
-    """Also among equal scores, NaN and infinity."""
+    """Also among equal scores, NaN and infinity; all numbers are whole, so that sums are exact."""
     switch(True)
     draw = torch.Generator().manual_seed(count)
-    for values, sinks, size in ((3, 0, 1), (10**6, 5, 2), (10**6, 2, 3)):
+    for width, values, sinks, size in ((12, 2, 0, 1), (12, 10**3, 5, 2), (6, 10**3, 2, 3), (20, 10**3, 3, 1)):
         form = Window(7, 1.0, causal, sinks=sinks, blocks=blocks, block_size=size)
-        scores = torch.randint(values, (2, 3, 4, -(-count // size)), generator=draw).float()
-        for odd in (torch.nan, torch.inf, -torch.inf):
-            scores[torch.rand(scores.shape, generator=draw) < 0.05] = odd
+        # No two channels of a query are equally large.
+        q = torch.stack([1 + torch.randperm(width, generator=draw) for _ in range(2 * 4 * 4)]).view(2, 4, 4, width)
+        q = q.float() * (2 * torch.randint(2, q.shape, generator=draw) - 1)
+        channels = torch.randint(-values, values, (2, 2, width, -(-count // size) * size), generator=draw).float()
+        # An infinite number times zero is NaN, so they only stand where all channels count.
+        for odd in (torch.nan, torch.inf, -torch.inf) if width <= CHANNELS else (torch.nan,):
+            channels[(torch.rand(2, 2, 1, channels.shape[3], generator=draw) < 0.05).expand(channels.shape)] = odd
         places = torch.tensor([[0, count // 3, count // 2, count - 1]]).repeat(2, 1)
         counts = torch.tensor([count, count // 2 + 1])
-        got = engine().choose(scores, places, counts, form)
-        assert torch.equal(got.sort(dim=-1).values, best_blocks(scores, places, counts, form).sort(dim=-1).values)
+        got, want = (choose(q, channels, places, counts, form) for choose in (engine().choose, choose_blocks))
+        assert torch.equal(got.sort(dim=-1).values, want.sort(dim=-1).values)
 
 
 def test_the_explanation_names_what_it_does_not_compute(switch):

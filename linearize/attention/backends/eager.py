@@ -10,7 +10,7 @@ from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.parts import NEAR, ROUTED, SCALED
 from linearize.ops import WindowState, advance, bidirectional_attention, floored_attention, window_attention
-from linearize.ops.window_parts import best_blocks
+from linearize.ops.window_parts import choose_blocks
 
 NO_FLOOR = "it does not support a floor for denominators"
 
@@ -55,7 +55,7 @@ class Windowed:
         queries, keys = mixer.sides(call)
         mask, before = call.key_padding_mask, None if call.state is None else WindowState.of(call.state)
         # Stay in fp32 until the output, like all sums.
-        choose = best_blocks if call.native is None else call.native.choose
+        choose = choose_blocks if call.native is None else call.native.choose
         out, state = window_attention(
             queries, keys, call.v, window, key_padding_mask=mask, initial_state=before, choose=choose
         )

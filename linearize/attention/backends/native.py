@@ -22,7 +22,6 @@ from linearize.ops import Mapped, State, Window, causal_attention, window_attent
 from linearize.ops.routed import Memory
 from linearize.ops.state import put_back, real_first, real_tokens, take, without_padding
 from linearize.ops.window_causal import state_after
-from linearize.ops.window_parts import choose_blocks
 
 
 class Native:
@@ -136,7 +135,7 @@ def _attend_routed(
         near = native.window(maps_of(mixer), q, k, v.float(), options, form)
         memory = Memory.of(k, v, count, form.block_size)
         places = torch.arange(k.shape[2]).expand(len(k), -1)
-        chosen = choose_blocks(q, memory.channels, places, count, form, native.choose)
+        chosen = native.choose(q, memory.channels, places, count, form)
         result = native.routed(*sides, v, count, chosen, form, near)
     if result is None:
         out, _ = window_attention(*sides, v.float(), form, key_padding_mask=mask)

@@ -337,20 +337,24 @@ class Engine:
         data.eps, data.causal, data.threads = form.eps, form.causal, self.threads
         self._run(name, byref(data))
 
-    def choose(self, scores: Tensor, places: Tensor, count: Tensor, form: Window) -> Tensor:
-        """Return the blocks of highest score, [B, H, R, n] int64, as `linearize.ops.window_parts.best_blocks` does.
+    def choose(self, q: Tensor, channels: Tensor, places: Tensor, count: Tensor, form: Window) -> Tensor:
+        """Return the blocks that each query looks up, [B, H, R, n], as `linearize.ops.window_parts.choose_blocks` does.
 
-        Shapes: `scores` [B, H, R, M] in fp32, `places` [B, R], `count` [B].
+        Shapes: q [B, H, R, D], `channels` [B, K, D, N], `places` [B, R], `count` [B].
         """
-        scores, places, count = scores.contiguous(), places.contiguous(), count.contiguous()
-        slots = min(form.blocks, scores.shape[-1])
-        chosen = torch.empty(*scores.shape[:3], slots, dtype=torch.int64)
-        data = structures.Choice(*scores.shape, slots, form.block_size, form.size, form.sinks)
-        for name, tensor in (("scores", scores), ("places", places), ("count", count), ("chosen", chosen)):
+        tensors = {"q": q.float(), "channels": channels.float(), "places": places, "count": count}
+        tensors = {name: x.contiguous() for name, x in tensors.items()}
+        (batch, heads, rows, size), (_, key_heads, _, keys) = q.shape, channels.shape
+        blocks = keys // form.block_size
+        slots = min(form.blocks, blocks)
+        tensors["chosen"] = torch.empty(batch, heads, rows, slots, dtype=torch.int64)
+        sizes = (batch, heads, key_heads, rows, blocks, slots, form.block_size, form.size, form.sinks, size, keys)
+        data = structures.Choice(*sizes)
+        for name, tensor in tensors.items():
             setattr(data, name, tensor.data_ptr())
         data.causal, data.threads = form.causal, self.threads
         self._run("choose", byref(data))
-        return chosen
+        return tensors["chosen"]
 
     def supports_window_step(self, q: Tensor, k: Tensor, v: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Tell whether it accepts such tensors and can update such a window state in place."""

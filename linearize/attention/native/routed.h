@@ -106,37 +106,61 @@ INLINE float lower_largest(vf x) {
     return x[0] > FLOOR ? x[0] : FLOOR;
 }
 
-/* The products of query t with HALF keys from `first` on in the lower lanes, those of their features in the upper. */
-INLINE vf key_products(const routed_t *g, const routed_head_t *n, long t, long first) {
-    const float *q = n->q + t * g->size, *k = n->k + first * g->size;
-    const float *phi_q = n->phi_q + t * g->features, *phi_k = n->phi_k + first * g->features;
+/* HALF keys that a query may look up: their places, and the lanes of those that it does. */
+typedef struct {
+    long at[HALF];
+    vi seen;
+} keys_t;
+
+/* The keys from `first` on, of which `count` belong to a block that query t has chosen. */
+INLINE keys_t keys_of_block(const routed_t *g, const routed_head_t *n, long t, long first, long count) {
+    keys_t keys;
+    int32_t seen[W];
+    int all = count >= HALF && looks_up_all(g, n, t, first, first + HALF - 1);
+    for (int i = 0; i < HALF; i++) {
+        keys.at[i] = first + i;
+        seen[i] = seen[HALF + i] = all || (i < count && looks_up(g, n, t, first + i)) ? -1 : 0;
+    }
+    keys.seen = *(const vi *)seen;
+    return keys;
+}
+
+/* The keys in the slots from `slot` on, for blocks of one key; a slot without a key has the place of the first one. */
+INLINE keys_t single_keys(const routed_t *g, const routed_head_t *n, long t, long slot) {
+    const int64_t *chosen = n->chosen + t * g->slots;
+    keys_t keys;
+    int32_t seen[W];
+    for (int i = 0; i < HALF; i++) {
+        long key = slot + i < g->slots ? chosen[slot + i] : -1;
+        keys.at[i] = key < 0 ? 0 : key;
+        seen[i] = seen[HALF + i] = key >= 0 && looks_up(g, n, t, key) ? -1 : 0;
+    }
+    keys.seen = *(const vi *)seen;
+    return keys;
+}
+
+/* The products of query t with the keys in the lower lanes, those of their features in the upper. */
+INLINE vf key_products(const routed_t *g, const routed_head_t *n, long t, const keys_t *keys) {
+    const float *q = n->q + t * g->size, *phi_q = n->phi_q + t * g->features;
     vf row[W];
     for (int i = 0; i < W; i++) row[i] = splat(0.0f);
     for (long d = 0; d < g->size; d += W) {
         vf x = load(q + d);
-        for (int i = 0; i < HALF; i++) row[i] += x * load(k + i * g->size + d);
+        for (int i = 0; i < HALF; i++) row[i] += x * load(n->k + keys->at[i] * g->size + d);
     }
     for (long d = 0; d < g->features; d += W) {
         vf x = load(phi_q + d);
-        for (int i = 0; i < HALF; i++) row[HALF + i] += x * load(phi_k + i * g->features + d);
+        for (int i = 0; i < HALF; i++) row[HALF + i] += x * load(n->phi_k + keys->at[i] * g->features + d);
     }
     return totals(row);
 }
 
-/* The lanes of the keys from `first` on that query t looks up; `count` of them belong to the block. */
-INLINE vi lookup_mask(const routed_t *g, const routed_head_t *n, long t, long first, long count) {
-    int32_t seen[W];
-    if (count >= HALF && looks_up_all(g, n, t, first, first + HALF - 1)) return (vi){0} - 1;
-    for (int i = 0; i < HALF; i++) seen[i] = seen[HALF + i] = i < count && looks_up(g, n, t, first + i) ? -1 : 0;
-    return *(const vi *)seen;
-}
-
-/* The exponents of softmax's weights of HALF keys and, in the upper lanes, of the factors of their kernel weights. */
-INLINE vf key_exponents(const routed_head_t *n, long t, long first, vf products, vi seen) {
+/* The exponents of softmax's weights of the keys and, in the upper lanes, of the factors of their kernel weights. */
+INLINE vf key_exponents(const routed_head_t *n, long t, const keys_t *keys, vf products) {
     float scales[W] = {0};
-    memcpy(scales + HALF, n->key_scale + first, HALF * sizeof(float));
+    for (int i = 0; i < HALF; i++) scales[HALF + i] = n->key_scale[keys->at[i]];
     vf x = either((vi){LANES(IS_LOWER)}, products, load(scales) + n->query_scale[t]);
-    return either(seen, x, splat(FLOOR));
+    return either(keys->seen, x, splat(FLOOR));
 }
 
 /* The weights e^(exponent - top), zero for keys that are not seen: softmax's and, in the upper lanes, the kernel's. */
@@ -146,46 +170,77 @@ INLINE vf key_weights(vf exponents, float top, vf products, vi seen) {
     return (vf)(seen & (vi)either((vi){LANES(IS_LOWER)}, x, x * products));
 }
 
-/* Add a block's chosen keys to the row of query t, which is row r of the tile. */
-INLINE void look_up(const routed_t *g, const routed_head_t *n, long t, long r, long block) {
+/* Add keys to the row of query t, which is row r of the tile. */
+INLINE void look_up(const routed_t *g, const routed_head_t *n, long t, long r, const keys_t *keys) {
     float *out = n->out + t * g->value_size, weights[W];
-    for (long i = 0; i < g->block; i += HALF) {
-        long first = block * g->block + i;
-        const float *v = n->v + first * g->value_size;
-        vf products = key_products(g, n, t, first);
-        vi seen = lookup_mask(g, n, t, first, g->block - i);
-        vf exponents = key_exponents(n, t, first, products, seen);
-        float before = n->tops[t], top = highest(lower_largest(exponents), before);
-        if (top != before) {
-            float factor = expf(before - top);
-            multiply(out, g->value_size, factor);
-            n->sums[t] *= factor;
-            n->less[r] *= factor;
-            n->tops[t] = top;
-        }
-        vf both = key_weights(exponents, top, products, seen), changed = both - SHUFFLE(both, both, ACROSS_HALF);
-        vf sums = half_totals(either((vi){LANES(IS_LOWER)}, changed, both));
-        n->sums[t] += sums[0];
-        n->less[r] += sums[HALF];
-        store(weights, changed);
-        for (long d = 0; d < g->value_size; d += W) {
-            vf x = load(out + d);
-            for (int j = 0; j < HALF; j++) x += weights[j] * load(v + j * g->value_size + d);
-            store(out + d, x);
-        }
+    vf products = key_products(g, n, t, keys), exponents = key_exponents(n, t, keys, products);
+    float before = n->tops[t], top = highest(lower_largest(exponents), before);
+    if (top != before) {
+        float factor = expf(before - top);
+        multiply(out, g->value_size, factor);
+        n->sums[t] *= factor;
+        n->less[r] *= factor;
+        n->tops[t] = top;
     }
+    vf both = key_weights(exponents, top, products, keys->seen), changed = both - SHUFFLE(both, both, ACROSS_HALF);
+    vf sums = half_totals(either((vi){LANES(IS_LOWER)}, changed, both));
+    n->sums[t] += sums[0];
+    n->less[r] += sums[HALF];
+    store(weights, changed);
+    for (long d = 0; d < g->value_size; d += W) {
+        vf x = load(out + d);
+        for (int j = 0; j < HALF; j++) x += weights[j] * load(n->v + keys->at[j] * g->value_size + d);
+        store(out + d, x);
+    }
+}
+
+INLINE void fetch(const float *row, long size) {
+    for (long d = 0; d < size; d += 16) __builtin_prefetch(row + d);
+}
+
+/* What to do with keys that query t, row r of the tile, looks up. */
+typedef void (*visit_t)(const routed_t *g, const routed_head_t *n, long t, long r, const keys_t *keys);
+
+/* Visit all keys that the queries of a tile look up. Rows at chosen places are too irregular for the processor to
+   predict, so they are fetched ahead: those of the next query of a block, or of the next single keys. */
+INLINE void visit_tile(const routed_t *g, const routed_head_t *n, long t, long count, visit_t visit) {
+    if (g->block == 1) {
+        for (long r = 0; r < count; r++) {
+            keys_t keys = single_keys(g, n, t + r, 0);
+            for (long slot = HALF; slot < g->slots + HALF; slot += HALF) {
+                keys_t next = single_keys(g, n, t + r, slot);
+                for (int i = 0; i < HALF; i++) {
+                    fetch(n->k + next.at[i] * g->size, g->size);
+                    fetch(n->phi_k + next.at[i] * g->features, g->features);
+                    fetch(n->v + next.at[i] * g->value_size, g->value_size);
+                }
+                visit(g, n, t + r, r, &keys);
+                keys = next;
+            }
+        }
+        return;
+    }
+    sort_by_block(g, n, t, count);
+    for (long c = 0; c < g->blocks; c++)
+        for (long i = n->first[c]; i < n->first[c + 1]; i++) {
+            long r = n->queries[i], next = t + n->queries[i + 1];
+            fetch(n->q + next * g->size, g->size);
+            fetch(n->phi_q + next * g->features, g->features);
+            fetch(n->out + next * g->value_size, g->value_size);
+            for (long j = 0; j < g->block; j += HALF) {
+                keys_t keys = keys_of_block(g, n, t + r, c * g->block + j, g->block - j);
+                visit(g, n, t + r, r, &keys);
+            }
+        }
 }
 
 static long routed_head(const routed_t *g, const routed_head_t *n) {
     long inexact = 0;
     for (long t = 0; t < g->tokens; t += QUERIES) {
         long count = least(QUERIES, g->tokens - t);
-        sort_by_block(g, n, t, count);
         for (long r = 0; r < count; r++) multiply(n->out + (t + r) * g->value_size, g->value_size, n->sums[t + r]);
         memset(n->less, 0, count * sizeof(float));
-        for (long c = 0; c < g->blocks; c++)
-            for (long i = n->first[c]; i < n->first[c + 1]; i++)
-                look_up(g, n, t + n->queries[i], n->queries[i], c);
+        visit_tile(g, n, t, count, look_up);
         for (long r = 0; r < count; r++) {
             float sum = n->sums[t + r];
             inexact += n->less[r] > LARGEST * sum;
@@ -235,47 +290,45 @@ int linearize_routed(const routed_t *g) {
     return failed;
 }
 
-/* Add up HALF rows of x [HALF, size] times their factors. */
-INLINE void add_scaled(const float *factors, const float *x, long size, float *to) {
+/* Add up the rows of x at the keys, times their factors. */
+INLINE void add_scaled(const float *factors, const float *x, const keys_t *keys, long size, float *to) {
     for (long d = 0; d < size; d += W) {
         vf sum = load(to + d);
-        for (int j = 0; j < HALF; j++) sum += factors[j] * load(x + j * size + d);
+        for (int j = 0; j < HALF; j++) sum += factors[j] * load(x + keys->at[j] * size + d);
         store(to + d, sum);
     }
 }
 
-/* Add x [size] times its factor to each of HALF rows. */
-INLINE void add_to_each(const float *factors, const float *x, long size, float *to) {
-    for (int j = 0; j < HALF; j++)
-        for (long d = 0; d < size; d += W) store(to + j * size + d, load(to + j * size + d) + factors[j] * load(x + d));
+/* Add x [size] times its factor to the row of each key. */
+INLINE void add_to_each(const float *factors, const float *x, const keys_t *keys, long size, float *to) {
+    for (int j = 0; j < HALF; j++) {
+        float *row = to + keys->at[j] * size;
+        for (long d = 0; d < size; d += W) store(row + d, load(row + d) + factors[j] * load(x + d));
+    }
 }
 
-/* Add the gradients of query t and of a block's chosen keys: softmax's weights are added, the kernel's subtracted. */
-INLINE void look_up_back(const routed_t *g, const routed_head_t *n, long t, long block) {
+/* Add the gradients of query t and of keys that it looks up: softmax's weights are added, the kernel's subtracted. */
+INLINE void look_up_back(const routed_t *g, const routed_head_t *n, long t, long r, const keys_t *keys) {
+    (void)r;
     long size = g->size, f = g->features, width = g->value_size;
     const float *q = n->q + t * size, *phi_q = n->phi_q + t * f, *grad = n->grad + t * width;
     float of_values[W], of_scores[W], of_products[W];
-    for (long i = 0; i < g->block; i += HALF) {
-        long first = block * g->block + i;
-        const float *v = n->v + first * width;
-        vf products = key_products(g, n, t, first), row[W];
-        vi seen = lookup_mask(g, n, t, first, g->block - i);
-        vf weights = vexp(-larger(splat(-80.0f), n->tops[t] - either(seen, products, splat(FLOOR))));
-        for (int j = 0; j < W; j++) row[j] = splat(0.0f);
-        for (long d = 0; d < width; d += W) {
-            vf x = load(grad + d);
-            for (int j = 0; j < HALF; j++) row[j] += x * load(v + j * width + d);
-        }
-        vf slopes = totals(row) + n->slope[t];
-        store(of_values, (vf)(seen & (vi)(weights - SHUFFLE(products, products, ACROSS_HALF))));
-        store(of_scores, (vf)(seen & (vi)(weights * slopes)));
-        store(of_products, (vf)(seen & (vi)-slopes));
-        add_scaled(of_scores, n->k + first * size, size, n->dq + t * size);
-        add_scaled(of_products, n->phi_k + first * f, f, n->dphi_q + t * f);
-        add_to_each(of_scores, q, size, n->dk + first * size);
-        add_to_each(of_products, phi_q, f, n->dphi_k + first * f);
-        add_to_each(of_values, grad, width, n->dv + first * width);
+    vf products = key_products(g, n, t, keys), row[W];
+    vf weights = vexp(-larger(splat(-80.0f), n->tops[t] - either(keys->seen, products, splat(FLOOR))));
+    for (int j = 0; j < W; j++) row[j] = splat(0.0f);
+    for (long d = 0; d < width; d += W) {
+        vf x = load(grad + d);
+        for (int j = 0; j < HALF; j++) row[j] += x * load(n->v + keys->at[j] * width + d);
     }
+    vf slopes = totals(row) + n->slope[t];
+    store(of_values, (vf)(keys->seen & (vi)(weights - SHUFFLE(products, products, ACROSS_HALF))));
+    store(of_scores, (vf)(keys->seen & (vi)(weights * slopes)));
+    store(of_products, (vf)(keys->seen & (vi)-slopes));
+    add_scaled(of_scores, n->k, keys, size, n->dq + t * size);
+    add_scaled(of_products, n->phi_k, keys, f, n->dphi_q + t * f);
+    add_to_each(of_scores, q, keys, size, n->dk);
+    add_to_each(of_products, phi_q, keys, f, n->dphi_k);
+    add_to_each(of_values, grad, keys, width, n->dv);
 }
 
 /* Returns DONE or NO_MEMORY. */
@@ -293,11 +346,8 @@ int linearize_routed_gradient(const routed_t *g) {
                 for (long h = i * group; h < (i + 1) * group; h++) {
                     routed_head_t n = routed_arrays(g, h);
                     n.queries = (int32_t *)queries, n.first = (int32_t *)first;
-                    for (long t = 0; t < g->tokens; t += QUERIES) {
-                        sort_by_block(g, &n, t, least(QUERIES, g->tokens - t));
-                        for (long c = 0; c < g->blocks; c++)
-                            for (long j = n.first[c]; j < n.first[c + 1]; j++) look_up_back(g, &n, t + n.queries[j], c);
-                    }
+                    for (long t = 0; t < g->tokens; t += QUERIES)
+                        visit_tile(g, &n, t, least(QUERIES, g->tokens - t), look_up_back);
                 }
         }
         free(memory);
@@ -305,14 +355,70 @@ int linearize_routed_gradient(const routed_t *g) {
     return failed;
 }
 
-/* A choice of blocks by their scores [B, H, R, blocks], for queries at `places` [B, R]. */
+/* A choice of blocks by `block_scores` of linearize/ops/window_parts.py, for queries at `places` [B, R]. */
 typedef struct {
-    int64_t batch, heads, rows, blocks, slots, block, window, sinks;
-    const float *scores;
+    int64_t batch, heads, key_heads, rows, blocks, slots, block, window, sinks, size, keys; /* keys: blocks * block */
+    const float *q, *channels;     /* [B, H, R, size], [B, K, size, keys] */
     const int64_t *places, *count; /* count: [B], numbers of keys */
     int64_t *chosen;               /* [B, H, R, slots], in order; -1: none */
     int32_t causal, threads;
 } choice_t;
+
+#define CHANNELS 8 /* as in linearize/ops/window_parts.py */
+
+/* Write the places of the largest channels of q [size] to `at`; return how many, at most CHANNELS. */
+INLINE int largest_channels(const float *q, long size, long *at) {
+    float sizes[CHANNELS];
+    int found = 0;
+    for (long d = 0; d < size; d++) {
+        float x = fabsf(q[d]);
+        if (found == CHANNELS && !(x > sizes[CHANNELS - 1])) continue;
+        int i = found < CHANNELS ? found++ : CHANNELS - 1;
+        for (; i > 0 && x > sizes[i - 1]; i--) sizes[i] = sizes[i - 1], at[i] = at[i - 1];
+        sizes[i] = x, at[i] = d;
+    }
+    return found;
+}
+
+/* Write the scores of keys `from` to `to`; NaN counts as the lowest. */
+static void key_scores(const choice_t *g, const float *q, const float *channels, long from, long to, float *scores) {
+    const float *rows[CHANNELS];
+    float factors[CHANNELS];
+    long at[CHANNELS], j = from;
+    int found = largest_channels(q, g->size, at);
+    for (int c = 0; c < CHANNELS; c++) {
+        rows[c] = channels + (c < found ? at[c] : 0) * g->keys;
+        factors[c] = c < found ? q[at[c]] : 0.0f;
+    }
+    if (found == CHANNELS)
+        for (; j + W <= to; j += W) {
+            vf x = factors[0] * load(rows[0] + j);
+            for (int c = 1; c < CHANNELS; c++) x += factors[c] * load(rows[c] + j);
+            store(scores + j - from, either(x >= splat(-FLT_MAX), x, splat(-FLT_MAX)));
+        }
+    for (; j < to; j++) {
+        float x = 0.0f;
+        for (int c = 0; c < found; c++) x += factors[c] * rows[c][j];
+        scores[j - from] = x >= -FLT_MAX ? x : -FLT_MAX;
+    }
+}
+
+/* Write the scores of blocks `from` to `to` of one query, by its `count` keys. */
+static void scores_of_blocks(const choice_t *g, const float *q, const float *channels, long from, long to, long count,
+                             float *keys, float *scores) {
+    long size = g->block;
+    if (size == 1) {
+        key_scores(g, q, channels, from, to, scores);
+        return;
+    }
+    long last = least(to * size, count);
+    key_scores(g, q, channels, from * size, last, keys);
+    for (long i = from; i < to; i++) {
+        float top = -FLT_MAX;
+        for (long j = i * size; j < least((i + 1) * size, last); j++) top = highest(top, keys[j - from * size]);
+        scores[i - from] = top;
+    }
+}
 
 /* Move the element of rank `rank` (0: the largest) of x [count] to that place, larger ones before it. */
 static float ranked(float *x, long count, long rank) {
@@ -347,14 +453,16 @@ INLINE long at_least(const float *x, long count, float least_score) {
 static float lower_bound(const float *x, long count, long slots, float *groups) {
     long wide = padded(4 * slots);
     float low = INFINITY, high = -INFINITY;
-    if (count < 2 * wide) return -INFINITY;
-    memcpy(groups, x, wide * sizeof *x);
+    if (count <= slots) return -INFINITY;
+    if (count < 2 * wide) wide = padded(count);
+    for (long j = 0; j < wide; j++) groups[j] = j < count ? x[j] : -INFINITY;
     for (long i = wide; i + wide <= count; i += wide)
         for (long j = 0; j < wide; j += W) store(groups + j, larger(load(groups + j), load(x + i + j)));
     for (long j = 0; j < wide; j++) {
-        low = groups[j] < low ? groups[j] : low;
+        low = groups[j] < low && groups[j] >= -FLT_MAX ? groups[j] : low;
         high = groups[j] > high ? groups[j] : high;
     }
+    if (at_least(groups, wide, low) < slots) return -INFINITY;
     for (int step = 0; step < 10 && low > -FLT_MAX; step++) {
         float middle = 0.5f * low + 0.5f * high;
         if (at_least(groups, wide, middle) >= slots) low = middle;
@@ -417,20 +525,22 @@ int linearize_choose(const choice_t *g) {
     long wide = padded(g->blocks), lists = g->slots * 4 + UNIT > wide ? g->slots * 4 + UNIT : wide;
 #pragma omp parallel num_threads(g->threads)
     {
-        float *held, *groups, *index, *best;
-        const part_t parts[] = {{&held, wide + W}, {&groups, lists}, {&index, wide + W}, {&best, wide + W}};
+        float *held, *groups, *index, *best, *keys;
+        const part_t parts[] = {
+            {&held, wide + W}, {&groups, lists}, {&index, wide + W}, {&best, wide + W}, {&keys, g->keys},
+        };
         float *memory = arena_alloc(parts, sizeof parts / sizeof *parts);
         if (all_ready(memory != 0, &failed)) {
 #pragma omp for
             for (long n = 0; n < g->batch * g->heads * g->rows; n++) {
                 long b = n / (g->heads * g->rows), row = n % g->rows, filled = 0, spare;
-                const float *x = g->scores + n * g->blocks;
+                long key_head = n / g->rows % g->heads / (g->heads / g->key_heads);
+                const float *channels = g->channels + (b * g->key_heads + key_head) * g->size * g->keys;
                 int32_t *places = (int32_t *)index;
                 int64_t *chosen = g->chosen + n * g->slots;
                 candidates_t c = candidates_of(g, g->places[b * g->rows + row], g->count[b]);
                 long count = c.to - c.from;
-                /* NaN counts as the lowest score. */
-                for (long i = 0; i < count; i++) held[i] = x[c.from + i] >= -FLT_MAX ? x[c.from + i] : -FLT_MAX;
+                scores_of_blocks(g, g->q + n * g->size, channels, c.from, c.to, g->count[b], keys, held);
                 for (long i = c.hole; i < c.end; i++) held[i - c.from] = -INFINITY;
                 long found = places_above(held, count, lower_bound(held, count, g->slots, groups), places);
                 float least_score = -INFINITY;

@@ -103,8 +103,9 @@ class Choice(ctypes.Structure):
     """`choice_t` of routed.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "rows", "blocks", "slots", "block", "window", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("scores", "places", "count", "chosen")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "rows", "blocks", "slots", "block")),
+        *((name, ctypes.c_int64) for name in ("window", "sinks", "size", "keys")),
+        *((name, ctypes.c_void_p) for name in ("q", "channels", "places", "count", "chosen")),
         *((name, ctypes.c_int32) for name in ("causal", "threads")),
     ]
 
