@@ -380,7 +380,10 @@ INLINE int largest_channels(const float *q, long size, long *at) {
     return found;
 }
 
-/* Write the scores of keys `from` to `to`; NaN counts as the lowest. */
+/* NaN counts as the lowest score. */
+INLINE vf lowest_if_nan(vf x) { return either(x >= splat(-FLT_MAX), x, splat(-FLT_MAX)); }
+
+/* Write the scores of keys `from` to `to`. */
 static void key_scores(const choice_t *g, const float *q, const float *channels, long from, long to, float *scores) {
     const float *rows[CHANNELS];
     float factors[CHANNELS];
@@ -390,12 +393,17 @@ static void key_scores(const choice_t *g, const float *q, const float *channels,
         rows[c] = channels + (c < found ? at[c] : 0) * g->keys;
         factors[c] = c < found ? q[at[c]] : 0.0f;
     }
-    if (found == CHANNELS)
+    if (found == CHANNELS) {
+        const float *a = rows[0], *b = rows[1], *c = rows[2], *d = rows[3], *e = rows[4], *f = rows[5], *h = rows[6],
+                    *i = rows[7];
+        vf of_a = splat(factors[0]), of_b = splat(factors[1]), of_c = splat(factors[2]), of_d = splat(factors[3]),
+           of_e = splat(factors[4]), of_f = splat(factors[5]), of_h = splat(factors[6]), of_i = splat(factors[7]);
         for (; j + W <= to; j += W) {
-            vf x = factors[0] * load(rows[0] + j);
-            for (int c = 1; c < CHANNELS; c++) x += factors[c] * load(rows[c] + j);
-            store(scores + j - from, either(x >= splat(-FLT_MAX), x, splat(-FLT_MAX)));
+            vf x = of_a * load(a + j) + of_b * load(b + j) + of_c * load(c + j) + of_d * load(d + j);
+            vf y = of_e * load(e + j) + of_f * load(f + j) + of_h * load(h + j) + of_i * load(i + j);
+            store(scores + j - from, lowest_if_nan(x + y));
         }
+    }
     for (; j < to; j++) {
         float x = 0.0f;
         for (int c = 0; c < found; c++) x += factors[c] * rows[c][j];
@@ -447,6 +455,22 @@ INLINE long at_least(const float *x, long count, float least_score) {
     for (long j = 0; j < count; j += W) sum -= load(x + j) >= splat(least_score);
     for (int j = 0; j < W; j++) all += sum[j];
     return all;
+}
+
+/* A number that `slots` of x [count] reach, if bisection finds one: equal elements have none. Else NaN. */
+static float parting(float *x, long count, long slots, float low) {
+    float high = low;
+    long wide = (count + W - 1) / W * W;
+    for (long i = 0; i < count; i++) high = highest(high, x[i]);
+    for (long i = count; i < wide; i++) x[i] = -INFINITY;
+    for (int step = 0; step < 32 && low > -FLT_MAX && high < FLT_MAX; step++) {
+        float middle = 0.5f * low + 0.5f * high;
+        long above = at_least(x, wide, middle);
+        if (above == slots) return middle;
+        if (above > slots) low = middle;
+        else high = middle;
+    }
+    return NAN;
 }
 
 /* A lower bound of the element of rank `slots` - 1 of x [count]: one of the largest elements of groups, by bisection. */
@@ -542,18 +566,25 @@ int linearize_choose(const choice_t *g) {
                 long count = c.to - c.from;
                 scores_of_blocks(g, g->q + n * g->size, channels, c.from, c.to, g->count[b], keys, held);
                 for (long i = c.hole; i < c.end; i++) held[i - c.from] = -INFINITY;
-                long found = places_above(held, count, lower_bound(held, count, g->slots, groups), places);
-                float least_score = -INFINITY;
-                spare = found;
+                float bound = lower_bound(held, count, g->slots, groups), parted = -INFINITY;
+                long found = places_above(held, count, bound, places);
                 if (found > g->slots) {
                     for (long i = 0; i < found; i++) best[i] = held[places[i]];
-                    least_score = ranked(best, found, g->slots - 1);
-                    spare = g->slots;
-                    for (long i = 0; i < found; i++) spare -= held[places[i]] > least_score;
+                    parted = parting(best, found, g->slots, bound);
                 }
-                for (long i = 0; i < found; i++) {
-                    float score = held[places[i]];
-                    if (score > least_score || (score == least_score && spare-- > 0)) chosen[filled++] = c.from + places[i];
+                if (parted == parted) {
+                    for (long i = 0; i < found; i++) {
+                        if (held[places[i]] >= parted) chosen[filled++] = c.from + places[i];
+                    }
+                } else {
+                    /* Of equal scores the first. */
+                    float last = ranked(best, found, g->slots - 1);
+                    spare = g->slots;
+                    for (long i = 0; i < found; i++) spare -= held[places[i]] > last;
+                    for (long i = 0; i < found; i++) {
+                        float score = held[places[i]];
+                        if (score > last || (score == last && spare-- > 0)) chosen[filled++] = c.from + places[i];
+                    }
                 }
                 while (filled < g->slots) chosen[filled++] = -1;
             }
