@@ -8,6 +8,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,12 @@ def test_interpreters_are_started_without_the_current_folder():
         if isinstance(node, ast.List | ast.Tuple) and node.elts and ast.unparse(node.elts[0]) == "sys.executable"
     ]
     assert started and [start for start in started if start[2] != ["-P"]] == []
+
+
+def test_no_two_test_files_have_one_name():
+    """Pytest cannot collect both of them in one run."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_module_says_what_it_is():

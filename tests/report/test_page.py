@@ -84,7 +84,8 @@ def test_the_page_in_chromium(page, width, tmp_path):
     assert (shown > 0 and inside > 0) == (width == 420) and outside == 0, "what is wide scrolls, and says so"
     assert 'data-requests="0"' in body
     images = re.findall(r"\[(true|false),(\d+),(\d+),(\d+),(\d+),(\d+)\]", body)
-    assert len(images) == page.read_text().count("<img ") == 7
+    pictures = [*(page.parent / "images").iterdir()]
+    assert len(images) == page.read_text().count("<img ") == len(pictures) >= 3
     for complete, *sizes, words in images:
         assert complete == "true" and all(int(size) > 50 for size in sizes) and int(words) > 20
 
