@@ -3,19 +3,21 @@
     python scripts/measure_stage_one_memory.py --work SCRATCH --output docs/results/stage-one-memory.json
 
 SCRATCH gets the checkpoints, shard by shard, and their hidden states. Each run is a process of its own. What counts is
-what it adds from the start of loading on, so without Python's and torch's own memory; loading itself, which maps files
-beside the weights, is left out. With `--row` one run is measured in this process.
+what it adds from the start of loading on, without Python's and torch's own memory: a tiny model goes through the same
+steps first, because modules are imported, and threads and workspaces made, with the first step. Loading itself, which
+maps files beside the weights, is left out. With `--row` one run is measured in this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,8 +33,10 @@ from linearize.jobs.config import ConvertJob
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import distill
 
+TINY = "tiny"
 SIZES = {
     # Hidden size, MLP, layers, query heads, key heads.
+    TINY: (64, 128, 2, 2, 2),
     "0.1B": (768, 2048, 12, 12, 12),
     "0.3B": (1024, 2816, 24, 16, 8),
     "1B": (2048, 5632, 22, 32, 8),
@@ -81,15 +85,22 @@ def write_random(folder: Path, name: str) -> None:
     config.save_pretrained(folder)
 
 
-def measure(folder: str, way: str, rows: int, tokens: int) -> int:
-    """Return the peak of a run in this process, in bytes."""
-    start, highest = peak_meter("cpu")
-    before = start()
+def train(folder: str, way: str, rows: int, tokens: int, loaded: Callable[[], object] = lambda: None) -> None:
+    """Convert a model and do two steps; `loaded` is called before the first."""
     model = linearize.convert(load_model(folder, stream=way == STREAMED).model)
-    start()
+    loaded()
     with tempfile.TemporaryDirectory(dir=Path(folder).parent) as states:
         options = {"folder": f"{states}/states"} if way == STREAMED else {}
         distill(model, Batches(rows, tokens), DistillConfig(steps=2, eval_every=2, **options))
+
+
+def measure(folder: str, way: str, rows: int, tokens: int) -> int:
+    """Return the peak of a run in this process, in bytes."""
+    train(str(Path(folder).parent / TINY), way, rows, tokens)
+    gc.collect()
+    start, highest = peak_meter("cpu")
+    before = start()
+    train(folder, way, rows, tokens, start)
     return highest() - before
 
 
@@ -98,7 +109,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", required=True, type=Path)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--sizes", default=",".join(name for name in SIZES if name != TINY))
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--row", nargs=2, metavar=("FOLDER", "WAY"))
@@ -111,11 +122,12 @@ def main(words: list[str] | None = None) -> None:
     if args.row:
         print(measure(*args.row, args.rows, args.tokens))
         return
-    rows = []
-    for name in args.sizes.split(","):
+    rows, names = [], args.sizes.split(",")
+    for name in {TINY, *names}:
+        if not (args.work / name).exists():
+            write_random(args.work / name, name)
+    for name in names:
         folder = args.work / name
-        if not folder.exists():
-            write_random(folder, name)
         job = ConvertJob.of(model=str(folder), distill_length=args.tokens, batch_size=args.rows)
         bill = {stage.stage: stage.bytes for stage in memory_bill(job, "cpu").stages}
         for way in (RESIDENT, STREAMED):

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from support.command_lines import run
+from support.scripts import script
 from support.tiny import original
 
 import linearize
@@ -112,3 +113,12 @@ def test_the_bill_of_an_8b_and_a_70b(layers, hidden, wide, heads, weights, tmp_p
     assert bill.weights == pytest.approx(weights, rel=0.001)
     assert weights < stages["stage one"] < weights + 5e9 and stages["stage one, streamed"] < 9e9
     assert stages["stage one, FSDP 2"] < 30e9 and bill.fits
+
+
+@pytest.mark.slow
+def test_stage_one_needs_what_the_bill_says(tmp_path):
+    """Within 15 %, of a random Llama with 0.1B parameters, whole and streamed."""
+    options = ["--work", str(tmp_path), "--output", str(tmp_path / "found.json"), "--rows", "2", "--tokens", "128"]
+    script("measure_stage_one_memory").main([*options, "--sizes", "0.1B"])
+    found = {row["way"]: row["ratio"] for row in json.loads((tmp_path / "found.json").read_text())["results"]}
+    assert set(found) == {"stage one", "stage one, streamed"} and all(0.85 <= x <= 1.15 for x in found.values()), found
