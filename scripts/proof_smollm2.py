@@ -106,6 +106,7 @@ COLUMNS = {
     "windows per layer, aligned": Column("layers-aligned"),
     "windows per layer, no kernel, aligned": Column("silent-aligned"),
     "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
+    "routed, untrained": Column("routed"),
 }
 
 
