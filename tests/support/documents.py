@@ -347,6 +347,7 @@ PARSED = (
     "measure_stage_one_memory",
     "proof_smollm2",
     "routed_blocks",
+    "routed_scores",
     "search_check",
     "search_documents",
     "silence_kernel",
