@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from linearize.core.errors import ConfigError
+from linearize.training.stage_one.processes import check_fsdp
 
 MOMENTS, RATES = "optimizer.pt", "scheduler.pt"
 """Files of the states of the optimizer and of its schedule, with transformers' names."""
@@ -42,19 +43,6 @@ REFUSED = {
 """Settings of `accelerate config` that stage two refuses, and what to do instead."""
 
 
-def check_version(stage: str, version: int) -> None:
-    """Refuse the first version of FSDP.
-
-    Raises:
-        ConfigError: for another version than 2.
-    """
-    if version != 2:
-        raise ConfigError(
-            f"{stage}: got FSDP version {version}, expected 2; set fsdp_version: 2 under fsdp_config in the file of "
-            "accelerate config"
-        )
-
-
 def check_settings(precision: str) -> None:
     """Refuse the settings of FSDP that stage two does not support.
 
@@ -64,7 +52,7 @@ def check_settings(precision: str) -> None:
     Raises:
         ConfigError: for FSDP 1, fp16, whose loss would have to be scaled, or a setting in `REFUSED`.
     """
-    check_version("stage two", int(os.environ.get("FSDP_VERSION", "1")))
+    check_fsdp("stage two", int(os.environ.get("FSDP_VERSION", "1")))
     for name, advice in REFUSED.items():
         if (value := os.environ.get(name, "")).lower() not in ("", "0", "false", "none"):
             setting = name.removeprefix("FSDP_").lower()

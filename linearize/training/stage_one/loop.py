@@ -33,7 +33,7 @@ from linearize.modeling.weights import is_offloaded
 from linearize.training.alignment.pair import find_blocks
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
-from linearize.training.stage_one.processes import several
+from linearize.training.stage_one.processes import check_fsdp, several
 from linearize.training.stage_one.run import (
     Batches,
     Progress,
@@ -327,11 +327,7 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
         move(model, accelerator.device)
         return model
     plugin: Any = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:
-        raise ConfigError(
-            f"stage one: got FSDP version {plugin.fsdp_version}, expected 2; set fsdp_version: 2 under fsdp_config in "
-            "the file of accelerate config"
-        )
+    check_fsdp("stage one", plugin.fsdp_version)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     kernels = list(linear_attentions(model).values())

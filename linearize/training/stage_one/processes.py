@@ -41,6 +41,19 @@ def under_fsdp() -> bool:
     return several() and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
 
 
+def check_fsdp(stage: str, version: int) -> None:
+    """Refuse the first version of FSDP.
+
+    Raises:
+        ConfigError: for another version than 2.
+    """
+    if version != 2:
+        raise ConfigError(
+            f"{stage}: got FSDP version {version}, expected 2; set fsdp_version: 2 under fsdp_config in the file of "
+            "accelerate config"
+        )
+
+
 def check_alone(what: str) -> None:
     """Check that a launcher did not start several processes.
 
