@@ -264,10 +264,8 @@ class Engine:
         (batch, heads, tokens, size), key_heads = given.q.shape, given.k.shape[1]
         back = structures.WindowBack(batch, heads, key_heads, tokens, size, given.phi_q.shape[3], given.v.shape[3])
         back.window, back.sinks, back.causal, back.threads = form.size, form.sinks, form.causal, self.threads
-        for name, tensor in (*given._asdict().items(), ("grad", grad), ("slope", slope), ("top", tops), ("real", real)):
-            setattr(back, name, tensor.data_ptr())
-        for name, tensor in grads._asdict().items():
-            setattr(back, f"d{name}", tensor.data_ptr())
+        _point(back, given._asdict() | {"grad": grad, "slope": slope, "top": tops, "real": real})
+        _point(back, {f"d{name}": x for name, x in grads._asdict().items()})
         if until is not None:
             back.exact_keys, back.until = form.exact_keys, until.data_ptr()
         self._run("window_gradient", byref(back))
@@ -332,8 +330,7 @@ class Engine:
         key_heads, keys, size = tensors["k"].shape[1:]
         sizes = (batch, heads, key_heads, tokens, keys, size, tensors["phi_q"].shape[3], tensors["v"].shape[3])
         data = structures.Routed(*sizes, form.block_size, blocks, slots, form.size, form.sinks)
-        for field, tensor in tensors.items():
-            setattr(data, field, tensor.data_ptr())
+        _point(data, tensors)
         data.eps, data.causal, data.threads = form.eps, form.causal, self.threads
         self._run(name, byref(data))
 
@@ -350,8 +347,7 @@ class Engine:
         tensors["chosen"] = torch.empty(batch, heads, rows, slots, dtype=torch.int64)
         sizes = (batch, heads, key_heads, rows, blocks, slots, form.block_size, form.size, form.sinks, size, keys)
         data = structures.Choice(*sizes)
-        for name, tensor in tensors.items():
-            setattr(data, name, tensor.data_ptr())
+        _point(data, tensors)
         data.causal, data.threads = form.causal, self.threads
         self._run("choose", byref(data))
         return tensors["chosen"]
@@ -389,9 +385,7 @@ class Engine:
         ring, sinks, kept = state["ring_mask"], state.get("sink_k"), state.get("kept_mask")
         sizes = (ring.size(1), 0 if sinks is None else sinks.size(2), 0 if kept is None else kept.size(1))
         buffers = WindowBuffers(*sizes, scaling=scaling, causal=True)
-        for name, tensor in state.items():
-            if name not in ("kv", "log_scale"):
-                setattr(buffers, name, tensor.data_ptr())
+        _point(buffers, {name: x for name, x in state.items() if name not in ("kv", "log_scale")})
         before = (mask, None, None, None, None, state["kv"], state["log_scale"])
         data = call(maps, q, k, v, out, before, (eps, self.threads, True))
         self._run("window_step", data, byref(buffers))
@@ -430,6 +424,12 @@ def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, 
     shared = map.first.shape[0] == 1
     sums = [None if buffer is None else buffer.sum(dim=0) for buffer in buffers]
     return tuple(x.sum(dim=0, keepdim=True) if shared and x is not None else x for x in sums)
+
+
+def _point(data: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Set the fields of a structure to the addresses of tensors, which must outlive the call."""
+    for name, tensor in tensors.items():
+        setattr(data, name, tensor.data_ptr())
 
 
 def _longer(x: Tensor, form: Window) -> Tensor:
