@@ -138,7 +138,7 @@ def _attend_routed(
         chosen = native.choose(q, memory.channels, places, count, form)
         result = native.routed(*sides, v, count, chosen, form, near)
     if result is None:
-        out, _ = window_attention(*sides, v.float(), form, key_padding_mask=mask)
+        out, _ = window_attention(*sides, v.float(), form, key_padding_mask=mask, choose=native.choose)
     elif torch.is_grad_enabled():
         out = WindowedAttention.apply(result, options, form, q, k, v, *queries, *keys)
     else:
