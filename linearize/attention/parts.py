@@ -23,10 +23,12 @@ class Part:
     Attributes:
         name: the field; the layer has the part if its value is not the default.
         words: what messages call it.
+        since: the first format version of config.json in which its value means what it means today.
     """
 
     name = ""
     words = ""
+    since = 1
 
     @property
     def option(self) -> str:
@@ -113,6 +115,8 @@ class RoutedBlocks(Part):
     """Softmax for the blocks of keys outside the window that each query looks up (`linearize.ops.routed`)."""
 
     name, words = "routed_blocks", "routed blocks"
+    since = 2
+    """Before, blocks were chosen by their mean key, and K without B meant blocks of 8."""
 
     def wrong(self, hybrid: Hybrid) -> str:
         """Refuse anything but K or "K:B", and blocks without a window or larger than it."""
@@ -211,6 +215,12 @@ def check_parts(hybrid: Hybrid, handled: frozenset[str], where: str, error: type
             known = ", ".join(part.words for part in PARTS if part.name in handled) or "no additions"
             option = name.replace("_", "-")
             raise error(f"{where}: got a layer with {option}={value}, expected at most {known}; leave it out")
+
+
+def newest_part(hybrids: Iterable[Hybrid]) -> Part:
+    """Return the part of some layers whose values in config.json need the newest format version (`Part.since`)."""
+    used = {name for hybrid in hybrids for name in hybrid.changed}
+    return max((part for part in PARTS if part.name in used), key=lambda part: part.since, default=PARTS[0])
 
 
 @functools.cache

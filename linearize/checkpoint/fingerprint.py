@@ -20,6 +20,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from linearize.attention.interface import linear_attentions
+from linearize.attention.parts import newest_part
 from linearize.core.errors import ConfigError
 from linearize.core.parsing import user_path
 from linearize.modeling.weights import stored
@@ -154,6 +155,8 @@ def kernels_of(model: nn.Module) -> dict[str, object]:
         hybrid = layer.hybrid
         # A layer without newer additions keeps the format of earlier versions, so that their runs can be resumed.
         newer = {name: x for name, x in hybrid.changed.items() if name not in ("window", "sinks", TRAINED)}
+        if (since := newest_part([hybrid]).since) > 1:
+            newer["format_version"] = since
         additions = [addition for addition in (hybrid.sinks, newer) if addition]
         kernels[name] = plain([layer.kernel, layer.mixer.config, hybrid.window, *additions])
     return kernels

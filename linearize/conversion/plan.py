@@ -32,7 +32,7 @@ from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.options import with_options
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
 from linearize.modeling.compat import forget_renamings, use_linear_attention
-from linearize.modeling.config import FORMAT_VERSION, base_config_class, config_class
+from linearize.modeling.config import base_config_class, config_class
 from linearize.modeling.model import attach, change_class, is_linearized
 from linearize.modeling.plan import SOFTMAX, LayerPlan, Plan, contradiction
 from linearize.modeling.weights import check_merged
@@ -289,7 +289,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     linearized = config_class(base_config_class(plan.base_model_type))
     # Submodules hold the same config object, so it changes its class in place.
     config.__class__ = linearized
-    config.linearize = {"format_version": FORMAT_VERSION, **plan.to_dict()}
+    config.linearize = {"format_version": 1, **plan.to_dict()}
     use_linear_attention(config)
     attach(model, plan)
     change_class(model, linearized)

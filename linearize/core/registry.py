@@ -152,7 +152,7 @@ class Hybrid:
         trained_length: longest row, in tokens, that a causal hybrid was trained on. Beyond it the linear part fades
             (`linearize.attention.hybrid.fade`); None: it never fades.
         routed_blocks: blocks of keys outside the window that each query looks up and that get softmax weights
-            (`linearize.ops.routed`): K, or "K:B" for blocks of B keys instead of `BLOCK_SIZE`.
+            (`linearize.ops.routed`): "K:B" for blocks of B keys; K becomes "K:`BLOCK_SIZE`".
     """
 
     window: int | None = None
@@ -162,6 +162,11 @@ class Hybrid:
     softmax_heads: tuple[int, ...] = ()
     trained_length: int | None = None
     routed_blocks: str | int = ""
+
+    def __post_init__(self) -> None:
+        """Write K as "K:B", so that no file depends on today's default."""
+        if str(self.routed_blocks).isdecimal() and int(self.routed_blocks):
+            object.__setattr__(self, "routed_blocks", f"{self.routed_blocks}:{BLOCK_SIZE}")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Hybrid:

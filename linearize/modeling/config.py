@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from linearize.attention.factory import build_mixer
+from linearize.attention.parts import newest_part
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
 from linearize.core.registry import kernel_info
 from linearize.modeling.compat import IMPLEMENTATIONS, implementation, implementation_of, refusal, use_linear_attention
@@ -33,7 +34,8 @@ _INSTALLED = __name__.startswith("linearize.")
 MODEL_TYPE = "linearize"
 PREFIX = "Linearized"
 """Written before the original's class names, in `architectures` and wherever a class is looked up by name (pickle)."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest format version that this linearize reads; it writes the oldest that can say what the plan has."""
 GUARD = "; linear attention: load it with an Auto class of transformers, after `import linearize` or with code trusted"
 """Text after a number in config.json: a class that does not support linear attention fails on the value's type."""
 
@@ -215,13 +217,19 @@ def check_section(section: object) -> dict[str, Any]:
         raise damaged("model_type is 'linearize', but there is no section 'linearize'")
     version = section.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"config.json: got format_version {version!r}, expected {FORMAT_VERSION}")
+        raise CheckpointError(f"config.json: got format_version {version!r}, expected 1 to {FORMAT_VERSION}")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"config.json: the checkpoint has format version {version}, this linearize reads up to {FORMAT_VERSION}; "
             "upgrade it: pip install -U linearize"
         )
     plan = Plan.from_dict(section)
+    newest = newest_part(layer.hybrid for layer in plan.layers)
+    if newest.since > version:
+        raise CheckpointError(
+            f"config.json: got {newest.option} in format version {version}, whose values had another meaning before "
+            f"version {newest.since}; convert the model again"
+        )
     if unknown := sorted(str(key) for key in section.keys() - {*_KEYS, *plan.to_dict()}):
         raise damaged(f"the section 'linearize' has unknown keys {repr(unknown)[:300]}")
     if not isinstance(section.get("provenance", {}), dict):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from linearize.attention.parts import newest_part
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.registry import HYBRID, PLAIN, Hybrid, check, kernel_info
@@ -152,14 +153,18 @@ class Plan:
         return dataclasses.replace(self, layers=tuple(layers.values()))
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain data for config.json, without unused additions, so that older versions can read it."""
+        """Return plain data for config.json, without unused additions, so that older versions can read it.
+
+        It has `format_version` if that is not 1.
+        """
         layers = []
         for layer in self.layers:
             values = dataclasses.asdict(layer)
             del values["hybrid"]
             layers.append(values | {"window": layer.hybrid.window} | layer.hybrid.changed)
         names = {"base_model_type": self.base_model_type, "base_architecture": self.architecture}
-        return {**names, "seed": self.seed, "layers": layers}
+        version = newest_part(layer.hybrid for layer in self.layers).since
+        return {**({"format_version": version} if version > 1 else {}), **names, "seed": self.seed, "layers": layers}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:

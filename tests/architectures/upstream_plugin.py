@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import linearize
 from linearize.modeling.compat import use_linear_attention
-from linearize.modeling.config import FORMAT_VERSION, MODEL_TYPE, config_class
+from linearize.modeling.config import MODEL_TYPE, config_class
 from linearize.modeling.model import LinearizedModel, model_class
 
 ASKS_BY_THE_WAY = re.compile(r"padding_matches_padding_free_with_position_ids")
@@ -66,7 +66,7 @@ def converted_config(base: type[PreTrainedModel], config: PreTrainedConfig) -> P
     made: Any = copy.deepcopy(config)
     values = section(base, config)
     made.__class__ = config_class(type(config))
-    made.linearize = {"format_version": FORMAT_VERSION, **values}
+    made.linearize = {"format_version": 1, **values}
     use_linear_attention(made)
     return made
 

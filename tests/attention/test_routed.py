@@ -224,7 +224,7 @@ def test_packed_documents_are_rows():
 @pytest.mark.parametrize(
     ("hybrid", "message"),
     [
-        ({"routed_blocks": 4}, "routed-blocks: got 4 without a window, expected both"),
+        ({"routed_blocks": 4}, "routed-blocks: got 4:1 without a window, expected both"),
         (
             {"window": 4, "routed_blocks": "4:8"},
             "routed-blocks: got blocks of 8 keys with a window of 4",

@@ -72,7 +72,7 @@ def test_the_folder_itself_is_fine(folder):
 CONFIG_DAMAGE = {
     "no section": (lambda v: v.pop("linearize"), CheckpointError, "no section 'linearize'"),
     "section is a list": (lambda v: v.update(linearize=[1]), CheckpointError, "no section 'linearize'"),
-    "newer format": (edit_section(format_version=2), CheckpointError, "format version 2, this linearize reads up to 1"),
+    "newer format": (edit_section(format_version=3), CheckpointError, "format version 3, this linearize reads up to 2"),
     "version is text": (edit_section(format_version="1"), CheckpointError, "format_version '1'"),
     "version is zero": (edit_section(format_version=0), CheckpointError, "format_version 0"),
     "no layers": (edit_section(layers=None), CheckpointError, "cannot be read"),

@@ -14,9 +14,12 @@ from support.tiny import converted, inputs_of, original, outputs
 from transformers import AutoModel
 
 import linearize
+from linearize.attention.parts import PARTS
 from linearize.attention.shape import HeadShape
+from linearize.checkpoint.fingerprint import kernels_of
+from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
-from linearize.core.registry import kernel_info
+from linearize.core.registry import Hybrid, kernel_info
 from linearize.modeling.config import check_checksum, check_section, checksum
 from linearize.modeling.model import check_checkpoint
 from linearize.modeling.plan import CALLED, Plan
@@ -52,6 +55,15 @@ def write(folder, values, *, sealed=False):
     (folder / "config.json").write_text(json.dumps(values))
 
 
+ADDITIONS = {
+    "window": 5,
+    "sinks": 2,
+    "exact_keys": 2,
+    "scale": "linear",
+    "softmax_heads": (1,),
+    "trained_length": 6,
+    "routed_blocks": 2,
+}
 BAD = {
     "causal": ["x", "", "true", "false", 0, 1, 1e308, None, [None], [], {}],
     "heads": [True, 0, -4, 4.0, "4", None, 1e308, [4], 65537],
@@ -105,6 +117,23 @@ def test_a_wrong_value_in_the_section_is_refused(field, saved):
             # The original's type is looked up when the config is made.
             linearize.modeling.config.base_config_class(section["base_model_type"])
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_a_part_is_written_in_the_first_format_that_means_the_same(part, tmp_path):
+    """What an earlier version meant by the value would be computed in another way without a word."""
+    values = {"window": 3, "scale": "linear", part.name: ADDITIONS[part.name]}
+    model = converted("gpt2", window=3, scale="linear")
+    change_hybrids(model, {x.module: Hybrid(**values) for x in Plan.from_dict(model.config.linearize).converted})
+    linearize.save(model, tmp_path / "saved")
+    section = read(tmp_path / "saved")["linearize"]
+    assert section["format_version"] == part.since
+    assert Plan.from_dict(check_section(section)).converted[0].hybrid == Hybrid(**values)
+    if part.since > 1:
+        with pytest.raises(CheckpointError, match=f"got {part.option} in format version 1.* convert the model again"):
+            check_section({**section, "format_version": part.since - 1})
+        # Interrupted runs of earlier versions do not go on with another meaning either.
+        assert "format_version" in str(kernels_of(model))
 
 
 def test_every_field_has_to_be_there(saved):

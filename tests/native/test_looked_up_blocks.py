@@ -35,6 +35,14 @@ def both_ways(switch, mixer, inputs, mask=None):
     return found
 
 
+@torch.no_grad()
+def rounding(mixer, inputs, mask, out):
+    """Return how far fp32 may lead each row [B, H, T]: signed weights, whose sums cancel, make of its rounding more."""
+    q, k, v = inputs
+    weights = mixer.weights(q, k, scaling=D**-0.5, key_padding_mask=mask)
+    return 3e-6 * weights.abs().sum(dim=-1) * (v.abs().max() + out.abs().amax(dim=-1))
+
+
 @DIRECTIONS
 @pytest.mark.parametrize("key_heads", [2, 4], ids=["grouped", "ungrouped"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
@@ -45,11 +53,13 @@ def test_equals_the_ops_in_pytorch(switch, name, args, blocks, sinks, window, ma
     mixer = learned(name, args, causal=causal, key_heads=key_heads, window=window, sinks=sinks, routed_blocks=blocks)
     for count in LENGTHS:
         mask = padding(count) if masked else None
-        (name, ours, after), (_, theirs, wanted) = both_ways(switch, mixer, tokens(count, key_heads=key_heads), mask)
+        inputs = tokens(count, key_heads=key_heads)
+        (name, ours, after), (_, theirs, wanted) = both_ways(switch, mixer, inputs, mask)
         assert name == ("native" if mixer.positive else "window")
         real = torch.ones(2, count, dtype=torch.bool) if mask is None else mask
         of_heads = real[:, None].expand(-1, 4, -1)
-        close(ours[of_heads], theirs[of_heads], 1e-5)
+        limits = rounding(mixer, inputs, mask, theirs)
+        assert ((ours - theirs).abs().amax(dim=-1) <= limits)[of_heads].all()
         assert (after or {}).keys() == (wanted or {}).keys()
         for key, tensor in (after or {}).items():
             close(tensor.float(), wanted[key].float(), 1e-5)
@@ -102,6 +112,9 @@ def test_gradients_equal_those_of_pytorch(switch, name, args, scale, blocks, sin
     scale = "none" if name == "none" else scale
     form = {"window": window, "sinks": sinks, "routed_blocks": blocks, "scale": scale}
     mixer = learned(name, args, causal=causal, key_heads=key_heads, **form)
+    if scale != "none":
+        # As after training, the kernel's weights are no larger than softmax's, or gradients are their rounding alone.
+        mixer.query_scale.bias.data.sub_(3.0)
     for count in (9, 150, 600):
         mask = padding(count) if masked else None
         found = []
