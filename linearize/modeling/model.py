@@ -10,11 +10,13 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from linearize.attention.cache import LinearizeCache, given_cache
 from linearize.attention.interface import linear_attentions, register_interface
@@ -130,7 +132,8 @@ class LinearizedModel(_Original):
             config.linearize |= {ABSENT: absent} if absent else {}
             self.__class__ = self.whole or inner  # type: ignore[assignment]
             try:
-                return super().save_pretrained(*args, **kwargs)
+                with older_weights_replaced(*args, **kwargs):
+                    return super().save_pretrained(*args, **kwargs)
             finally:
                 self.__class__ = inner
 
@@ -179,6 +182,23 @@ class LinearizedModel(_Original):
         given = given_cache(model_kwargs)
         prepare(generation_config, model_kwargs, *args, **kwargs)
         use_cache_for_generation(self, generation_config, given, model_kwargs)
+
+
+@contextlib.contextmanager
+def older_weights_replaced(folder: str | os.PathLike[str], *_: object, **options: Any) -> Iterator[None]:
+    """After a `save_pretrained` with these arguments, delete the folder's older weights of the other form.
+
+    transformers leaves an older file there when it writes shards, and then loads the older weights.
+    """
+    variant = f".{options['variant']}" if options.get("variant") else ""
+    names = (Path(folder, SAFE_WEIGHTS_NAME), Path(folder, SAFE_WEIGHTS_INDEX_NAME))
+    forms = [name.with_name(f"{name.stem}{variant}{name.suffix}") for name in names]
+    before = {form: form.stat() for form in forms if form.is_file()}
+    yield
+    kept = [form for form, stat in before.items() if form.is_file() and form.stat() == stat]
+    if len(kept) < sum(form.is_file() for form in forms):
+        for form in kept:
+            form.unlink()
 
 
 def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> tuple[set[str], dict[str, str] | None]:

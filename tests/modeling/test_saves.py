@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_a_save_changes_nothing_in_memory(way, name, tmp_path):
     assert equal(outputs(model, inputs), before)
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "saved").eval()
     assert equal(outputs(loaded, inputs), outputs(model.base_model, inputs))
+
+
+@pytest.mark.parametrize("variant", [None, "fp32"])
+def test_a_save_over_older_weights_is_what_is_loaded(variant, tmp_path):
+    """In shards over one file, transformers left the older file there, and loaded it."""
+    forms = {"one file": "1GB", "few shards": "30KB", "more shards": "20KB"}
+    for before, after in itertools.permutations(forms, 2):
+        model, folder = model_of(), tmp_path / f"{before} then {after}"
+        model.save_pretrained(folder, max_shard_size=forms[before], variant=variant)
+        stir(model)
+        model.save_pretrained(folder, max_shard_size=forms[after], variant=variant)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, variant=variant).eval()
+        inputs = inputs_of(model)
+        assert equal(outputs(loaded, inputs), outputs(model, inputs)), (before, after)
+        indices, files = (list(folder.glob(name)) for name in ("*index*.json", "*.safetensors"))
+        assert (len(indices), len(files) > 1) == ((0, False) if after == "one file" else (1, True))
 
 
 @pytest.mark.sampled("values")
