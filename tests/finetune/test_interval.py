@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from support.tasks import no_rows, resampled_scores, word_tokenizer
 
 from linearize.data.encode import tokenise
+from linearize.evaluation.report.paired import score_difference
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.intervals import RESAMPLES, chance_level, measured, percentiles, resampled_metrics
 from linearize.training.stage_two.metrics import entities
@@ -43,6 +45,18 @@ def test_the_interval_of_an_accuracy_is_that_of_the_binomial():
 def test_no_interval_where_nothing_varies():
     labels = np.array([0, 1] * 10)
     assert score_interval("sst2", logits(labels), labels, resamples=20) == (1.0, 1.0)
+
+
+def test_one_row_has_no_interval_and_no_difference():
+    """All draws of one row are equal: an interval of zero width made every difference significant."""
+    for rows in (1, 2):
+        labels, data = np.arange(rows), no_rows("sst2")
+        found = dataclasses.replace(measured(data, {"accuracy": 1.0}, logits(labels), labels), units=rows)
+        assert (found.interval is None) == (rows == 1)
+        difference = score_difference(
+            data.task, "accuracy", "one", "other", found, dataclasses.replace(found, score=0.5)
+        )
+        assert (difference is None) == (rows == 1)
 
 
 def test_units_drawn_without_a_class_do_not_count():

@@ -56,7 +56,7 @@ class SideDifference:
 def score_difference(
     task: Task, by: str, side: str, minus: str, ours: Score | None, theirs: Score | None
 ) -> SideDifference | None:
-    """Return the difference of two models' task scores; None if it is undefined, or if their rows differ.
+    """Return the difference of two models' task scores; None if it is undefined, if their rows differ, or for one row.
 
     Args:
         task: the task.
@@ -68,7 +68,7 @@ def score_difference(
     """
     from linearize.training.stage_two.intervals import BALANCED, percentiles
 
-    if ours is None or theirs is None or (ours.units, ours.scored) != (theirs.units, theirs.scored):
+    if ours is None or theirs is None or ours.units < 2 or (ours.units, ours.scored) != (theirs.units, theirs.scored):
         return None
     value = ours.score - theirs.score
     if math.isnan(value):

@@ -40,9 +40,9 @@ class Score:
     resampled: np.ndarray
 
     @property
-    def interval(self) -> Interval:
-        """The 95 % percentile bootstrap interval (Efron 1979) of the score."""
-        return percentiles(self.resampled)
+    def interval(self) -> Interval | None:
+        """The 95 % percentile bootstrap interval (Efron 1979) of the score; None for one unit."""
+        return percentiles(self.resampled) if self.units > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
