@@ -19,7 +19,7 @@ from linearize.training.alignment.loop import align
 from linearize.training.stage_one import DistillConfig, loop, run
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.loss import Targets
-from linearize.training.stage_one.observer import layer_loss
+from linearize.training.stage_one.observer import KernelTrainer, layer_loss
 
 
 @pytest.mark.sampled("values")
@@ -81,6 +81,13 @@ def test_sampled_queries_are_unbiased():
         one.add(targets, k, train=False, sample=torch.tensor([place]))
     assert one.count == whole.count == 2 * 4 * 9
     assert one.mean == pytest.approx(whole.mean, rel=1e-5)
+
+
+def test_every_query_can_be_drawn():
+    trainer = SimpleNamespace(sampler=torch.Generator().manual_seed(0))
+    drawn = torch.stack([KernelTrainer.draw(trainer, 5, 2) for _ in range(60)])
+    assert drawn.unique().tolist() == [0, 1, 2, 3, 4] and (drawn.diff(dim=1) > 0).all()
+    assert KernelTrainer.draw(trainer, 5, 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_every_step_is_told():

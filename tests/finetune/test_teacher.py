@@ -303,6 +303,18 @@ def test_only_places_with_a_prediction_count():
     assert float(found) == pytest.approx(kl([(0, 0), (0, 1), (0, 3), (1, 1), (1, 2)]), rel=1e-5)
     found = TASKS["causal-lm"].type.teacher_loss(out(one), out(two), {"labels": labels})
     assert float(found) == pytest.approx(kl([(0, 0), (0, 2), (1, 0), (1, 1)]), rel=1e-5)
+    # Where an answer starts and ends, over real tokens alone.
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    sides = [pack(), pack()]
+    for made, x in zip(sides, (one, two), strict=True):
+        made.start_logits, made.end_logits = (x[..., i].masked_fill(mask == 0, 99.0 * (1 + i)) for i in range(2))
+    terms = []
+    for i in range(2):
+        for row, count in ((0, 3), (1, 5)):
+            p, q = (x[row, :count, i].log_softmax(-1) for x in (two, one))
+            terms.append((p.exp() * (p - q)).sum())
+    found = TASKS["question-answering"].type.teacher_loss(*sides, {"input_ids": mask, "attention_mask": mask})
+    assert float(found) == pytest.approx(float(torch.stack(terms).mean()), rel=1e-5)
     assert float(TASKS["sst2"].type.label_loss(out(torch.randn(3, 2)), {"labels": torch.full((3,), IGNORED)})) == 0.0
 
 

@@ -246,3 +246,6 @@ def test_positions_and_documents():
     assert find_segments(True, tokens, {"position_ids": positions, "attention_mask": torch.ones(2, 6)}) is None
     index = torch.tensor([[7, 7, 7, 8, 8, 8]])
     assert find_segments(False, tokens, {"seq_idx": index}).tolist() == [[1, 1, 1, 2, 2, 2]] * 2
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    found = find_segments(False, tokens, {"seq_idx": index, "attention_mask": mask})
+    assert found.tolist() == [[0, 1, 1, 2, 2, 0], [1, 1, 1, 2, 2, 2]]

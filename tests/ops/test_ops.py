@@ -5,7 +5,14 @@ import torch
 from support.naive import naive_attention
 from support.op_cases import gradients, make, parallel_attention
 
-from linearize.ops import bidirectional_attention, causal_attention, kernel_weights, recurrent_attention
+from linearize.ops import (
+    Blocks,
+    bidirectional_attention,
+    block_attention,
+    causal_attention,
+    kernel_weights,
+    recurrent_attention,
+)
 
 LENGTHS = [1, 63, 100, 1000]
 OPS = {
@@ -122,3 +129,17 @@ def test_the_sum_of_a_row_keeps_away_from_zero_on_its_side(name, less):
     out, _ = op(phi_q, phi_k, torch.tensor([3.0, 1.0]).view(1, 1, 2, 1), eps=1e-6)
     total = -less if abs(less) > 1e-6 else -1e-6 if less > 0 else 1e-6
     torch.testing.assert_close(out[0, 0, -1, 0].item(), (2.0 - less) / total, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("count", [3, 4, 6, 9])
+def test_a_block_state_holds_the_tokens_of_the_last_block(count):
+    """From the front, zeros behind them, and their number without padding."""
+    q, k, v = (torch.randn(2, 2, 11, size, generator=torch.Generator().manual_seed(size)) for size in (5, 5, 3))
+    mask = torch.zeros(2, 11, dtype=torch.bool)
+    mask[0, 11 - count :], mask[1, ::2] = True, True
+    state = block_attention(q, k, v, Blocks(4, causal=True), scaling=1.0, key_padding_mask=mask)[1]
+    for row, places in enumerate(real.nonzero()[:, 0] for real in mask):
+        last = places[len(places) // 4 * 4 :]
+        assert int(state.filled[row]) == len(last)
+        for got, x in ((state.block_k, k), (state.block_v, v)):
+            assert torch.equal(got[row, :, : len(last)], x[row][:, last]) and not got[row, :, len(last) :].any()
