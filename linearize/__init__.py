@@ -21,6 +21,7 @@ _PUBLIC = {
     "LinearizeError": "linearize.core.errors",
     "align": "linearize.training.alignment.loop",
     "apply": "linearize.conversion.plan",
+    "context_parallel": "linearize.modeling.context_parallel",
     "convert": "linearize.conversion.plan",
     "distill": "linearize.training.stage_one.loop",
     "embed": "linearize.jobs.embed",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from linearize.core.registry import register_kernel as register_kernel
     from linearize.jobs.embed import embed as embed
     from linearize.kernel_search.loop import search as search
+    from linearize.modeling.context_parallel import context_parallel as context_parallel
     from linearize.modeling.plan import Plan as Plan
     from linearize.training.alignment.loop import align as align
     from linearize.training.stage_one.loop import distill as distill

@@ -124,7 +124,7 @@ class FeatureMapMixer(Mixer):
     def sides(self, call: AttentionCall) -> tuple[Mapped, Mapped | Unmapped]:
         """Return the queries and keys of a call with a window; after a state, keys are mapped when they leave it."""
         places = call.places if self.info.positional else None
-        if call.state is None:
+        if call.state is None or not self.shape.causal:
             queries, keys = self.features(call)
             return Mapped(call.q, *queries), Mapped(call.k, *keys, places)
         q = self.prepared(call)[0]

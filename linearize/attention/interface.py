@@ -73,6 +73,12 @@ def attention_forward(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = _blocks(module, attention_mask)
+    layer = getattr(module, "linear_attention", None)
+    if layer is not None and layer.across is not None:
+        rows = (attention_mask is not None and attention_mask.ndim == 3) or SEGMENTS.get() is not None
+        asked = {"packed rows": rows, "attention weights": _weights_wanted(kwargs), "stage one": layer.observer}
+        for what in (what for what, given in asked.items() if given):
+            layer.across.refuse(what)
     if attention_mask is not None and attention_mask.ndim == 3 and attention_mask.shape[1] == 1:
         attend = functools.partial(attention_forward, module, scaling=scaling, dropout=dropout, **kwargs)
         # Inside, each document is an ordinary row.
@@ -82,7 +88,6 @@ def attention_forward(
         finally:
             SEGMENTS.reset(packed)
     _check_call(module, query, key, value, attention_mask, kwargs)
-    layer = getattr(module, "linear_attention", None)
     if layer is None:
         return softmax_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     mask = _key_padding_mask(module, layer, attention_mask)

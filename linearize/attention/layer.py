@@ -51,6 +51,8 @@ class LinearAttention(nn.Module):
         declares_direction: whether the host passes its direction with every call.
         local_as_full: whether the host may pass sliding-window masks, whose window is then ignored.
         cache_index: index of its state in a generation cache; None if it has none.
+        across: while set, mixes this process's part of a row with those of others
+            (`linearize.modeling.context_parallel`). Never saved.
     """
 
     def __init__(self, kernel: str, arguments: Mapping[str, object], shape: HeadShape, hybrid: Hybrid = PLAIN) -> None:
@@ -62,6 +64,7 @@ class LinearAttention(nn.Module):
         self.declares_direction = False
         self.local_as_full = False
         self.cache_index: int | None = None
+        self.across: Any = None
 
     @property
     def hybrid(self) -> Hybrid:
@@ -141,16 +144,17 @@ class LinearAttention(nn.Module):
             readable = key_padding_mask.device.type == "cpu" and not tracing
             if readable and bool(key_padding_mask.all()):
                 key_padding_mask = None
+        mix = self.mixer if self.across is None else functools.partial(self.across.attend, self.mixer)
         if cache is None:
             missing = k.shape[2] - q.shape[2]
             padded = F.pad(q, (0, 0, missing, 0)) if missing else q
-            return self.mixer(AttentionCall(padded, k, v, scaling, key_padding_mask))[0][:, :, missing:]
+            return mix(AttentionCall(padded, k, v, scaling, key_padding_mask))[0][:, :, missing:]
         state = cache.state
         if cache.keep or cache.record_past:
             fold = functools.partial(self._fold, scaling)
             state = cache.before(fold)
             cache.record(Recorded(k, v, real_tokens(k, key_padding_mask)), state, fold)
-        out, after = self.mixer(AttentionCall(q, k, v, scaling, key_padding_mask, None, state, True))
+        out, after = mix(AttentionCall(q, k, v, scaling, key_padding_mask, None, state, True))
         cache.store(after)
         return out
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.routed import Memory, routed_parts
-from linearize.ops.state import FLOOR, divide, empty_state, put_back, real_first, real_tokens, without_padding
+from linearize.ops.state import FLOOR, State, divide, empty_state, put_back, real_first, real_tokens, without_padding
 from linearize.ops.window_causal import causal_parts, contest, kernel_part, softmax_part
 from linearize.ops.window_parts import (
     Choose,
@@ -52,7 +52,7 @@ def window_attention(
     window: Window,
     *,
     key_padding_mask: Tensor | None = None,
-    initial_state: WindowState | None = None,
+    initial_state: WindowState | State | None = None,
     choose: Choose = choose_blocks,
 ) -> tuple[Tensor, WindowState | None]:
     """Attend with softmax inside a window and with a feature map outside it, without a T x T matrix.
@@ -63,7 +63,7 @@ def window_attention(
         v: values [B, K, T, V].
         window: the form of the attention: size, direction, sinks and exact keys.
         key_padding_mask: [B, T], true or 1 at tokens; None if there is no padding.
-        initial_state: the state before these tokens (causal only).
+        initial_state: causally the state before these tokens; else a state of keys that are far from all of them.
         choose: how routed blocks are chosen.
 
     Returns:
@@ -77,16 +77,22 @@ def window_attention(
         side, keys, run = side.taken(order), keys.taken(order), run.taken(order)
     state = None
     if window.causal:
+        assert not isinstance(initial_state, State)
         parts, state = causal_parts(side, keys, run, window, initial_state, choose)
     else:
-        assert isinstance(keys, Mapped)
-        parts = bidirectional_parts(side, keys, run, window, choose)
+        assert isinstance(keys, Mapped) and not isinstance(initial_state, WindowState)
+        parts = bidirectional_parts(side, keys, run, window, initial_state, choose)
     out = divide(join(parts), window.eps)
     return (out if order is None else put_back(out, order)).to(v.dtype), state
 
 
 def bidirectional_parts(
-    queries: Mapped, given: Mapped, keys: Keys, window: Window, choose: Choose = choose_blocks
+    queries: Mapped,
+    given: Mapped,
+    keys: Keys,
+    window: Window,
+    far: State | None = None,
+    choose: Choose = choose_blocks,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the parts: softmax inside the window, of sinks and of exact keys, then the kernel before and after it."""
     tokens, columns = queries.x.shape[2], []
@@ -122,7 +128,11 @@ def bidirectional_parts(
         return F.pad(both(x, tokens), ends).narrow(tokens, 0, x.shape[tokens])
 
     phi, v, scale, mask = gone(phi), gone(keys.v), gone(scale), gone(mask, 1)
-    (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, empty_state(phi, v, scaled=True))
+    past = empty_state(phi, v, scaled=True)
+    if far is not None:
+        # Keys that are far from every query, as those before the first token are.
+        past = State(*(torch.cat([x, empty[len(x) :]]) for x, empty in zip(far, past, strict=True)))
+    (mixed, level), _ = kernel_part(both(queries.phi), phi, v, scale, mask, past)
     # ONNX has no translation for `chunk` along an axis of unknown size.
     mixed, level = (x.unflatten(0, (2, -1)) for x in (mixed, both(queries.scale()) + level))
     linear = [(mixed[0], level[0]), (mixed[1].flip(2), level[1].flip(2))]

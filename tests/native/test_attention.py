@@ -13,7 +13,7 @@ from linearize.attention.backends.causal import attend_with_state
 from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
 from linearize.attention.native.build import agreement, check_agreement, native_kernels
-from linearize.ops import State, causal_attention
+from linearize.ops import State, causal_attention, gather_keys
 
 LENGTHS = (1, 15, 48, 49, 200)
 """Tokens: within a tile of the op (48), one of them, one more, several."""
@@ -328,6 +328,22 @@ def test_far_angles_and_no_numbers(switch):
         switch(True)
         ours, _ = attend(mixer, q, k, v)
         assert ours[0, 0, 7].isnan().all() and ours.isnan().sum() == V
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [{}, {"window": 6, "sinks": 2}], ids=["kernel", "window"])
+def test_keys_of_other_processes_are_read(switch, window):
+    """The op left the state of a bidirectional call out without a word."""
+    mixer = learned("hedgehog", {}, causal=False, **window)
+    whole, cut = tokens(90), 40
+    k, v = (x[:, :, cut:] for x in whole[1:])
+    features = mixer.map_tokens(k, D**-0.5)
+    far = gather_keys(features.phi, v, **mixer.options(AttentionCall(k, k, v, D**-0.5), features.log_scale))
+    for on in (True, False):
+        switch(on)
+        out = mixer(AttentionCall(*(x[:, :, :cut] for x in whole), D**-0.5, state=far._asdict()))[0]
+        near = window.get("window", 0) // 2
+        close(out[:, :, : cut - near], mixer(AttentionCall(*whole, D**-0.5))[0][:, :, : cut - near])
 
 
 def test_inputs_it_cannot_read_go_to_pytorch(switch):

@@ -53,7 +53,9 @@ class Windowed:
         window = mixer.form(call.scaling)
         assert window is not None
         queries, keys = mixer.sides(call)
-        mask, before = call.key_padding_mask, None if call.state is None else WindowState.of(call.state)
+        mask, before = call.key_padding_mask, None
+        if call.state is not None:
+            before = WindowState.of(call.state) if window.causal else call.linear_state
         # Stay in fp32 until the output, like all sums.
         choose = choose_blocks if call.native is None else call.native.choose
         out, state = window_attention(

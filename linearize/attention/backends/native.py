@@ -31,6 +31,8 @@ class Native:
 
     def why_not(self, mixer: FeatureMapMixer, kind: Kind) -> str:
         """Return why it declines such calls; empty if it can compute them."""
+        if kind.has_state and not mixer.shape.causal:
+            return "it cannot read keys of other processes"
         if not kind.one_step and mixer.window is not None and kind.has_state:
             return "it cannot add several tokens to the state of a window"
         if not kind.one_step and kind.gradient and (kind.has_state or kind.needs_state):
