@@ -60,7 +60,14 @@ INSTEAD = {
 
 CODE = sorted([*Path(linearize.__file__).parent.rglob("*.py"), *(CHECKOUT / "cli").glob("*.py")])
 SOURCES = sorted(path for path in Path(linearize.__file__).parent.rglob("*") if path.suffix in (".c", ".h"))
-PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md"), *(CHECKOUT / "recipes").glob("*.yaml")])
+PAGES = sorted(
+    [
+        *CHECKOUT.glob("*.md"),
+        *(CHECKOUT / "docs").rglob("*.md"),
+        *(CHECKOUT / "docs").rglob("*.ipynb"),
+        *(CHECKOUT / "recipes").glob("*.yaml"),
+    ]
+)
 
 
 def prose(path):
