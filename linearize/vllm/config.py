@@ -10,7 +10,7 @@ from vllm.transformers_utils.config import HFConfigParser
 
 from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.attention.redirect import REDIRECTED
-from linearize.core.errors import ConfigError
+from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.config import LinearizeConfig, base_config_class
 from linearize.modeling.model import check_checkpoint
 from linearize.modeling.plan import Plan
@@ -34,9 +34,26 @@ class ConfigParser(HFConfigParser):
         """
         values, config = super().parse(model, trust_remote_code, revision=revision, **kwargs)
         if isinstance(config, LinearizeConfig):
+            check_overrides(kwargs.get("hf_overrides"))
             check_checkpoint(model, revision=revision)
             config = original_config(config)
         return values, config
+
+
+WRITTEN = {"architectures", "model_type", "linearize"}
+"""Values of config.json that choose the class that runs the model."""
+
+
+def check_overrides(overrides: object) -> None:
+    """Refuse changes of config.json (`--hf-overrides`) by which vLLM would run the original's softmax.
+
+    Raises:
+        UnsupportedModelError: for such a change, or a function, whose changes nobody knows.
+    """
+    if callable(overrides):
+        raise _option("hf_overrides", "a function", "a dict")
+    if isinstance(overrides, dict) and (names := sorted(WRITTEN & overrides.keys())):
+        raise _option("hf_overrides", names, f"none of {', '.join(sorted(WRITTEN))}: vLLM would run softmax")
 
 
 def original_config(config: LinearizeConfig) -> PreTrainedConfig:
@@ -45,7 +62,7 @@ def original_config(config: LinearizeConfig) -> PreTrainedConfig:
     vLLM then builds the original's modules, and its own attention can be used where softmax was kept.
 
     Raises:
-        ConfigError: if vLLM cannot run the model.
+        UnsupportedModelError: if vLLM cannot run the model.
     """
     plan = Plan.from_dict(config.linearize or {})
     architecture = runner(config, plan)
@@ -63,7 +80,7 @@ def runner(config: PreTrainedConfig, plan: Plan) -> str:
     """Return the name of the class that runs a converted model.
 
     Raises:
-        ConfigError: if it is missing.
+        UnsupportedModelError: if it is missing.
     """
     name = (config.architectures or [plan.architecture])[0]
     if config.is_encoder_decoder or getattr(config, "sub_configs", None) or plan.base_model_type in REDIRECTED:
@@ -72,7 +89,10 @@ def runner(config: PreTrainedConfig, plan: Plan) -> str:
         if not layer.in_body or layer.shape.value_dim != layer.shape.head_dim:
             raise _refused(f"an attention {layer.module!r} that vLLM cannot reach", "one in the body, with equal sizes")
     for layer in plan.converted:
-        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "vLLM")
+        try:
+            check_parts(layer.hybrid, NEAR | SCALED | HEADS, "vLLM")
+        except ConfigError as error:
+            raise UnsupportedModelError(str(error)) from None
     causal = {layer.shape.causal for layer in plan.layers}
     if causal == {False} and name.endswith("Model"):
         return EMBEDDER
@@ -83,8 +103,11 @@ def runner(config: PreTrainedConfig, plan: Plan) -> str:
     return HYBRID if keys else CAUSAL
 
 
-def _refused(got: str, expected: str) -> ConfigError:
-    return ConfigError(f"vLLM: got {got}, expected {expected}; use generate() or a pipeline of transformers instead")
+def _refused(got: str, expected: str) -> UnsupportedModelError:
+    # No `ValueError`: pydantic, of which vLLM's configs are made, would print that as several lines.
+    return UnsupportedModelError(
+        f"vLLM: got {got}, expected {expected}; use generate() or a pipeline of transformers instead"
+    )
 
 
 class Checks(MambaModelConfig):
@@ -95,10 +118,15 @@ class Checks(MambaModelConfig):
         """Refuse options under which the states would be wrong, then set those of models with states.
 
         Raises:
-            ConfigError: for such an option.
+            UnsupportedModelError: for such an option.
         """
         parallel = vllm_config.parallel_config
-        for option in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        for option in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+        ):
             if (size := getattr(parallel, option, 1)) > 1:
                 raise _option(option, size, "1: a state is not split over devices")
         if vllm_config.speculative_config is not None:
@@ -107,12 +135,17 @@ class Checks(MambaModelConfig):
             raise _option("enable_lora", True, "none; merge the adapter before converting")
         if vllm_config.model_config.quantization is not None:
             raise _option("quantization", vllm_config.model_config.quantization, "none")
+        if vllm_config.kv_transfer_config is not None:
+            raise _option("kv_transfer_config", "one", "none: states stay in the engine that computed them")
         architecture = vllm_config.model_config.architecture
+        convert = vllm_config.model_config.convert_type
+        if convert not in (("none", "embed") if architecture == EMBEDDER else ("none",)):
+            raise _option("convert", convert, "none: decoders generate, text encoders embed")
         if architecture == CAUSAL and vllm_config.cache_config.enable_prefix_caching:
             raise _option("enable_prefix_caching", True, "False: only models that keep some softmax are tried with it")
         if architecture != EMBEDDER:
             super().verify_and_update_config(vllm_config)
 
 
-def _option(name: str, got: object, expected: str) -> ConfigError:
-    return ConfigError(f"vLLM: got {name}={got!r} for a converted model, expected {expected}")
+def _option(name: str, got: object, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"vLLM: got {name}={got!r} for a converted model, expected {expected}")

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from linearize.attention.call import AttentionCall
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
-from linearize.core.errors import ConfigError
+from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.plan import LayerPlan, Plan
 
 ALIGNMENT = 16
@@ -72,7 +72,7 @@ def stored(layer: LayerPlan, dtype: torch.dtype) -> tuple[list[Stored], int]:
         dtype: dtype of the model.
 
     Raises:
-        ConfigError: if the state grows with the text.
+        UnsupportedModelError: if the state grows with the text.
     """
 
     def after(tokens: int) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def stored(layer: LayerPlan, dtype: torch.dtype) -> tuple[list[Stored], int]:
         mixer = without_softmax_heads(build_mixer(*layer.mixer))
         one, more = after(1), after(3)
     if {name: x.shape for name, x in one.items()} != {name: x.shape for name, x in more.items()}:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"vLLM: got kernel {layer.kernel!r}, whose state grows with the text, expected a state of constant size; "
             "use generate(), or choose another kernel"
         )
@@ -102,7 +102,7 @@ def largest_state(plan: Plan, dtype: torch.dtype) -> int:
     """Return the size of the largest state of a converted layer in bytes, for one request.
 
     Raises:
-        ConfigError: if a state grows with the text.
+        UnsupportedModelError: if a state grows with the text.
     """
     return max(stored(layer, dtype)[1] for layer in plan.converted)
 

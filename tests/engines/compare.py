@@ -30,6 +30,7 @@ if __name__ == "__main__":
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.checkpoints import tokenizer
 from support.generation import bounded_logits, full_logits, written_out
 from support.processes import bare_python
 from support.rounding import allowed, deviation
@@ -281,6 +282,9 @@ def run_vllm(cases: list[Case], root: Path) -> Result:
     if not VLLM.exists():
         raise Skipped("no .venv-vllm: `make vllm` installs it")
     texts = [case for case in cases if "input_ids" in case.inputs]
+    for case in texts:
+        # Where vLLM starts an embedder, it asks for a tokenizer.
+        tokenizer().save_pretrained(case.folder)
     others: Result = {case.name: "no text" for case in cases}
     return others | run_child(VLLM, "vllm_child.py", texts, root)
 

@@ -25,6 +25,9 @@ def test_all_engines_agree(tmp_path, monkeypatch, native_cache):  # noqa: F811
     ran = {engine for engine, row in table.items() if not any(one.skipped for one in row.values())}
     assert ran >= {"explicit weights", "PyTorch", "ONNX", "remote code"}, table
     assert not any(table[engine]["all additions"].skipped for engine in ("native op", "ONNX, own op")), table
+    # Without an environment for vLLM the table says how to install it.
+    texts = compare.MODELS.keys() - {"vision"} if compare.VLLM.exists() else set()
+    assert {name for name, one in table["vLLM"].items() if not one.skipped} == texts, table["vLLM"]
     for name in compare.MODELS:
         assert table["PyTorch"][name].difference is not None
 

@@ -20,7 +20,7 @@ from vllm import LLM, SamplingParams
 
 import linearize
 from linearize.conversion.plan import replan
-from linearize.core.errors import ConfigError
+from linearize.core.errors import UnsupportedModelError
 from linearize.core.registry import kernel_infos
 from linearize.vllm import register
 from linearize.vllm.config import CAUSAL, EMBEDDER, HYBRID, Checks, original_config
@@ -231,7 +231,7 @@ def test_a_folder_loaded_next_to_an_engine_keeps_its_kernels(tmp_path):
 def test_models_without_a_runner_are_refused(name, head, runner):
     config = linearize.convert(tiny.original(name, head), "elu").config
     if runner is None:
-        with pytest.raises(ConfigError, match=r"vLLM: got .*, expected"):
+        with pytest.raises(UnsupportedModelError, match=r"vLLM: got .*, expected"):
             original_config(config)
         return
     plain = original_config(config)
@@ -242,9 +242,11 @@ def test_states_that_grow_with_the_text_are_refused():
     """Routed blocks look up all earlier keys."""
     model = tiny.original("llama", "AutoModelForCausalLM")
     config = linearize.convert(model, "hedgehog", window=8, routed_blocks="2:4").config
-    with pytest.raises(ConfigError, match="got a layer with routed-blocks=2:4, expected"):
+    with pytest.raises(UnsupportedModelError, match="got a layer with routed-blocks=2:4, expected"):
         original_config(config)
-    with pytest.raises(ConfigError, match=r"vLLM: got kernel 'hedgehog', whose state grows with the text, expected"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"vLLM: got kernel 'hedgehog', whose state grows with the text, expected"
+    ):
         stored(linearize.Plan.from_dict(config.linearize).layers[0], torch.float32)
 
 
@@ -258,8 +260,8 @@ class Engine:
 
     def __init__(self, **changed):
         self.parallel_config = self.model_config = self.cache_config = self
-        self.speculative_config = self.lora_config = self.quantization = None
-        self.architecture = EMBEDDER
+        self.speculative_config = self.lora_config = self.quantization = self.kv_transfer_config = None
+        self.architecture, self.convert_type = EMBEDDER, "none"
         vars(self).update(changed)
 
 
@@ -268,6 +270,11 @@ class Engine:
     [
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+        {"decode_context_parallel_size": 2},
+        {"kv_transfer_config": object()},
+        {"convert_type": "embed", "architecture": CAUSAL},
+        {"convert_type": "classify"},
         {"speculative_config": object()},
         {"lora_config": object()},
         {"quantization": "fp8"},
@@ -276,8 +283,18 @@ class Engine:
 )
 def test_options_under_which_states_would_be_wrong_are_refused(option):
     Checks.verify_and_update_config(Engine())
-    with pytest.raises(ConfigError, match="for a converted model, expected"):
+    with pytest.raises(UnsupportedModelError, match="for a converted model, expected"):
         Checks.verify_and_update_config(Engine(**option))
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"architectures": ["LlamaForCausalLM"]}, {"linearize": None}, {"model_type": "llama"}, lambda x: x]
+)
+def test_overrides_by_which_softmax_would_run_are_refused(tmp_path, overrides):
+    """A kernel without weights would leave no trace of it."""
+    model = linearize.convert(tiny.original("llama", "AutoModelForCausalLM", **LLAMA), "elu")
+    with pytest.raises(UnsupportedModelError, match=r"^vLLM: got hf_overrides=.* for a converted model, expected"):
+        start(model, tmp_path, hf_overrides=overrides)
 
 
 def test_a_version_that_was_not_tried_is_named(monkeypatch):

@@ -23,7 +23,7 @@ for name, (_, options) in json.loads((root / "jobs.json").read_text()).items():
     inputs = load_file(root / f"{name}.inputs")
     masks = inputs["attention_mask"].bool()
     prompts = [{"prompt_token_ids": ids[real].tolist()} for ids, real in zip(inputs["input_ids"], masks, strict=True)]
-    usual = {"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128}
+    usual = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128}
     if options:
         llm = LLM(
             str(root / name), **usual, max_num_batched_tokens=CHUNK, max_num_seqs=16, logprobs_mode="raw_logits",
@@ -41,7 +41,7 @@ for name, (_, options) in json.loads((root / "jobs.json").read_text()).items():
             "values": torch.tensor(values),
         }
     else:
-        llm = LLM(str(root / name), **usual, pooler_config={"use_activation": False})
+        llm = LLM(str(root / name), **usual, pooler_config={"task": "token_embed", "use_activation": False})
         outputs = llm.encode(prompts, PoolingParams(use_activation=False), pooling_task="token_embed", use_tqdm=False)
         values = torch.zeros(*masks.shape, outputs[0].outputs.data.shape[-1])
         for row, real, output in zip(values, masks, outputs, strict=True):
