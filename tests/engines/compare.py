@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -374,12 +374,15 @@ class Judge:
         return judged
 
 
-def compare(root: Path, say: Callable[[str], object] = print) -> dict[str, dict[str, Judged]]:
-    """Run all engines on all models: the results by engine and model."""
+def compare(
+    root: Path, say: Callable[[str], object] = print, engines: Sequence[str] = tuple(ENGINES)
+) -> dict[str, dict[str, Judged]]:
+    """Run engines on all models: the results by engine and model."""
     cases = make_cases(root)
     table: dict[str, dict[str, Judged]] = {}
     judges: dict[str, Judge] = {}
-    for engine, (run, _) in ENGINES.items():
+    for engine in engines:
+        run, _ = ENGINES[engine]
         say(f"{engine} ...")
         try:
             found = run(cases, root)
@@ -437,6 +440,7 @@ START, END = "<!-- table -->", "<!-- end of the table -->"
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="by default all")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     parser.add_argument("--page", type=Path, help="Markdown file whose table is replaced")
     return parser.parse_args(words)
@@ -448,8 +452,8 @@ def main() -> int:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as root:
-        table = compare(Path(root))
-    versions = package_versions()
+        table = compare(Path(root), engines=args.engines)
+    versions = {engine: text for engine, text in package_versions().items() if engine in table}
     text = page(table, versions)
     print(text)
     if args.output:

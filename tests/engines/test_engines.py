@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +68,59 @@ def test_the_script_for_vllm_finds_another_token(tmp_path):
     found = equality.check(str(tmp_path), prompts, answers, True)
     assert found["equal"] < 12 and found["largest difference of logits"] > equality.NEAR_TIE
     assert found["first tokens as generate's"] == 4
+
+
+class Writer:
+    """An engine whose next token follows from all tokens before it."""
+
+    def __init__(self):
+        group = SimpleNamespace(layer_names=["0"], kv_cache_spec=SimpleNamespace(page_size_bytes=2**20))
+        cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
+        scheduler = SimpleNamespace(kv_cache_config=cache, kv_cache_manager=SimpleNamespace(usage=0.5))
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+        self.requests, self.aborted = {}, []
+
+    def add_request(self, name, prompt, options):
+        self.requests[name] = (prompt["prompt_token_ids"], [], options.max_tokens)
+
+    def abort_request(self, names):
+        self.aborted += [self.requests.pop(name) and name for name in names]
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        outputs = []
+        for name, (prompt, new, most) in list(self.requests.items()):
+            new.append(following(prompt + new))
+            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=list(new))]))
+            if len(new) == most:
+                del self.requests[name]
+        return outputs
+
+
+def following(tokens):
+    return sum(place * token for place, token in enumerate(tokens, 1)) % 97
+
+
+@pytest.mark.parametrize("known", [[], [3, 0, 11], [11, 11, 11]])
+def test_the_script_for_vllm_continues_after_the_tokens_it_has(known, monkeypatch):
+    vllm = SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    prompts, expected = [[5, 7, 9], [3], [8, 1]], []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(11):
+            text.append(following(text))
+        expected.append(text[len(prompt) :])
+    answers = [answer[:count] for answer, count in zip(expected, known or [0] * 3, strict=True)]
+    begun, kept = [list(answer) for answer in answers], []
+    equality.run(Writer(), prompts, answers, 11, minutes=0, keep=lambda: kept.append(True))
+    assert answers == begun and kept
+    engine = Writer()
+    equality.run(engine, prompts, answers, 11)
+    assert answers == expected and not engine.requests
+    assert engine.aborted == ["aborted"]
 
 
 def greedy(folder, tokens):
