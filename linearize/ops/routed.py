@@ -77,26 +77,36 @@ class Memory(NamedTuple):
 
         One token, without a gradient, is written into the state's tensors.
         """
-        assert old.all_k is not None and old.all_v is not None and old.channels is not None and old.tokens is not None
-        (capacity, new), before = (old.all_k.shape[2], k.shape[2]), old.tokens
-        index = (before[:, None] + torch.arange(new, device=k.device))[:, None, :, None]
-        needed, writable = int(before.max()) + new, torch.is_inference_mode_enabled() or not old.all_k.is_inference()
-        if new == 1 and needed <= capacity and writable and not torch.is_grad_enabled():
-            for past, x in ((old.all_k, k), (old.all_v, v)):
-                past.scatter_(2, index.expand_as(x), x.to(past.dtype))
-            old.channels.scatter_(3, index.expand_as(k).mT, k.mT.to(old.channels.dtype))
-            return cls(old.all_k, old.all_v, old.channels, before + count)
-        more = max(needed - capacity, capacity // SPARE) if needed > capacity else 0
-        ends = (0, 0, 0, more + -(capacity + more) % size)
-        all_k, all_v = (
-            F.pad(past, ends).scatter_(2, index.expand_as(x), x.to(past.dtype))
-            for past, x in ((old.all_k, k), (old.all_v, v))
-        )
-        return cls(all_k, all_v, all_k.mT.contiguous(), before + count)
+        state, new = old.present(), k.shape[2]
+        roomy = with_room(state, new, size)
+        held = [roomy[name] for name in ("all_k", "all_v", "channels")]
+        writable = torch.is_inference_mode_enabled() or not held[0].is_inference()
+        if roomy is state and (new > 1 or not writable or torch.is_grad_enabled()):
+            held = [x.clone() for x in held]
+        index = (state["tokens"][:, None] + torch.arange(new, device=k.device))[:, None, :, None]
+        for past, x in zip(held, (k, v), strict=False):
+            past.scatter_(2, index.expand_as(x), x.to(past.dtype))
+        held[2].scatter_(3, index.expand_as(k).mT, k.mT.to(held[2].dtype))
+        return cls(*held, state["tokens"] + count)
 
     def present(self) -> dict[str, Tensor]:
-        """Return it as fields of `WindowState`."""
-        return {"all_k": self.k, "all_v": self.v, "channels": self.channels, "tokens": self.tokens}
+        """Return it as fields of `WindowState`, in one piece each: a step of the native op writes into them."""
+        fields = {"all_k": self.k, "all_v": self.v, "channels": self.channels, "tokens": self.tokens}
+        return {name: x.contiguous() for name, x in fields.items()}
+
+
+def with_room(state: dict[str, Tensor], new: int, size: int) -> dict[str, Tensor]:
+    """Return a state (`WindowState.present`) whose memory has room for `new` more tokens; the same one if it has.
+
+    `size` is the number of keys per block.
+    """
+    capacity, needed = state["all_k"].shape[2], int(state["tokens"].max()) + new
+    if needed <= capacity:
+        return state
+    more = max(needed - capacity, capacity // SPARE)
+    more += -(capacity + more) % size
+    longer = {name: F.pad(state[name], (0, 0, 0, more)) for name in ("all_k", "all_v")}
+    return state | longer | {"channels": F.pad(state["channels"], (0, more))}
 
 
 def routed_parts(

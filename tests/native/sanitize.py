@@ -33,6 +33,7 @@ SIZES = ((1, 1), (3, 2), (20, 24), (33, 65))
 WINDOWS = (
     *({"window": 5, "sinks": 3}, {"window": 5, "sinks": 3, "exact_keys": 4}, {"window": 60, "exact_keys": 60}),
     {"window": 9, "sinks": 3, "routed_blocks": "2:3"},
+    {"window": 4, "routed_blocks": "9"},
 )
 
 

@@ -21,7 +21,9 @@ LENGTHS = (1, 9, 48, 200, 700)
 
 def tokens(count, **options):
     """Inputs whose products have exact sums, so that rounding decides no choice."""
-    return [(32 * x.float()).round().div(32).to(x.dtype) for x in drawn(count, **options)]
+    exact = [(32 * x.float()).round().div(32).to(x.dtype) for x in drawn(count, **options)]
+    # The heads of a token side by side, also if they have one number each.
+    return [x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for x in exact]
 
 
 @torch.no_grad()
@@ -76,6 +78,125 @@ def test_sizes_and_types(switch, dtype, size, value, causal):
     (name, ours, _), (_, theirs, _) = both_ways(switch, mixer, inputs)
     assert name == "native" and ours.dtype == dtype
     close(ours, theirs, 1e-5 if dtype == torch.float32 else 2**-8)
+
+
+@torch.no_grad()
+def step_both_ways(switch, watch, mixer, inputs, mask=None, first=23):
+    """Continue natively and in PyTorch from the same state: outputs of the steps and the state after."""
+    switch(True)
+    steps = watch("window_step")
+    part = None if mask is None else mask[:, :first]
+    switch(False)
+    start = mixer(AttentionCall(*(x[:, :, :first] for x in inputs), D**-0.5, part, needs_state=True))[1]
+    found = []
+    for on in (True, False):
+        switch(on)
+        state, outputs = {name: x.clone() for name, x in start.items()}, []
+        for i in range(first, inputs[0].shape[2]):
+            now = [x[:, :, i : i + 1] for x in inputs]
+            part = None if mask is None else mask[:, i : i + 1]
+            out, state = mixer(AttentionCall(*now, D**-0.5, part, state=state, needs_state=True))
+            outputs.append(out)
+        assert len(steps) == len(outputs)
+        found.append((torch.cat(outputs, dim=2), state))
+    return found
+
+
+def same_states(after, wanted):
+    """What is kept of a token is as it came, to the bit; in empty places of the ring anything may be."""
+    assert after.keys() == wanted.keys()
+    for key, tensor in after.items():
+        if key in ("kv", "log_scale"):
+            close(tensor, wanted[key], 1e-5)
+        elif key in ("tokens", "ring_mask", "all_k", "all_v", "channels"):
+            assert torch.equal(tensor, wanted[key]), key
+
+
+@pytest.mark.parametrize("key_heads", [2, 4], ids=["grouped", "ungrouped"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(("window", "sinks", "blocks"), [(4, 2, "2:3"), (8, 0, "34"), (20, 13, "3:20"), (9, 5, "7:1")])
+@pytest.mark.parametrize(("name", "args"), [*CASES, ("none", {})])
+@pytest.mark.sampled("values")
+def test_steps_equal_those_of_pytorch(switch, watch, name, args, blocks, sinks, window, masked, key_heads):
+    mixer = learned(name, args, causal=True, key_heads=key_heads, window=window, sinks=sinks, routed_blocks=blocks)
+    if not mixer.positive:
+        pytest.skip("negative weights are not subtracted")
+    inputs, mask = tokens(90, key_heads=key_heads), padding(90) if masked else None
+    (ours, after), (theirs, wanted) = step_both_ways(switch, watch, mixer, inputs, mask)
+    real = torch.ones(2, 67, dtype=torch.bool) if mask is None else mask[:, 23:]
+    real = real[:, None].expand(-1, 4, -1)
+    limits = rounding(mixer, inputs, mask, torch.cat([theirs.new_zeros(*theirs.shape[:2], 23, V), theirs], dim=2))
+    assert ((ours - theirs).abs().amax(dim=-1) <= limits[:, :, 23:])[real].all()
+    assert not ours[~real].any()
+    same_states(after, wanted)
+
+
+@pytest.mark.parametrize("key_heads", [2, 4], ids=["grouped", "ungrouped"])
+@pytest.mark.parametrize("blocks", ["9", "3:5"])
+@pytest.mark.parametrize(("size", "value"), [(D, V), (1, 65), (33, 3), (64, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sizes_and_types_of_steps(switch, watch, dtype, size, value, blocks, key_heads):
+    sizes = {"size": size, "value": value, "key_heads": key_heads}
+    mixer = learned("hedgehog", {}, causal=True, window=6, sinks=2, routed_blocks=blocks, scale="linear", **sizes)
+    (ours, after), (theirs, wanted) = step_both_ways(switch, watch, mixer, tokens(70, dtype=dtype, **sizes))
+    assert ours.dtype == dtype
+    close(ours, theirs, 1e-5 if dtype == torch.float32 else 2**-8)
+    same_states(after, wanted)
+
+
+def test_steps_fade(switch, watch):
+    mixer = learned("hedgehog", {}, causal=True, window=6, routed_blocks="9", scale="linear", trained_length=30)
+    (ours, _), (theirs, _) = step_both_ways(switch, watch, mixer, tokens(70))
+    close(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("bias", [0.0, 4.0, 20.0])
+def test_steps_do_not_subtract_weights_that_are_too_large(switch, watch, bias):
+    """As for whole rows: the weights of the other keys are summed up one by one."""
+    mixer = learned("hedgehog", {}, causal=True, window=4, sinks=1, routed_blocks="20:2", scale="linear")
+    with torch.no_grad():
+        mixer.query_scale.bias.fill_(bias)
+    (ours, _), (theirs, _) = step_both_ways(switch, watch, mixer, tokens(70))
+    close(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("absurd", [torch.nan, torch.inf])
+def test_steps_with_absurd_numbers(switch, watch, where, absurd):
+    """They reach no earlier token, no other head and no other row."""
+    mixer = learned("none", {}, causal=True, window=4, sinks=1, routed_blocks="5")
+    inputs = tokens(70)
+    inputs[1 if where == "k" else 2][0, 0, 30] = absurd
+    (ours, _), (theirs, _) = step_both_ways(switch, watch, mixer, inputs)
+    apart = torch.ones(2, 4, 47, dtype=torch.bool)
+    apart[0, :2, 30 - 23 :] = False
+    assert not ours[0, :2, 30 - 23].isfinite().all()
+    close(ours[apart], theirs[apart], 1e-5)
+
+
+def test_threads_make_no_difference_to_steps(switch, watch):
+    mixer, before = learned("hedgehog", {}, heads=6, key_heads=3, causal=True, window=8, routed_blocks="9"), 1
+    inputs, found = tokens(60, heads=6, key_heads=3), []
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(step_both_ways(switch, watch, mixer, inputs)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_no_memory_changes_no_state(switch, monkeypatch):
+    mixer, inputs = learned("none", {}, causal=True, window=4, routed_blocks="5"), tokens(60)
+    switch(True)
+    call = AttentionCall(*(x[:, :, :59] for x in inputs), D**-0.5, needs_state=True)
+    with torch.no_grad():
+        state = mixer(call)[1]
+        before = {name: x.clone() for name, x in state.items()}
+        monkeypatch.setattr(engine().library, "linearize_window_step", lambda *_: 1)
+        with pytest.raises(MemoryError, match="no memory"):
+            mixer(AttentionCall(*(x[:, :, 59:] for x in inputs), D**-0.5, state=state, needs_state=True))
+    assert all(torch.equal(state[name], x) for name, x in before.items())
 
 
 @torch.no_grad()
@@ -171,8 +292,7 @@ def test_the_explanation_names_what_it_does_not_compute(switch):
     switch(True)
     mixer = learned("hedgehog", {}, causal=True, window=6, routed_blocks="3:5")
     whole, gradient, step = explain(mixer, 100)
-    assert whole[1] == gradient[1] == "native"
-    assert step[2][0] == ("native", "it cannot look up routed blocks in a step")
+    assert whole[1] == gradient[1] == step[1] == "native"
     signed = learned(
         *next(case for case in CASES if not learned(*case).positive), causal=True, window=6, routed_blocks="3:5"
     )

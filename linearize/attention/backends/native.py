@@ -19,7 +19,7 @@ from linearize.attention.native.options import NEVER, AttendOptions
 from linearize.attention.parts import NEAR, ROUTED, SCALED
 from linearize.kernels.base import FeatureMap, MapSpec
 from linearize.ops import Mapped, State, Window, causal_attention, window_attention
-from linearize.ops.routed import Memory
+from linearize.ops.routed import Memory, with_room
 from linearize.ops.state import put_back, real_first, real_tokens, take, without_padding
 from linearize.ops.window_causal import state_after
 
@@ -37,11 +37,8 @@ class Native:
             return "it cannot add several tokens to the state of a window"
         if not kind.one_step and kind.gradient and (kind.has_state or kind.needs_state):
             return "its gradient does not pass through states"
-        if mixer.hybrid.routed_blocks:
-            if kind.one_step:
-                return "it cannot look up routed blocks in a step"
-            if not mixer.positive:
-                return "it does not subtract weights that can be negative"
+        if mixer.hybrid.routed_blocks and not mixer.positive:
+            return "it does not subtract weights that can be negative"
         if not kind.reads:
             here = kind.native is not None or (kind.device is not None and kind.device.type != "cpu")
             return "it only reads plain tensors in fp32 or bf16 on the CPU" if here else absence()
@@ -57,7 +54,11 @@ class Native:
         if call.one_step and call.state is not None:
             state, maps = call.state, _packed_maps(mixer, call)
             if mixer.window is not None:
-                return native.window_step(maps, *inputs, state, scaling=call.scaling, eps=mixer.eps, mask=mask), state
+                blocks = mixer.hybrid.blocks if mixer.hybrid.routed_blocks else (0, 0)
+                if blocks[0]:
+                    state = with_room(state, 1, blocks[1])
+                options = {"scaling": call.scaling, "eps": mixer.eps, "mask": mask, "blocks": blocks}
+                return native.window_step(maps, *inputs, state, **options), state
             return native.step(maps, *inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
         apart = absurd_apart(call.v, mask, call.q.shape[1]) if mixer.shape.causal else None
         if apart is not None:

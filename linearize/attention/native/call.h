@@ -132,8 +132,10 @@ static void advise_huge_pages(const call_t *c) {
 /* Whether keys have log-scales. */
 INLINE int keys_scaled(const call_t *c) { return c->keys.scaled || c->key_scale || c->keys.learned; }
 
+INLINE long type_size(int type) { return type == FLOAT32 ? sizeof(float) : sizeof(uint16_t); }
+
 INLINE const void *at(const void *p, int type, long i) {
-    return (const char *)p + i * (type == FLOAT32 ? sizeof(float) : sizeof(uint16_t));
+    return (const char *)p + i * type_size(type);
 }
 
 INLINE const void *token_at(const void *x, int type, const int64_t *stride, long b, long h, long t) {

@@ -339,7 +339,8 @@ class Engine:
 
         Shapes: q [B, H, R, D], `channels` [B, K, D, N], `places` [B, R], `count` [B].
         """
-        tensors = {"q": q.float(), "channels": channels.float(), "places": places, "count": count}
+        channels = channels if channels.dtype in structures.TYPES else channels.float()
+        tensors = {"q": q.float(), "channels": channels, "places": places, "count": count}
         tensors = {name: x.contiguous() for name, x in tensors.items()}
         (batch, heads, rows, size), (_, key_heads, _, keys) = q.shape, channels.shape
         blocks = keys // form.block_size
@@ -348,7 +349,7 @@ class Engine:
         sizes = (batch, heads, key_heads, rows, blocks, slots, form.block_size, form.size, form.sinks, size, keys)
         data = structures.Choice(*sizes)
         _point(data, tensors)
-        data.causal, data.threads = form.causal, self.threads
+        data.causal, data.threads, data.type = form.causal, self.threads, structures.TYPES[channels.dtype]
         self._run("choose", byref(data))
         return tensors["chosen"]
 
@@ -356,8 +357,8 @@ class Engine:
         """Tell whether it accepts such tensors and can update such a window state in place."""
         if not self.supports_step(q, k, v, state["kv"], state["log_scale"]):
             return False
-        types = {"k": k.dtype, "v": v.dtype, "scale": torch.float32, "mask": torch.bool}
-        held = ((name.partition("_")[2], x) for name, x in state.items() if name not in ("kv", "log_scale"))
+        types = {"k": k.dtype, "channels": k.dtype, "v": v.dtype, "scale": torch.float32, "mask": torch.bool}
+        held = ((name.partition("_")[2] or name, x) for name, x in state.items() if name not in ("kv", "log_scale"))
         return all(x.is_contiguous() and x.dtype == types.get(kind, torch.int64) for kind, x in held)
 
     def window_step(
@@ -371,11 +372,13 @@ class Engine:
         scaling: float,
         eps: float,
         mask: Tensor | None = None,
+        blocks: tuple[int, int] = (0, 0),
     ) -> Tensor:
         """Attend from one more token, T = 1, with a softmax window, and update the state's tensors in place.
 
         Shapes as in `step`; `state` has the fields of `linearize.ops.WindowState`. Weights are not rounded. A padding
-        token changes nothing, and its output is zero.
+        token changes nothing, and its output is zero. `blocks` are the number and the size of the blocks of keys that a
+        query looks up; the state must have room for one more key then.
 
         Raises:
             MemoryError: if there is not enough memory; the state is then unchanged.
@@ -386,6 +389,9 @@ class Engine:
         sizes = (ring.size(1), 0 if sinks is None else sinks.size(2), 0 if kept is None else kept.size(1))
         buffers = WindowBuffers(*sizes, scaling=scaling, causal=True)
         _point(buffers, {name: x for name, x in state.items() if name not in ("kv", "log_scale")})
+        if blocks[0]:
+            buffers.blocks, buffers.block = blocks
+            buffers.keys = state["all_k"].size(2)
         before = (mask, None, None, None, None, state["kv"], state["log_scale"])
         data = call(maps, q, k, v, out, before, (eps, self.threads, True))
         self._run("window_step", data, byref(buffers))

@@ -69,6 +69,9 @@ class WindowBuffers(ctypes.Structure):
         ("scaling", ctypes.c_float),
         ("causal", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("tops", "row_sums", "priority", "until")),
+        # Its `memory_t` of look_up.h.
+        *((name, ctypes.c_int64) for name in ("blocks", "block", "keys")),
+        *((name, ctypes.c_void_p) for name in ("all_k", "all_v", "channels")),
     ]
 
 
@@ -100,13 +103,13 @@ class Routed(ctypes.Structure):
 
 
 class Choice(ctypes.Structure):
-    """`choice_t` of routed.h."""
+    """`choice_t` of choice.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "rows", "blocks", "slots", "block")),
         *((name, ctypes.c_int64) for name in ("window", "sinks", "size", "keys")),
         *((name, ctypes.c_void_p) for name in ("q", "channels", "places", "count", "chosen")),
-        *((name, ctypes.c_int32) for name in ("causal", "threads")),
+        *((name, ctypes.c_int32) for name in ("causal", "threads", "type")),
     ]
 
 

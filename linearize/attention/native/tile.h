@@ -84,6 +84,9 @@ INLINE vf farther(vf a, vf b) {
 #endif
 }
 
+/* Lanes of a where the mask is set, else of b. */
+INLINE vf either(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
 /* The larger of the two; NaN if either is NaN. */
 INLINE float highest(float a, float b) { return a > b || a != a ? a : b; }
 

@@ -3,7 +3,7 @@
 #ifndef LINEARIZE_WINDOW_STEP_H
 #define LINEARIZE_WINDOW_STEP_H
 
-#include "step.h"
+#include "look_up.h"
 
 #define NEVER INT32_MAX
 #define TINY 1e-30f /* a part of smaller magnitude counts as absent, as in `linearize.ops.window_parts` */
@@ -24,17 +24,17 @@ typedef struct {
     float *tops, *row_sums;       /* [B, H, T]: the level and the sum of every row's weights; or null */
     const float *priority;        /* [B, K, T]: the largest become exact keys; or null */
     int32_t *until;               /* [B, K, T], from `contest`; or null */
+    memory_t memory;              /* its `blocks` are 0 without routed blocks; it has room for the new token */
 } window_t;
 
 /* The arrays of a thread for one head: weights of exact tokens, sums of their values, the leaving key, sums of the linear
    state. */
 typedef struct {
     float *query, *weights, *exact, *leaving, *value, *linear;
+    look_up_t look_up;
 } window_buffers_t;
 
-INLINE long type_size(int type) { return type == FLOAT32 ? sizeof(float) : sizeof(uint16_t); }
-
-static window_buffers_t window_buffers_at(const call_t *c, const window_t *w, float *memory) {
+static window_buffers_t window_buffers_at(const call_t *c, const window_t *w, const choice_t *choice, float *memory) {
     long wide = padded(c->value_size + 1) + W;
     window_buffers_t f = {.query = memory};
     f.weights = f.query + padded(c->keys.size) + W;
@@ -42,11 +42,13 @@ static window_buffers_t window_buffers_at(const call_t *c, const window_t *w, fl
     f.leaving = f.exact + wide;
     f.value = f.leaving + padded(c->features) + W;
     f.linear = f.value + wide;
+    if (choice->blocks) f.look_up = look_up_at(c, choice, f.linear + wide);
     return f;
 }
 
-INLINE long window_buffers_size(const call_t *c, const window_t *w) {
-    return window_buffers_at(c, w, 0).linear - (float *)0 + padded(c->value_size + 1) + W;
+INLINE long window_buffers_size(const call_t *c, const window_t *w, const choice_t *choice) {
+    long linear = window_buffers_at(c, w, &(choice_t){0}, 0).linear - (float *)0;
+    return linear + padded(c->value_size + 1) + W + look_up_size(c, choice);
 }
 
 /* Scores of `count` contiguous rows of keys; rows that are not visible get FLOOR. Returns the maximum of the scores and
@@ -66,16 +68,8 @@ static float scores_of(const call_t *c, const char *keys, const uint8_t *visible
 /* Add contiguous rows of values, weighted by exp(score - top), followed by the sum of the weights. */
 static void add_values(const call_t *c, const char *values, const uint8_t *visible, long count, const float *scores,
                        float top, float *sums) {
-    long size = c->value_size;
-    for (long j = 0; j < count; j++) {
-        if (!visible[j]) continue;
-        float weight = expf(scores[j] - top);
-        long d = 0;
-        for (; d + W <= size; d += W)
-            store(sums + d, load(sums + d) + numbers(values, c->value_type, j * size + d) * weight);
-        for (; d < size; d++) sums[d] += number(values, c->value_type, j * size + d) * weight;
-        sums[size] += weight;
-    }
+    for (long j = 0; j < count; j++)
+        if (visible[j]) add_value(c, values, j, expf(scores[j] - top), sums);
 }
 
 /* The largest magnitude of `count` numbers; NaN if any is NaN. */
@@ -196,6 +190,7 @@ static void take_up(const call_t *c, const window_t *w, long n, long place) {
     long empty = empty_rows(w, b), skip = empty ? empty - 1 : 0, first = n * w->size + skip, count = w->size - skip;
     push(w->ring_k + first * k_bytes, count, k_bytes, k);
     push(w->ring_v + first * v_bytes, count, v_bytes, v);
+    if (w->memory.blocks) remember(c, &w->memory, n, place, k, v);
     if (place >= w->sinks) return;
     memcpy(w->sink_k + (n * w->sinks + place) * k_bytes, k, k_bytes);
     memcpy(w->sink_v + (n * w->sinks + place) * v_bytes, v, v_bytes);
@@ -211,10 +206,10 @@ static void look(const window_t *w, long b, long place, uint8_t *visible) {
     for (long s = 0; s < w->exact_keys; s++) visible[w->size + w->sinks + s] = s < kept;
 }
 
-static void window_step_head(const call_t *c, const window_t *w, long n, const token_buffers_t *tokens,
-                             const window_buffers_t *f, uint8_t *visible) {
+static void window_step_head(const call_t *c, const window_t *w, const choice_t *choice, long n,
+                             const token_buffers_t *tokens, const window_buffers_t *f, uint8_t *visible) {
     long b = n / c->key_heads, h = n % c->key_heads, group = c->heads / c->key_heads, v = c->value_size;
-    long place = w->sinks ? w->tokens[b] : 0, whole = v / W, kept_at = w->size + w->sinks;
+    long place = w->tokens ? w->tokens[b] : 0, whole = v / W, kept_at = w->size + w->sinks;
     float *kv = c->kv + n * c->features * (v + 1), scale, decay;
     if (is_padding(c, b, 0)) {
         memset(f->exact, 0, (v + 1) * sizeof(float));
@@ -230,6 +225,10 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
     const char *sink_v = w->sinks ? w->sink_v + n * w->sinks * v * type_size(c->value_type) : 0;
     const char *kept_k = w->exact_keys ? w->kept_k + n * w->exact_keys * c->keys.size * type_size(c->type) : 0;
     const char *kept_v = w->exact_keys ? w->kept_v + n * w->exact_keys * v * type_size(c->value_type) : 0;
+    const memory_t *m = &w->memory;
+    const look_up_t *look_up = &f->look_up;
+    const char *all_k = m->blocks ? at(m->all_k, c->type, n * m->keys * c->keys.size) : 0;
+    const char *all_v = m->blocks ? at(m->all_v, c->value_type, n * m->keys * v) : 0;
     for (long g = 0; g < group; g++) {
         long head = h * group + g;
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, c->queries.scale, tokens->x);
@@ -241,15 +240,27 @@ static void window_step_head(const call_t *c, const window_t *w, long n, const t
         /* The state now contains the leaving key. */
         decay = 1.0f;
         memset(f->value, 0, (v + 1) * sizeof(float));
+        long found = 0;
+        if (m->blocks) {
+            memcpy(look_up->phi, tokens->phi, c->features * sizeof(float));
+            token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, 1.0f, look_up->query);
+            found = find_keys(choice, at(m->channels, c->type, n * m->keys * c->keys.size), place, look_up);
+        }
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, w->scaling, f->query);
-        float top = scores_of(c, k, visible, w->size, f->query, f->weights, FLOOR);
+        float top = scores_of(c, k, visible, w->size, f->query, f->weights, FLOOR), level = c->log_scale[n];
         top = scores_of(c, sink_k, visible + w->size, w->sinks, f->query, f->weights + w->size, top);
         top = scores_of(c, kept_k, visible + kept_at, w->exact_keys, f->query, f->weights + kept_at, top);
+        if (found) top = scores_of_found(c, all_k, found, f->query, look_up, top);
         memset(f->exact, 0, (v + 1) * sizeof(float));
         add_values(c, values, visible, w->size, f->weights, top, f->exact);
         add_values(c, sink_v, visible + w->size, w->sinks, f->weights + w->size, top, f->exact);
         add_values(c, kept_v, visible + kept_at, w->exact_keys, f->weights + kept_at, top, f->exact);
-        join_parts(f->exact, top, f->linear, scale + c->log_scale[n], v + 1);
+        if (found) {
+            add_found(c, all_v, found, look_up, top, f->exact);
+            float exact = top + logf(f->exact[v]) - scale;
+            level = take_out_found(c, m, choice, n, place, found, exact, tokens, look_up, f->linear);
+        }
+        join_parts(f->exact, top, f->linear, scale + level, v + 1);
         write_row(c, f->exact, f->exact[v], c->eps, b, head, 0);
     }
 }
@@ -268,17 +279,18 @@ static void count_token(const call_t *c, const window_t *w, long b) {
    DONE; or NO_MEMORY, before any change. */
 int linearize_window_step(const call_t *c, const window_t *w) {
     long heads = c->batch * c->key_heads, visible = padded(w->size + w->sinks + w->exact_keys);
-    long each = padded(token_buffers_size(c, 1) + window_buffers_size(c, w)) + visible;
+    choice_t choice = choice_of(c, &w->memory, w->size, w->sinks);
+    long of_tokens = padded(token_buffers_size(c, 1)), each = of_tokens + padded(window_buffers_size(c, w, &choice)) + visible;
     float *memory = malloc(c->threads * each * sizeof(float));
     if (!memory) return NO_MEMORY;
 #pragma omp parallel for num_threads(c->threads) schedule(static)
     for (long i = 0; i < c->threads; i++) {
         float *mine = memory + i * each;
         token_buffers_t tokens = token_buffers_at(c, mine, 1);
-        window_buffers_t f = window_buffers_at(c, w, mine + token_buffers_size(c, 1));
+        window_buffers_t f = window_buffers_at(c, w, &choice, mine + of_tokens);
         uint8_t *seen = (uint8_t *)(mine + each - visible);
         for (long n = i * heads / c->threads; n < (i + 1) * heads / c->threads; n++)
-            window_step_head(c, w, n, &tokens, &f, seen);
+            window_step_head(c, w, &choice, n, &tokens, &f, seen);
     }
     for (long b = 0; b < c->batch; b++) count_token(c, w, b);
     free(memory);
