@@ -316,7 +316,7 @@ class ConvertJob(StageOneJob):
         if "distill_length" not in {**usual, **values}:
             usual |= presets.rows_for(values.get("window", usual.get("window")))
         derived = super().derive({"kernel": KERNEL, **usual, **values})
-        steps = values.get("distill_steps", DistillConfig.steps)
+        steps = {**usual, **values}.get("distill_steps", DistillConfig.steps)
         # Steps of another type are refused by stage one's own checks.
         aligned = isinstance(steps, int) and not values.get("stream_blocks")
         derived["align"]["steps"] = round(ALIGN_SHARE * steps) if aligned else 0

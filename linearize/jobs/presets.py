@@ -46,16 +46,20 @@ PRESETS: Mapping[str, Preset] = {
         causal=True,
         rows={**_LONG, "distill_length": 4096},
     ),
+    "lookup": Preset(
+        {"kernel": "none", "window": 128, "sinks": 4, "routed_blocks": "128"}, causal=True, rows={"distill_steps": 0}
+    ),
     "encoder": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4, "exact_keys": 64}, causal=False),
 }
-"""Presets by name. All have learned log-scales, the default with a window.
+"""Presets by name. All with a kernel have learned log-scales, the default with a window.
 
-`causal` and `recall` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With `causal`,
-memory is constant, and every layer gets the window, exact keys and kernel that suit it. `recall` has exact keys and
-softmax heads in order to look up and copy text; the cache of its softmax heads grows with the text. Both train on long
-rows: a kernel learns nothing inside the window, and heads that look up far back do nothing in short rows. `encoder` is
-for bidirectional models: texts of up to 68 tokens stay exact, and in longer texts the kernel covers the tokens outside
-the window that are no exact keys.
+`causal`, `recall` and `lookup` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With
+`causal`, memory is constant, and every layer gets the window, exact keys and kernel that suit it. `recall` has exact
+keys and softmax heads in order to look up and copy text; the cache of its softmax heads grows with the text. Both train
+on long rows: a kernel learns nothing inside the window, and heads that look up far back do nothing in short rows.
+`lookup` has no kernel, so nothing is trained; each query looks up keys, all of which the cache keeps, twice, so that it
+grows with the text (docs/benchmarks/routed.md). `encoder` is for bidirectional models: texts of up to 68 tokens stay
+exact, and in longer texts the kernel covers the tokens outside the window that are no exact keys.
 """
 
 
@@ -65,7 +69,7 @@ def reads_pairs(values: Mapping[str, object]) -> bool:
 
 
 def preset_options(values: Mapping[str, object], *, rows: bool = False) -> Mapping[str, object]:
-    """Return the preset's options that are not given explicitly; with another kernel, without arguments of its kernel.
+    """Return the preset's options that are not given explicitly; with another kernel, without those of its kernel.
 
     Args:
         values: the options given explicitly.
@@ -82,7 +86,7 @@ def preset_options(values: Mapping[str, object], *, rows: bool = False) -> Mappi
     preset, given = PRESETS[str(name)], set(values)
     options = {**preset.options, **(preset.rows if rows else {})}
     if values.get("kernel", options["kernel"]) != options["kernel"]:
-        given.add("kernel_arg")
+        given |= {"kernel_arg", "distill_steps"}
     if reads_pairs(values):
         given.add("packing")
     return {option: value for option, value in options.items() if option not in given}

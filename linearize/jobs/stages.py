@@ -19,6 +19,7 @@ from linearize.checkpoint.save import save, size_of
 from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.core.parsing import user_path
+from linearize.core.registry import kernel_info
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
@@ -263,7 +264,10 @@ def exact_rows(plan: Plan, tokens: int) -> str | None:
 
 
 def run_stage_one(context: Context, config: DistillConfig) -> None:
-    """Train the kernels to imitate softmax, if there are data and steps."""
+    """Train the kernels to imitate softmax, if there are data, steps and a kernel."""
+    if all(kernel_info(layer.kernel).needs_window for layer in context.plan.converted):
+        context.on_event(Noted("Stage one is left out: without a kernel there is nothing to train"))
+        return
     if context.source is None:
         return
     if not config.steps:

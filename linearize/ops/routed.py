@@ -87,7 +87,7 @@ class Memory(NamedTuple):
         for past, x in zip(held, (k, v), strict=False):
             past.scatter_(2, index.expand_as(x), x.to(past.dtype))
         held[2].scatter_(3, index.expand_as(k).mT, k.mT.to(held[2].dtype))
-        return cls(*held, state["tokens"] + count)
+        return cls(held[0], held[1], held[2], state["tokens"] + count)
 
     def present(self) -> dict[str, Tensor]:
         """Return it as fields of `WindowState`, in one piece each: a step of the native op writes into them."""

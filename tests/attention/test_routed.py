@@ -17,6 +17,7 @@ from linearize.attention.cache import cache_argument
 from linearize.attention.interface import linear_attentions
 from linearize.attention.parts import exact_tokens
 from linearize.attention.shape import HeadShape
+from linearize.conversion.plan_file import PlannedLayer
 from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid, kernel_info
 from linearize.fidelity.ablate import ablated
@@ -244,6 +245,11 @@ def test_wrong_values_are_refused(hybrid, message):
 def test_kernels_without_a_denominator_are_refused():
     with pytest.raises(ConfigError, match="takes no window"):
         make_mixer(kernel_info("diag_softmax"), causal=True, window=8, routed_blocks=2)
+
+
+def test_a_plan_for_a_softmax_layer_is_refused():
+    with pytest.raises(ConfigError, match="the layer stays softmax, which takes no arguments"):
+        PlannedLayer(layer=0, module="m", kernel="softmax", window=8, routed_blocks="2:3")
 
 
 def test_windows_are_not_chosen_beside_it():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.checkpoints import make_original
 from support.command_lines import run
+from transformers import AutoModelForCausalLM
 
 import linearize
 from linearize.checkpoint.inspect import inspect_checkpoint
@@ -59,6 +60,7 @@ def test_longdoc_hands_a_preset_on(name):
         ({"preset": "encoder"}, 512, 16, None, False),
         ({"preset": "causal"}, 2048, 4, 256, True),
         ({"preset": "recall"}, 4096, 2, 256, True),
+        ({"preset": "lookup"}, 1024, 8, 256, False),
         ({"preset": "recall", "distill_length": 512, "packing": False}, 512, 16, 256, False),
         ({"preset": "recall", "text_column": "a,b"}, 4096, 2, 256, False),
     ],
@@ -171,3 +173,37 @@ def test_longdoc_takes_a_window_before_the_presets(window):
         model="m", task="text-classification", dataset="d", max_length=64, preset="causal", window=window
     )
     assert ConvertJob.of(model="m", **job.attention()).window == window
+
+
+@torch.no_grad()
+def test_the_lookup_preset_trains_nothing_and_its_result_equals_softmax_in_short_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "llama", "llama", "AutoModelForCausalLM", max_position_embeddings=512)
+    note = "Stage one is left out: without a kernel there is nothing to train"
+    # No data is named, and none is opened.
+    code, text, err = run(capsys, *["convert", "llama", "--preset", "lookup", "--device", "cpu", "--output", "made"])
+    assert (code, text.count(note), "Data:" in text) == (0, 1, False), err
+    result = inspect_checkpoint("made")
+    assert {layer.hybrid.routed_blocks for layer in result.plan.converted} == {"128:1"}
+    ours, original = (AutoModelForCausalLM.from_pretrained(name).eval() for name in ("made", "llama"))
+    # Window, sinks and looked-up keys: all keys.
+    ids = torch.randint(3, 90, (2, 250), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(ours(ids).logits, original(ids).logits, atol=1e-4, rtol=1e-4)
+    texts = [model.generate(ids[:, :200], max_new_tokens=20, do_sample=False) for model in (ours, original)]
+    assert torch.equal(*texts)
+
+
+def test_without_a_kernel_steps_that_are_asked_for_are_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_original(tmp_path / "bert", "bert", "AutoModel")
+    (tmp_path / "texts.txt").write_text("\n\n".join(f"a text about the number {number}" for number in range(99)))
+    line = "convert bert --kernel none --window 4 --dataset texts.txt --holdout 8 --distill-steps 3 --align-steps 0"
+    code, text, err = run(capsys, *line.split(), "--device", "cpu", "--output", "made")
+    assert code == 0, err
+    assert "Stage one is left out" in text
+    assert "distillation" not in inspect_checkpoint("made").provenance.values
+
+
+def test_with_a_kernel_the_lookup_preset_trains():
+    steps = [ConvertJob.of(model="m", preset="lookup", **more).distill.steps for more in ({}, {"kernel": "hedgehog"})]
+    assert steps == [0, ConvertJob.of(model="m").distill.steps]
