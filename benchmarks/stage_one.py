@@ -55,7 +55,7 @@ class StageOneSuite(OfModel):
             raise ConfigError(f"batch: got {self.model.batch}, but stage one is measured on one sequence; leave it out")
         for layer in linear_attentions(self.model.linear).values():
             info = layer.mixer.info
-            if not (info.learnable and info.windowed) or self.model.hybrid.window is not None:
+            if not (layer.mixer.learnable and info.windowed) or self.model.hybrid.window is not None:
                 raise ConfigError(
                     f"bench: stage one is measured for kernels with weights to learn and no window, got {layer.kernel}"
                     f"{'' if self.model.hybrid.window is None else ' with a window'}; choose another kernel"

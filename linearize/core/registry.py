@@ -66,7 +66,8 @@ class KernelInfo:
             through `is_positive`.
         parameters: (config, head_dim) -> learnable numbers of one map of one head.
         parameters_formula: that number, in words.
-        learnable: whether stage one has parameters to train.
+        learnable: whether stage one has parameters to train, or (config) -> bool if that depends on the arguments. Read
+            it through `is_learnable`.
         normalized: whether weights sum to one.
         random: whether random numbers are drawn at conversion (saved in buffers).
         estimates: for random features, the kernel that phi(x) . phi(y) estimates, as a function of x . y.
@@ -99,7 +100,7 @@ class KernelInfo:
     positive: bool | Callable[[Any], bool]
     parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
     parameters_formula: str = "0"
-    learnable: bool = False
+    learnable: bool | Callable[[Any], bool] = False
     normalized: bool = True
     random: bool = False
     positional: bool = False
@@ -125,6 +126,10 @@ class KernelInfo:
     def is_positive(self, config: Any) -> bool:
         """Tell whether the weights of a kernel with these arguments can never be negative."""
         return self.positive(config) if callable(self.positive) else self.positive
+
+    def is_learnable(self, config: Any) -> bool:
+        """Tell whether stage one has parameters to train in a kernel with these arguments."""
+        return self.learnable(config) if callable(self.learnable) else self.learnable
 
     def training(self, config: Any) -> StageOne:
         """Return the defaults of stage one for a kernel with these arguments."""

@@ -19,6 +19,9 @@ Differs from the paper:
 - mu and sigma are running statistics per head and channel, updated after every training batch and frozen otherwise, so
   that a token has the same features alone as in a batch and no token sees a later one;
 - gamma and beta are one number per query head; eps is 1e-6.
+
+`ppsbn=False` is the ablation. `inv`, `log` and `sqrt` are then estimated outside of |z| < 1 too, where their series
+diverge.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class MacformerConfig:
     """Arguments of the `macformer` kernels."""
 
     features: int = option(128, "number D of features", low=2, high=65536)
+    ppsbn: bool = option(True, "whether queries, keys and output are normalised and rescaled (ppSBN)")
 
     def degrees(self) -> list[int]:
         """Return how many features have degree 0, 1, 2 ...: half of them, half of the rest, and so on."""
@@ -171,14 +175,14 @@ class Macformer(FeatureMap):
         raise NotImplementedError
 
     @classmethod
-    def inputs(cls, config: Any, heads: int, key_heads: int, head_dim: int) -> Standardise:
-        """Return the first half of ppSBN."""
-        return Standardise(heads, key_heads, head_dim)
+    def inputs(cls, config: Any, heads: int, key_heads: int, head_dim: int) -> Standardise | None:
+        """Return the first half of ppSBN, if the kernel has it."""
+        return Standardise(heads, key_heads, head_dim) if config.ppsbn else None
 
     @classmethod
-    def output(cls, config: Any, heads: int, value_dim: int) -> Rescale:
-        """Return the second half of ppSBN."""
-        return Rescale(heads)
+    def output(cls, config: Any, heads: int, value_dim: int) -> Rescale | None:
+        """Return the second half of ppSBN, if the kernel has it."""
+        return Rescale(heads) if config.ppsbn else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Draw the signs."""
@@ -212,9 +216,9 @@ def register_macformer(
             config=MacformerConfig,
             build=build,
             feature_dim=lambda config, d: config.features,
-            output_parameters=lambda config, v: 2,
+            output_parameters=lambda config, v: 2 * config.ppsbn,
             parameters_formula="2 (gamma, beta)",
-            learnable=True,
+            learnable=lambda config: config.ppsbn,
             positive=False,
             random=True,
             estimates=estimates,

@@ -233,6 +233,19 @@ def test_macformer_has_half_of_its_features_of_degree_zero_and_so_on():
     assert [sum(make_config(info, {"features": n}).degrees()) for n in (2, 3, 77, 128)] == [2, 3, 77, 128]
 
 
+@pytest.mark.parametrize("name", ["macformer_exp", "macformer_trigh"])
+def test_a_macformer_without_ppsbn_is_attention_with_the_plain_features(name):
+    """The ablation: no statistics, no rescaling, and the mean over draws is softmax."""
+    info, (q, k, v) = kernel_info(name), make_inputs(9, key_heads=4, scale=0.5)
+    mixer = make_mixer(info, {"ppsbn": False, "features": 4096}, causal=False, key_heads=4)
+    assert mixer.inputs is None and mixer.output is None and not mixer.learnable
+    weights, draws = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1), []
+    for seed in range(8):
+        mixer.reset_parameters(torch.Generator().manual_seed(seed))
+        draws.append(run(mixer, q, k, v)[0])
+    torch.testing.assert_close(torch.stack(draws).mean(dim=0), weights @ v, rtol=0.05, atol=0.02)
+
+
 def test_ppsbn_learns_the_statistics_while_training_and_keeps_them():
     mixer = make_mixer(kernel_info("macformer_exp"), causal=True).train()
     q, k, v = make_inputs(400)

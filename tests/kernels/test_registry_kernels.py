@@ -92,7 +92,7 @@ def test_parameters_and_buffers(info, arguments):
     mixer = make_mixer(info, arguments, causal=info.causal)
     parameters = list(mixer.parameters())
     assert sum(p.numel() for p in parameters) == count_parameters(info.name, arguments, shape)
-    assert bool(parameters) == info.learnable
+    assert bool(parameters) == info.is_learnable(mixer.config)
     for tensor in [*parameters, *mixer.buffers()]:
         assert tensor.dtype == torch.float32
         assert tensor.shape[0] in (HEADS, KEY_HEADS, 1)
@@ -181,7 +181,7 @@ def test_step_by_step_equals_at_once(info, arguments, prefill):
     whole, _ = run(mixer, *inputs)
     steps, _ = stepwise(mixer, *inputs, prefill=prefill)
     torch.testing.assert_close(steps, whole, rtol=1e-3, atol=1e-4)
-    if info.learnable:
+    if info.is_learnable(mixer.config):
         for got, want in zip(gradients(steps, mixer, inputs), gradients(whole, mixer, inputs), strict=True):
             torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * max(1.0, float(want.abs().max())))
 
