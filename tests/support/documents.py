@@ -143,6 +143,11 @@ RECIPES = {
                       "tasks.listops.options={train: 32, validation: 8, shortest: 5, longest: 30, depth: 3}"],
     "pixels-small": ["kernels=[softmax,elu]", "device=cpu", f"finetune={{{TINY_TUNING}}}",
                      "tasks.pixels.options={side: 4}"],
+    "papers-small": ["kernels=[softmax,elu]", "device=cpu", f"finetune={{{TINY_TUNING}}}",
+                     "tasks.pixels.options={side: 4}"],
+    "transnormer-small-wikitext2": ["kernels=[softmax,transnormer_t1]", "model.config={model_type: gpt2, n_embd: 16, "
+                                    "n_layer: 4, n_head: 2}", "model.tokenizer.size=300", "rows={max_length: 16}",
+                                    "device=cpu", f"finetune={{{TINY_TUNING}}}"],
     "retrieval-small": ["kernels=[softmax,elu]", "device=cpu", f"finetune={{{TINY_TUNING}}}",
                         "tasks.retrieval.options={longest: 8}", "tasks.retrieval.tokenizer={kind: words}"],
 }  # fmt: skip
@@ -343,6 +348,7 @@ def quick(words):
 
 
 PARSED = (
+    "attention_shape",
     "closeness_by_length",
     "measure_stage_one_memory",
     "proof_smollm2",
