@@ -53,6 +53,7 @@ def describe(info: KernelInfo) -> dict[str, Any]:
         "parameters_per_head": info.parameters_formula,
         **{flag: getattr(info, flag) for flag in FLAGS},
         "positive": info.is_positive(config),
+        "learnable": info.is_learnable(config),
         "arguments": arguments,
         "stage_one": asdict(info.training(config)),
     }

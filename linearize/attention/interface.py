@@ -74,11 +74,15 @@ def attention_forward(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = _blocks(module, attention_mask)
     layer = getattr(module, "linear_attention", None)
-    if layer is not None and layer.across is not None:
+    if (across := getattr(layer, "across", None)) is not None:
         rows = (attention_mask is not None and attention_mask.ndim == 3) or SEGMENTS.get() is not None
-        asked = {"packed rows": rows, "attention weights": _weights_wanted(kwargs), "stage one": layer.observer}
+        asked = {
+            "packed rows": rows,
+            "attention weights": _weights_wanted(kwargs),
+            "stage one": getattr(layer, "observer", None),
+        }
         for what in (what for what, given in asked.items() if given):
-            layer.across.refuse(what)
+            across.refuse(what)
     if attention_mask is not None and attention_mask.ndim == 3 and attention_mask.shape[1] == 1:
         attend = functools.partial(attention_forward, module, scaling=scaling, dropout=dropout, **kwargs)
         # Inside, each document is an ordinary row.

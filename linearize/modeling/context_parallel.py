@@ -219,7 +219,7 @@ class ContextParallel:
         return torch.stack([state.kv for state in states]), torch.stack([state.log_scale for state in states])
 
     def _far(self, every: list[list[Tensor]], causal: bool) -> State | None:
-        """Return the state of the keys of other processes that are far from this part; None if there are none."""
+        """Return the state of the keys of other processes that are far from this part; None if it has no others."""
         far: list[tuple[Tensor, Tensor]] = []
         for other in range(self.rank if causal else self.size):
             wanted = other != self.rank + 1, True, other != self.rank - 1
@@ -262,7 +262,7 @@ def context_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Cont
             "context parallel: got one process, expected those of torchrun; call torch.distributed.init_process_group()"
         )
     layers = linear_attentions(model)
-    _check_layers(model, layers)
+    check_layers(model, layers)
     parallel, text = ContextParallel(group), model.config.get_text_config()
     cached = getattr(text, "use_cache", None)
     try:
@@ -277,7 +277,12 @@ def context_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[Cont
             layer.across = None
 
 
-def _check_layers(model: PreTrainedModel, layers: Mapping[str, LinearAttention]) -> None:
+def check_layers(model: PreTrainedModel, layers: Mapping[str, LinearAttention]) -> None:
+    """Check that a model's layers can be computed in parts.
+
+    Raises:
+        ConfigError: naming the first that cannot.
+    """
     section = getattr(model.config, "linearize", None)
     if section is None:
         raise ConfigError(f"context parallel: got {type(model).__name__}, expected a converted model; convert it first")

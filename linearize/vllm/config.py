@@ -48,7 +48,7 @@ def check_overrides(overrides: object) -> None:
     """Refuse changes of config.json (`--hf-overrides`) by which vLLM would run the original's softmax.
 
     Raises:
-        UnsupportedModelError: for such a change, or a function, whose changes nobody knows.
+        UnsupportedModelError: for such a change, or a function, whose changes cannot be known.
     """
     if callable(overrides):
         raise _option("hf_overrides", "a function", "a dict")

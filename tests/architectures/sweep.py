@@ -103,6 +103,11 @@ def _variant(name: str) -> str:
     return "" if module == f"modeling_{folder}" else f" ({module.removeprefix('modeling_')})"
 
 
+def tell(name: str, path: str) -> None:
+    """Try an architecture, and write the result to a file."""
+    Path(path).write_text(json.dumps(try_one(name).to_dict()), encoding="utf-8")
+
+
 def apart(work: Callable[[], Result], name: str, seconds: int) -> dict[str, Any]:
     """Run `work` in a forked process and return its result; a crash or too long a time is a failure too."""
     read, write = os.pipe()

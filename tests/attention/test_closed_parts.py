@@ -36,6 +36,7 @@ from linearize.fidelity.measure import measure_layers
 from linearize.jobs import export
 from linearize.jobs.stages import exact_rows
 from linearize.kernel_search.windows import choose_windows
+from linearize.modeling.context_parallel import check_layers
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.loop import align
@@ -123,6 +124,11 @@ def start_in_vllm(monkeypatch):
     module.runner(SimpleNamespace(architectures=["LlamaForCausalLM"], is_encoder_decoder=False), plan_of())
 
 
+def spread_out():
+    model = model_of()
+    check_layers(model, linear_attentions(model))
+
+
 def targets():
     return Targets(*heads()[:2], 0.5, True)
 
@@ -134,6 +140,7 @@ DATA = SimpleNamespace(
 CONSUMERS = {
     "weights": lambda: layer_of().mixer.weights(*heads()[:2], scaling=0.5),
     "a state that is computed again": refold,
+    "context parallel": spread_out,
     "exact rows": lambda: exact_rows(plan_of(), 9),
     "bench": lambda: BenchModel.linear.func(SimpleNamespace(converted=False, hybrid=TILTED)),
     "ablate": lambda: run(ablated(model_of(), "window")),
@@ -162,6 +169,7 @@ WHOLE = {
     "linearize.jobs.convert": "changes no field",
     "linearize.jobs.stages": "asks `exact_tokens`",
     "linearize.kernel_search.costs": "builds the layer",
+    "linearize.modeling.config": "asks `newest_part`",
     "linearize.modeling.model": "compares",
     "linearize.modeling.plan": "writes `changed`",
     "linearize.modeling.portable": "refuses",

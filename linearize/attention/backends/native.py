@@ -58,7 +58,7 @@ class Native:
                 if blocks[0]:
                     state = with_room(state, 1, blocks[1])
                 options = {"scaling": call.scaling, "eps": mixer.eps, "mask": mask, "blocks": blocks}
-                return native.window_step(maps, *inputs, state, **options), state
+                return native.window_step(maps, inputs, state, **options), state
             return native.step(maps, *inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
         apart = absurd_apart(call.v, mask, call.q.shape[1]) if mixer.shape.causal else None
         if apart is not None:

@@ -364,9 +364,7 @@ class Engine:
     def window_step(
         self,
         maps: Maps,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
         state: Mapping[str, Tensor],
         *,
         scaling: float,
@@ -376,13 +374,14 @@ class Engine:
     ) -> Tensor:
         """Attend from one more token, T = 1, with a softmax window, and update the state's tensors in place.
 
-        Shapes as in `step`; `state` has the fields of `linearize.ops.WindowState`. Weights are not rounded. A padding
-        token changes nothing, and its output is zero. `blocks` are the number and the size of the blocks of keys that a
-        query looks up; the state must have room for one more key then.
+        Shapes as in `step`; `inputs` are q, k and v, and `state` has the fields of `linearize.ops.WindowState`. Weights
+        are not rounded. A padding token changes nothing, and its output is zero. `blocks` are the number and the size
+        of the blocks of keys that a query looks up; the state must have room for one more key then.
 
         Raises:
             MemoryError: if there is not enough memory; the state is then unchanged.
         """
+        q, k, v = inputs
         out = v.new_empty(q.size(0), q.size(1), 1, v.size(3))
         mask = None if mask is None else mask.to(torch.bool).contiguous()
         ring, sinks, kept = state["ring_mask"], state.get("sink_k"), state.get("kept_mask")

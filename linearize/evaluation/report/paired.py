@@ -68,7 +68,7 @@ def score_difference(
     """
     from linearize.training.stage_two.intervals import BALANCED, percentiles
 
-    if ours is None or theirs is None or ours.units < 2 or (ours.units, ours.scored) != (theirs.units, theirs.scored):
+    if ours is None or theirs is None or ours.units == 1 or (ours.units, ours.scored) != (theirs.units, theirs.scored):
         return None
     value = ours.score - theirs.score
     if math.isnan(value):

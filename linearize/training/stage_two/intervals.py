@@ -42,7 +42,7 @@ class Score:
     @property
     def interval(self) -> Interval | None:
         """The 95 % percentile bootstrap interval (Efron 1979) of the score; None for one unit."""
-        return percentiles(self.resampled) if self.units > 1 else None
+        return None if self.units == 1 else percentiles(self.resampled)
 
 
 @dataclass(frozen=True, kw_only=True)
