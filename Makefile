@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Write bytecode even if the environment turns it off, as containers do, because some tests start interpreters.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-isa quick gpu vllm install models lint types unit slow sanitize wheel docs notebooks format clean
 
 install: $(VENV)/.installed
@@ -31,9 +34,8 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Write bytecode even if the environment turns it off, as containers do, because some tests start interpreters.
 unit: install
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # A quick subset during development, about a minute: two cases per test, no command lines, jobs, compilers or processes.
 quick: install
