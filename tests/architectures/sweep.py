@@ -104,7 +104,8 @@ def _variant(name: str) -> str:
 
 
 def tell(name: str, path: str) -> None:
-    """Try an architecture, and write the result to a file."""
+    """Try an architecture, and write the result to a file; names of timm's models have a folder in them."""
+    Path(path).parent.mkdir(exist_ok=True)
     Path(path).write_text(json.dumps(try_one(name).to_dict()), encoding="utf-8")
 
 
