@@ -21,7 +21,7 @@ Differs from the paper:
 - gamma and beta are one number per query head; eps is 1e-6.
 
 `ppsbn=False` is the ablation. `inv`, `log` and `sqrt` are then estimated outside of |z| < 1 too, where their series
-diverge.
+diverge; projections are cut off where products of the highest degree would overflow (at 100 with 128 features).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from linearize.ops.state import is_tracing
 EPS = 1e-6
 MOMENTUM = 0.01
 """Share of a new batch in the running statistics, once a hundred batches have been averaged."""
+LARGEST = 1e14
+"""Bound of a product of projections, so that sums over products of queries and keys stay finite without ppSBN."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,11 @@ class Macformer(FeatureMap):
         product = x.new_ones(*x.shape[:-1], sum(self.counts))
         features = [product[..., : self.counts[0]] * self.factors[0]]
         rest = product[..., self.counts[0] :]
-        for n, stage in enumerate(project(x, self.signs).split(self.stages, dim=-1), start=1):
+        projections = project(x, self.signs)
+        if not self.config.ppsbn:
+            largest = LARGEST ** (1 / len(self.stages))
+            projections = projections.clamp(-largest, largest)
+        for n, stage in enumerate(projections.split(self.stages, dim=-1), start=1):
             rest = rest * stage
             features.append(rest[..., : self.counts[n]] * self.factors[n])
             rest = rest[..., self.counts[n] :]
