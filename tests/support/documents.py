@@ -56,7 +56,7 @@ FOLDERS = {
 CONVERTED = ("roberta-base-hedgehog", "my-bert-hedgehog")
 """Converted checkpoints under the names that README.md gives them, for the other documents: aligned, as by default."""
 WORDS = {
-    "vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2",
+    "vit_tiny_patch16_224": "test_vit", "NAME": "hedgehog", "MODEL": "gpt2", "./llama": "LLAMA",
     "sentence-transformers/all-MiniLM-L6-v2": "MINILM", "smollm2-chat": "gpt2-linear",
 }  # fmt: skip
 LAYERS = "{1: softmax, 3: ", "{0: softmax, 1: "
