@@ -7,7 +7,18 @@ import re
 import shutil
 
 import pytest
-from support.documents import CHECKOUT, CONVERTED, blocks, inline, lines, make_cheap, make_place, pages, run_line
+from support.documents import (
+    CHECKOUT,
+    CONVERTED,
+    blocks,
+    inline,
+    lines,
+    make_cheap,
+    make_place,
+    pages,
+    run_line,
+    run_python,
+)
 from support.scripts import script
 
 import linearize
@@ -49,10 +60,10 @@ def in_order(name):
 @pytest.mark.parametrize(
     ("document", "place"), [in_order(name) for name in DOCUMENTS if blocks(TEXTS[name])], indirect=["place"]
 )
-def test_everything_runs_in_order(document, place, capsys):
+def test_everything_runs_in_order(document, place, capsys, monkeypatch):
     for number, (language, content) in enumerate(blocks(TEXTS[document])):
         if language == "python":
-            exec(compile(content, f"{document}, block {number}", "exec"), {"__name__": "document"})
+            run_python(content, f"{document}, block {number}", monkeypatch)
             continue
         for line in lines(content):
             run_line(line, capsys)

@@ -24,6 +24,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+import torch
 from PIL import Image
 
 import linearize
@@ -224,7 +225,7 @@ def write_texts(root, rows):
         # No text of one is in another: the same text would be left out of the training rows.
         own = "".join(json.dumps({"text": f"{name} {row['text']}"}) + "\n" for row in rows)
         (root / f"{name}.jsonl.gz").write_bytes(gzip.compress(own.encode()))
-    for name in ("corpus.txt", "sentences.txt", "wiki.valid.txt", "wiki.align.txt"):
+    for name in ("book.txt", "corpus.txt", "sentences.txt", "wiki.valid.txt", "wiki.align.txt"):
         (root / name).write_text("".join(row["text"] + "\n" for row in rows))
 
 
@@ -266,6 +267,21 @@ def make_cheap(patch, root: Path) -> None:
     patch.setattr("linearize.evaluation.bench.memory.in_fresh_process", lambda *_: 1)
     cheap_pictures(patch)
     patch.setattr("linearize.checkpoint.push.push", lambda *_, **__: "https://example.org")
+
+
+def run_python(block, name, patch):
+    """Run a block of Python; one for several processes is alone in its group."""
+    several = "init_process_group" in block
+    with patch.context() as own:
+        if several:
+            alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+            for key, value in alone.items():
+                own.setenv(key, value)
+        try:
+            exec(compile(block, name, "exec"), {"__name__": "document"})
+        finally:
+            if several:
+                torch.distributed.destroy_process_group()
 
 
 def run_line(line, capsys, *, parse_only=False):
