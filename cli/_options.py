@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 from linearize.core.errors import ConfigError, suggestion, unknown_name
-from linearize.core.options import convert, make, options_of, read_values
+from linearize.core.options import Config, convert, make, options_of, read_values
 from linearize.core.parsing import at_home, user_path
+from linearize.core.registry import Values
 
-Config = TypeVar("Config")
 METAVARS: dict[object, str] = {int: "N", float: "X"}
 LAST = "output"
 """Title of the option group that --help shows last."""
@@ -178,16 +178,16 @@ class Parser(argparse.ArgumentParser):
             text = "options from a YAML file, one `option: value` per line; options on the command line take precedence"
             self.add_argument(FLAG, metavar="FILE", help=text)
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         """Raise an error instead of printing it and exiting."""
         raise ConfigError(f"{message}; see: {self.prog} --help")
 
 
-Argument = tuple[str, dict[str, Any]]
+Argument = tuple[str, Values]
 """An option: its name, and the keyword arguments of `add_argument`."""
 
 
-def argument(name: str, **how: Any) -> Argument:
+def argument(name: str, **how: object) -> Argument:
     """Return an option or a positional argument; `how` are keyword arguments of `add_argument`."""
     return name, how
 

@@ -116,8 +116,7 @@ class WholeWords:
             widths[max((width, at) for at, width in enumerate(widths) if width > least[at])[1]] -= 1
         table = Table(header_style="bold")
         for at, (name, width) in enumerate(zip(self.columns, widths, strict=True)):
-            justify = "right" if at in self.right else "left"
-            table.add_column(Text(name), justify=justify, overflow="fold", width=width)  # type: ignore[arg-type]
+            table.add_column(Text(name), justify="right" if at in self.right else "left", overflow="fold", width=width)
         for row in self.rows:
             table.add_row(*map(Text, row))
         yield table

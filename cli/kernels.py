@@ -6,13 +6,12 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
 from linearize.attention.factory import build_mixer, count_parameters, sums_bytes
 from linearize.attention.shape import HeadShape
 from linearize.cli._output import ROOMY, Screen, shown, table
 from linearize.core.errors import ConfigError
-from linearize.core.registry import KernelInfo, kernel_info, kernel_infos
+from linearize.core.registry import KernelInfo, ReadOnlyValues, Values, kernel_info, kernel_infos
 from linearize.evaluation.bench import measured
 from linearize.evaluation.bench.measured import CAUSAL, FORWARD, SPEED, default_quality
 from linearize.evaluation.bench.rows import mebibytes
@@ -25,7 +24,7 @@ LONG = 4096
 BERT_BASE = [HeadShape(12, 12, 64, 64, False)] * 12
 
 
-def describe(info: KernelInfo) -> dict[str, Any]:
+def describe(info: KernelInfo) -> Values:
     """Return a kernel's facts as plain data; sizes are for BERT-base's heads and default arguments."""
     config, row, name = info.config(), _row(info, {}, BERT_BASE, FORWARD), info.name
     arguments = [
@@ -84,7 +83,7 @@ NARROW = (0, 4, 5, 6)
 """Columns for a narrow terminal; `kernels NAME` shows the others."""
 
 
-def _print(title: str, rows: Sequence[Mapping[str, Any]], out: Screen) -> None:
+def _print(title: str, rows: Sequence[ReadOnlyValues], out: Screen) -> None:
     """Print kernels from `_row`, and the sources of their figures."""
     kept = range(len(COLUMNS)) if out.width >= ROOMY else NARROW
     cells = [
@@ -107,7 +106,7 @@ def _print(title: str, rows: Sequence[Mapping[str, Any]], out: Screen) -> None:
     out.print(f"Faster: {FORWARD} at {SPEED[FORWARD][0]:,} tokens, or causal ({measured.SPEED_SOURCE}).")
 
 
-def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[HeadShape], what: str) -> dict[str, Any]:
+def _row(info: KernelInfo, arguments: Mapping[str, object], shapes: Sequence[HeadShape], what: str) -> Values:
     """Return a row of the table: sizes in attentions of these shapes, and figures measured with default arguments."""
     config, size = info.config(**arguments), max(shape.head_dim for shape in shapes)
     quality = default_quality(info.name)
@@ -158,7 +157,7 @@ def _list_for(model: str, out: Screen, *, as_json: bool) -> dict[str, object]:
     return facts | {"kernels": rows, "refused": refused}
 
 
-def _explain(facts: dict[str, Any], out: Screen) -> None:
+def _explain(facts: Values, out: Screen) -> None:
     """Print everything about one kernel."""
     size = (
         f"{facts['feature_size'] or 'no'} features, {facts['parameters_per_head']} parameters per head and layer "

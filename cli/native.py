@@ -20,6 +20,7 @@ from linearize.attention.native.locate import cache_folder, compiled, shipped
 from linearize.checkpoint.loading import check_device
 from linearize.cli._output import Screen, print_json, table
 from linearize.core.errors import ConfigError
+from linearize.core.registry import Values
 from linearize.modeling.plan import Plan
 
 
@@ -78,7 +79,7 @@ def native(args: argparse.Namespace, out: Screen) -> None:
         raise ConfigError("native op: got no home folder for the compiled library; set HOME or XDG_CACHE_HOME")
     loaded = engine()
     rows = building.agreement() if args.build and loaded is not None else []
-    facts: dict[str, Any] = {
+    facts: Values = {
         "library": None if library is None else str(library),
         "built": library is not None,
         "used": loaded is not None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from linearize.core.options import option, parse_pairs
-from linearize.core.registry import BLOCK_SIZE, SCALES
+from linearize.core.registry import BLOCK_SIZE, SCALES, Values
 
 
 def kernel_args(group: str | None = None) -> Any:
@@ -53,7 +53,7 @@ class Additions:
     )
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Values:
         """The values that differ from the defaults, by name."""
         values = {name: getattr(self, name) for name in ADDITIONS}
         return {name: value for name, value in values.items() if value != getattr(Additions, name)}

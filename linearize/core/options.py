@@ -17,15 +17,18 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from linearize.core.errors import ConfigError, LinearizeError, first_line, missing_package, unknown_name
 from linearize.core.parsing import at_home, parse_json, parse_yaml, read_text
-from linearize.core.registry import KINDS, field_types, fits, kinds_of
+from linearize.core.registry import KINDS, ReadOnlyValues, Values, field_types, fits, kinds_of
 from linearize.core.registry import check as check
 from linearize.core.registry import option as option
 
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
 Model = TypeVar("Model")
 Result = TypeVar("Result")
 Fields = ParamSpec("Fields")
@@ -58,7 +61,7 @@ class Section:
     leave_out: tuple[str, ...] = ()
     shown: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def options(self) -> dict[str, dataclasses.Field[Any]]:
+    def options(self) -> dict[str, dataclasses.Field[object]]:
         """Return the fields that are options, by the option's name."""
         options = {}
         # Fields that several configs inherit come last.
@@ -95,7 +98,7 @@ class Option:
     name: str
     kind: object
     default: object
-    metadata: Mapping[str, Any]
+    metadata: ReadOnlyValues
     group: str | None
     places: tuple[tuple[str, str], ...]
     required: bool
@@ -136,7 +139,7 @@ def _options_of(config: type) -> Mapping[str, Option]:
     return types.MappingProxyType(options)
 
 
-def make(config: type[Config], values: Mapping[str, Any]) -> Config:
+def make(config: type[Config], values: Mapping[str, object]) -> Config:
     """Build a job's config from options by name; those left out keep their defaults.
 
     A config may have a class method `derive(values)`, which returns the defaults that depend on other options: by
@@ -164,7 +167,7 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
         for section_name, inner in known[name].places:
             given.setdefault(section_name, {})[inner] = parsed
     fields = given.get("", {})
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+    for field in dataclasses.fields(config):
         section: Section | None = field.metadata.get(_SECTION)
         if section is not None:
             inner_config = section.config(**{**derived.get(field.name, {}), **given.get(field.name, {})})
@@ -232,7 +235,7 @@ def by_name(config: type) -> Callable[[Callable[..., Result]], Callable[..., Res
         more = {name: one.replace(kind=one.KEYWORD_ONLY) for name, one in [*own.parameters.items()][1:]}
 
         @functools.wraps(function)
-        def call(*given: Any, **options: Any) -> Result:
+        def call(*given: object, **options: object) -> Result:
             if len(given) > len(first):
                 raise ConfigError(f"{function.__name__}: got {len(given)} values without a name, expected {len(first)}")
             for name in first[: len(given)]:
@@ -268,7 +271,7 @@ OF_THE_PLACE = ("output", "overwrite", "resume", "device")
 """Options that say where a job runs, not what it does."""
 
 
-def recorded(job: object) -> dict[str, Any]:
+def recorded(job: object) -> Values:
     """Return the options of a job as recorded with its output: an option file with them repeats the job.
 
     Local files and folders are named without their folder, and options without a value are left out.
@@ -288,7 +291,7 @@ def name_of(source: str) -> str:
     return os.path.basename(os.path.abspath(source)) if os.path.exists(source) else source
 
 
-def without_folder(value: Any) -> Any:
+def without_folder(value: object) -> Any:
     """Return an option's value with `name_of` applied to each text in it."""
     if isinstance(value, str):
         return name_of(value)
@@ -354,8 +357,8 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
-    hints = field_types(cls)  # type: ignore[arg-type]
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = field_types(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     arguments = {}
     for key, value in values.items():
         if key not in fields:
@@ -372,7 +375,7 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
         raise ConfigError(f"{where}: {error}") from error
 
 
-def read_values(path: Path, what: str, expected: str) -> dict[str, Any]:
+def read_values(path: Path, what: str, expected: str) -> Values:
     """Return the values in a YAML file (JSON if the name ends in .json), with `~` expanded; an empty file has none.
 
     Raises:
@@ -389,7 +392,7 @@ def read_values(path: Path, what: str, expected: str) -> dict[str, Any]:
     return dict(at_home(values or {}))
 
 
-def convert(hint: Any, value: object, where: str) -> Any:
+def convert(hint: object, value: object, where: str) -> Any:
     """Check a value against an annotation and return it as that type.
 
     For a section whose only required key is `name`, a text is accepted as that name.
@@ -423,7 +426,7 @@ def convert(hint: Any, value: object, where: str) -> Any:
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {_described(hint)}")
 
 
-def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
+def _convert_union(kinds: tuple[object, ...], value: object, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     wanted = [kind for kind in kinds if kind is not type(None)]
@@ -439,7 +442,7 @@ def _convert_union(kinds: tuple[Any, ...], value: object, where: str) -> Any:
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {' or '.join(map(_described, wanted))}")
 
 
-def _required(cls: Any) -> list[str]:
+def _required(cls: type) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if f.default is MISSING and f.default_factory is MISSING]
 
 

@@ -159,8 +159,8 @@ def _strict(loader: Any) -> Any:
     It reads 4:10 (a layer and a head) as text, where YAML 1.1 has the number 250 in base 60.
     """
 
-    class Strict(loader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    class Strict(loader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> object:
             seen = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -169,7 +169,7 @@ def _strict(loader: Any) -> Any:
                     seen.add(name)
             return super().construct_mapping(node, deep)
 
-        def construct_whole(self, node: Any) -> Any:
+        def construct_whole(self, node: yaml.ScalarNode) -> object:
             return node.value if ":" in node.value else super().construct_yaml_int(node)
 
     Strict.add_constructor("tag:yaml.org,2002:int", Strict.construct_whole)

@@ -49,6 +49,16 @@ class StageOne:
     max_grad_norm: float = 1.0
 
 
+Values = dict[str, Any]
+"""Values by name whose types are known only at run time: JSON, YAML, options, arguments of a function."""
+ReadOnlyValues = Mapping[str, Any]
+"""The same for a reader, which changes none of them."""
+Count = Callable[[Any, int], int]
+"""(config, size) -> a number; the config is of the kernel's own class."""
+Flag = bool | Callable[[Any], bool]
+"""True or false, or (config) -> bool."""
+
+
 @dataclass(frozen=True)
 class KernelInfo:
     """Facts about a kernel.
@@ -96,11 +106,11 @@ class KernelInfo:
     url: str
     config: type
     build: type | None
-    feature_dim: Callable[[Any, int], int] | None
-    positive: bool | Callable[[Any], bool]
-    parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
+    feature_dim: Count | None
+    positive: Flag
+    parameters: Count = lambda config, head_dim: 0
     parameters_formula: str = "0"
-    learnable: bool | Callable[[Any], bool] = False
+    learnable: Flag = False
     normalized: bool = True
     random: bool = False
     positional: bool = False
@@ -109,8 +119,8 @@ class KernelInfo:
     streamable: bool = True
     maximum_positions: bool = False
     max_head_dim: int | None = None
-    shared_parameters: Callable[[Any, int], int] = lambda config, head_dim: 0
-    output_parameters: Callable[[Any, int], int] = lambda config, value_dim: 0
+    shared_parameters: Count = lambda config, head_dim: 0
+    output_parameters: Count = lambda config, value_dim: 0
     estimates: Callable[[Any], Any] | None = None
     preset: Callable[[Any, int], list[tuple[str, dict[str, object]]]] | None = None
     choose: str = ""
@@ -123,15 +133,15 @@ class KernelInfo:
         """Whether it can be combined with a softmax window: it has a feature map and a denominator."""
         return self.feature_dim is not None and self.normalized
 
-    def is_positive(self, config: Any) -> bool:
+    def is_positive(self, config: object) -> bool:
         """Tell whether the weights of a kernel with these arguments can never be negative."""
         return self.positive(config) if callable(self.positive) else self.positive
 
-    def is_learnable(self, config: Any) -> bool:
+    def is_learnable(self, config: object) -> bool:
         """Tell whether stage one has parameters to train in a kernel with these arguments."""
         return self.learnable(config) if callable(self.learnable) else self.learnable
 
-    def training(self, config: Any) -> StageOne:
+    def training(self, config: object) -> StageOne:
         """Return the defaults of stage one for a kernel with these arguments."""
         return self.stage_one(config) if callable(self.stage_one) else self.stage_one
 
@@ -174,7 +184,7 @@ class Hybrid:
             object.__setattr__(self, "routed_blocks", f"{self.routed_blocks}:{BLOCK_SIZE}")
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Hybrid:
+    def of(cls, arguments: ReadOnlyValues) -> Hybrid:
         """Pick the additions out of a layer's arguments, which may be text (as typed on a command line)."""
         values = {name: value for name, value in arguments.items() if name in HYBRID}
         for name, value in values.items():
@@ -186,9 +196,9 @@ class Hybrid:
         return cls(**values)
 
     @property
-    def changed(self) -> dict[str, Any]:
+    def changed(self) -> Values:
         """The values that differ from the defaults, as plain data."""
-        values: dict[str, Any] = {}
+        values: Values = {}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if value != one.default:
@@ -202,7 +212,7 @@ class Hybrid:
         return int(count or 0), int(size or BLOCK_SIZE)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
@@ -287,7 +297,7 @@ def _discover() -> None:
 
 
 def option(
-    default: Any = dataclasses.MISSING,
+    default: object = dataclasses.MISSING,
     help: str = "",
     *,
     low: float | None = None,
@@ -295,7 +305,7 @@ def option(
     above: float | None = None,
     below: float | None = None,
     multiple_of: int | None = None,
-    choices: Iterable[Any] | None = None,
+    choices: Iterable[object] | None = None,
     **more: object,
 ) -> Any:
     """Declare an argument of a kernel, or a field of another config, with its help text and allowed values.
@@ -314,7 +324,7 @@ def option(
             `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
             `second`, a second field, whose value is typed after a comma; `negatable`, whether --no-NAME exists too.
     """
-    limits: dict[str, Any] = {"low": low, "high": high, "above": above, "below": below, "multiple_of": multiple_of}
+    limits: dict[str, object] = {"low": low, "high": high, "above": above, "below": below, "multiple_of": multiple_of}
     limits["choices"] = choices and tuple(choices)
     metadata = {"help": help, **{name: limit for name, limit in limits.items() if limit is not None}, **more}
     if isinstance(default, (dict, list)):
@@ -323,7 +333,7 @@ def option(
 
 
 @functools.cache
-def field_types(config: type) -> dict[str, Any]:
+def field_types(config: type) -> Values:
     """Return the types of a dataclass's fields, by name."""
     return typing.get_type_hints(config)
 
@@ -344,7 +354,7 @@ def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
     return config
 
 
-def _from_text(value: Any, hint: Any) -> Any:
+def _from_text(value: object, hint: object) -> object:
     """Convert a text to the annotated type; leave a text that cannot be converted for `check` to refuse."""
     kinds = kinds_of(hint)
     if float in kinds and type(value) is int and fits(value, float):
@@ -403,7 +413,7 @@ def fits(value: object, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def within(value: Any, limits: Mapping[str, Any]) -> bool:
+def within(value: Any, limits: ReadOnlyValues) -> bool:
     """Tell whether a value is one of an option's choices and inside its limits; NaN is not."""
     if "choices" in limits:
         return value in limits["choices"]
@@ -414,7 +424,7 @@ def within(value: Any, limits: Mapping[str, Any]) -> bool:
     return not ("multiple_of" in limits and value % limits["multiple_of"])
 
 
-def allowed(kinds: Iterable[type], limits: Mapping[str, Any]) -> str:
+def allowed(kinds: Iterable[type], limits: ReadOnlyValues) -> str:
     """Describe the values that an option of these types takes, for messages."""
     if "choices" in limits:
         return f"one of {', '.join(map(str, limits['choices']))}"
