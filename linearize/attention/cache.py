@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
@@ -63,7 +63,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config.get_text_config(decoder=True)
 
 
-def given_cache(kwargs: Mapping[str, Any]) -> Any:
+def given_cache(kwargs: Mapping[str, object]) -> Any:
     """Return the generation cache among the keyword arguments of a forward, or None."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
@@ -74,7 +74,7 @@ def cache_name(forward: Callable[..., object]) -> str | None:
     return next((name for name in CACHE_NAMES if name in taken), None)
 
 
-def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
+def cache_argument(model: nn.Module, cache: Cache) -> dict[str, Cache]:
     """Return a generation cache as the keyword argument of a model's forward."""
     return {cache_name(model.forward) or CACHE_NAMES[-1]: cache}
 
@@ -126,7 +126,9 @@ class LinearStateLayer(CacheLayerMixin):
         self.keys, self.values = (x.new_empty(*x.shape[:2], 0, 0) for x in (key_states, value_states))
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values [B, K, T, D] unchanged; the attention adds them to the state.
 
         Raises:

@@ -100,7 +100,7 @@ def state_bytes(
         return nbytes(mixer(AttentionCall(**inputs, scaling=1.0, needs_state=True))[1])
 
 
-def sums_bytes(info: KernelInfo, config: Any, shapes: Iterable[HeadShape]) -> int | None:
+def sums_bytes(info: KernelInfo, config: object, shapes: Iterable[HeadShape]) -> int | None:
     """Return the bytes of the sums of one sequence in attentions of these shapes, from the registry's formula alone.
 
     Each key head has [F, V + 1] numbers in fp32, whatever the model's dtype. None for kernels without features.

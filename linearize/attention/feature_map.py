@@ -48,7 +48,7 @@ class FeatureMapMixer(Mixer):
         memory: the backend of each kind of call so far, and what backends keep, by names that begin with theirs.
     """
 
-    def __init__(self, info: KernelInfo, config: Any, shape: HeadShape, hybrid: Hybrid = PLAIN) -> None:
+    def __init__(self, info: KernelInfo, config: object, shape: HeadShape, hybrid: Hybrid = PLAIN) -> None:
         super().__init__(info, config, shape)
         build: Any = info.build
         self.inputs: Inputs | None = build.inputs(config, shape.heads, shape.key_heads, shape.head_dim)
@@ -76,7 +76,7 @@ class FeatureMapMixer(Mixer):
         self.divides = self.keys.normalize and hybrid.window is None and self.floor == 0.0
         self.counts = self.info.positional or hybrid.trained_length is not None
         self.asked = frozenset(hybrid.changed) - HEADS
-        self.memory: dict[Any, Any] = {}
+        self.memory: dict[object, Any] = {}
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:

@@ -30,6 +30,7 @@ from linearize.attention.masks import (
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from linearize.core.registry import ReadOnlyValues
 from linearize.ops.state import is_tracing
 
 UNSUPPORTED_SCORE_MODS = {
@@ -134,7 +135,7 @@ def _blocks(module: nn.Module, mask: Tensor | None) -> Tensor | None:
 
 
 def _check_call(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: ReadOnlyValues
 ) -> None:
     """Reject what a kernel cannot follow, and sizes (q [B, H, T, D], k [B, K, S, D], v [B, K, S, V]) unlike the plan's.
 
@@ -263,7 +264,7 @@ def _to_add(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
 
-def _weights_wanted(kwargs: Mapping[str, Any]) -> bool:
+def _weights_wanted(kwargs: Mapping[str, object]) -> bool:
     """Tell whether the model's caller wants attention weights, even if the host does not pass that on."""
     collected = _active_collector.get() or ()
     return bool(kwargs.get("output_attentions")) or any("attentions" in name for name in collected)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.parts import taken_heads
 from linearize.attention.shape import HeadShape
-from linearize.core.registry import PLAIN, Hybrid, KernelInfo, kernel_info
+from linearize.core.registry import PLAIN, Hybrid, KernelInfo, Values, kernel_info
 from linearize.kernels.base import Kernel, Output
 from linearize.ops import Blocks, BlockState, block_attention, block_weights
 
@@ -53,7 +53,7 @@ class Mixer(nn.Module, abc.ABC):
         state = {**self.__dict__, "info": self.info.name}
         return state | {"memory": {}} if "memory" in state else state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Values) -> None:
         super().__setstate__(state | {"info": kernel_info(state["info"])})
 
     @property

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from linearize.attention.cache import given_cache, text_config
 from linearize.core.errors import UnsupportedModelError
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.ops.state import is_tracing
 
 SEGMENTS: ContextVar[Tensor | None] = ContextVar("linearize_segments", default=None)
@@ -32,7 +33,7 @@ Bucket = tuple[Tensor, Tensor | None, list[tuple[int, int, int]]]
 true at tokens, or None if there is no padding; and the row, first token and length of each document."""
 
 
-def find_segments(causal: bool, tokens: Tensor, kwargs: Mapping[str, Any], *, cached: bool = False) -> Tensor | None:
+def find_segments(causal: bool, tokens: Tensor, kwargs: ReadOnlyValues, *, cached: bool = False) -> Tensor | None:
     """Number the documents of packed rows.
 
     As in transformers for softmax, positions matter only for causal models without an attention mask; a document begins
@@ -96,7 +97,7 @@ def positions_of(segments: Tensor) -> Tensor:
     return counted - counted.masked_fill(~first, 0).cummax(dim=1).values
 
 
-def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool) -> tuple[Any, dict[str, Any]] | None:
+def find_documents(root: Any, args: Any, kwargs: Values, *, causal: bool) -> tuple[Any, Values] | None:
     """Find packed rows before a converted model's forward, and set `SEGMENTS` for masks and attentions.
 
     Args:
@@ -149,7 +150,7 @@ def find_documents(root: Any, args: Any, kwargs: dict[str, Any], *, causal: bool
             f"expected one document per row; pad them (DataCollatorWithPadding){instead}"
         )
     SEGMENTS.set(segments)
-    changed: dict[str, Any] = {"use_cache": False} if "use_cache" in taken else {}
+    changed: Values = {"use_cache": False} if "use_cache" in taken else {}
     if causal and "position_ids" in taken and not _given(kwargs, "position_ids"):
         changed["position_ids"] = positions_of(segments)
     return args, kwargs | changed
@@ -161,14 +162,14 @@ def forget_documents(root: object, args: object, output: object) -> None:
         SEGMENTS.set(None)
 
 
-def _caches(root: Any, kwargs: Mapping[str, Any]) -> bool:
+def _caches(root: Any, kwargs: Mapping[str, object]) -> bool:
     """Tell whether a forward makes a generation cache by itself."""
     asked = kwargs.get("use_cache")
     asked = getattr(text_config(root.config), "use_cache", False) if asked is None else asked
     return bool(asked) and not (root.training and root.is_gradient_checkpointing)
 
 
-def _given(kwargs: Mapping[str, Any], name: str) -> bool:
+def _given(kwargs: Mapping[str, object], name: str) -> bool:
     return kwargs.get(name) is not None
 
 

@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import ConfigError, LinearizeError
@@ -39,11 +38,11 @@ class Part:
         """Return what is wrong with the value itself, whatever the kernel is; empty if it is right."""
         return ""
 
-    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
         """Return why a layer of this kernel and shape cannot have this value, and what to do; empty if it can."""
         return ""
 
-    def limits_of_new(self, info: KernelInfo, config: Any, hybrid: Hybrid, longest: int | None) -> str:
+    def limits_of_new(self, info: KernelInfo, config: object, hybrid: Hybrid, longest: int | None) -> str:
         """Return why a new layer cannot have it in a model of `longest` tokens; empty if it can."""
         return ""
 
@@ -60,7 +59,7 @@ class Window(Part):
             return ""
         return f"window: got {window!r}, expected a number of tokens, 1 or more; leave it out for none"
 
-    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
         """Refuse a kernel that gives no key a weight by itself."""
         if info.needs_window and hybrid.window is None:
             return f"kernel {info.name!r}: got no window, so no key would have any weight; add window=64"
@@ -87,7 +86,7 @@ class ExactKeys(Sinks):
 
     name, words = "exact_keys", "exact keys"
 
-    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
         """Refuse a kernel without features, unless it has scales by which to choose."""
         if not hybrid.exact_keys or hybrid.scale != SCALES[0] or not info.needs_window:
             return ""
@@ -96,7 +95,7 @@ class ExactKeys(Sinks):
             "choose another kernel, or use sinks"
         )
 
-    def limits_of_new(self, info: KernelInfo, config: Any, hybrid: Hybrid, longest: int | None) -> str:
+    def limits_of_new(self, info: KernelInfo, config: object, hybrid: Hybrid, longest: int | None) -> str:
         """Refuse more keys than there are, and a layer without learned scales."""
         count = hybrid.exact_keys
         if isinstance(count, int) and longest is not None and count > longest:
@@ -143,7 +142,7 @@ class LogScales(Part):
 
     name, words = "scale", "learned log-scales"
 
-    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
         """Refuse an unknown kind, and a kernel without features or with negative weights."""
         if hybrid.scale not in SCALES:
             return f"scale: got {hybrid.scale!r}, expected one of {', '.join(SCALES)}"
@@ -158,7 +157,7 @@ class SoftmaxHeads(Part):
 
     name, words = "softmax_heads", "softmax heads"
 
-    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
         """Refuse heads that do not exist, are named twice or out of order."""
         heads = hybrid.softmax_heads
         if all(type(h) is int and 0 <= h < shape.heads for h in heads) and sorted(set(heads)) == list(heads):
@@ -174,7 +173,7 @@ class Fading(Part):
 
     name, words = "trained_length", "a trained length"
 
-    def limits(self, info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> str:
+    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
         """Refuse anything but a length, and layers that cannot fade."""
         length = hybrid.trained_length
         if length is None or (can_fade(hybrid, shape.causal) and type(length) is int and length > 0):
@@ -231,7 +230,7 @@ def not_supported(missing: frozenset[str]) -> str:
     return f"it does not support {words.get(names[0], names[0])}" if names else ""
 
 
-def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape) -> None:
+def check_hybrid(info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> None:
     """Check the values of a layer's additions, and that the kernel can have them.
 
     Raises:
@@ -252,7 +251,7 @@ def check_hybrid(info: KernelInfo, config: Any, hybrid: Hybrid, shape: HeadShape
             raise ConfigError(problem)
 
 
-def check_new(info: KernelInfo, config: Any, hybrid: Hybrid, longest: int | None = None) -> None:
+def check_new(info: KernelInfo, config: object, hybrid: Hybrid, longest: int | None = None) -> None:
     """Check what only new layers must keep; layers of older checkpoints may not.
 
     Args:
@@ -269,7 +268,7 @@ def check_new(info: KernelInfo, config: Any, hybrid: Hybrid, longest: int | None
             raise ConfigError(problem)
 
 
-def default_scale(info: KernelInfo, config: Any, window: object) -> str:
+def default_scale(info: KernelInfo, config: object, window: object) -> str:
     """Return the default kind of a new layer's learned log-scales: linear with a window."""
     takes = info.windowed and not info.needs_window and info.is_positive(config)
     return "linear" if takes and window is not None else "none"

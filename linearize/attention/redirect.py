@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linearize.attention.interface import attention_forward
+from linearize.core.registry import Values
 
 REDIRECTED = ("timm_wrapper",)
 """The `model_type` of transformers models with such attention."""
@@ -33,7 +34,7 @@ class Redirect(TorchFunctionMode):
         self.host = host
 
     def __torch_function__(
-        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Values | None = None
     ) -> object:
         """Attend with the host's kernel; call every other function unchanged."""
         kwargs = kwargs or {}

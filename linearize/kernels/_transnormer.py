@@ -14,7 +14,6 @@ head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,7 @@ class Normed(Kernel):
     """Mixin of the kernels with this norm; it comes first in the method resolution order."""
 
     @classmethod
-    def output(cls, config: Any, heads: int, value_dim: int) -> RmsNorm:
+    def output(cls, config: object, heads: int, value_dim: int) -> RmsNorm:
         """Return the norm."""
         return RmsNorm(heads, value_dim)
 

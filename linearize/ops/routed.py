@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linearize.ops.state import FLOOR, group_queries, weigh, with_ones
+from linearize.ops.state import FLOOR, Context, group_queries, weigh, with_ones
 from linearize.ops.window_parts import (
     Choose,
     Mapped,
@@ -265,7 +265,7 @@ class _LookUp(torch.autograd.Function):
     """`_look_up` whose backward pass gathers the keys again: kept, they would be far more than all weights."""
 
     @staticmethod
-    def forward(ctx: Any, step: int, table: Tensor, hidden: Hidden, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, step: int, table: Tensor, hidden: Hidden, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return what `_look_up` returns."""
         ctx.step, ctx.hidden = step, hidden
         ctx.save_for_backward(table, *inputs)
@@ -276,7 +276,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries and tables."""
         table, q, phi_q, *tables = ctx.saved_tensors
         of_queries = torch.zeros_like(q), torch.zeros_like(phi_q)

@@ -11,7 +11,7 @@ can see, never over later keys; the maximum cancels between numerator and denomi
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,16 @@ class State(NamedTuple):
 
     kv: Tensor
     log_scale: Tensor
+
+
+class Context(Protocol):
+    """What an op keeps for its backward pass: tensors, and other values as attributes of any name."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors, which autograd watches for changes in place."""
+
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: Any) -> None: ...
 
 
 class LinearOptions(TypedDict, total=False):

@@ -33,7 +33,7 @@ from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.native.gradient import first_order
 from linearize.attention.parts import SCALED
 from linearize.kernels.base import MapSpec
-from linearize.ops.state import FLOOR
+from linearize.ops.state import FLOOR, Context
 
 UNIT, LEAST = 64, 128
 """Segments are multiples of UNIT tokens, LEAST or more."""
@@ -298,7 +298,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, launcher: Launcher, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Any
+        ctx: Context, launcher: Launcher, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, H, T, V], and the sums [B, K, F, V + 1] if the state is needed, else None."""
         queries, keys = _sides(q, q, k, v, *more)
@@ -318,7 +318,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs, given that of the output."""
         mask, out, inverse, states, q, k, v, *more = ctx.saved_tensors
         launcher, weights = ctx.launcher, more[1:]

@@ -5,8 +5,6 @@ Causal calls without a window whose keys have learned log-scales are computed he
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,6 +28,7 @@ from linearize.attention.call import AttentionCall, Kind, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.hybrid import FADING
 from linearize.attention.parts import NEAR, SCALED
+from linearize.core.registry import Values
 from linearize.ops import State, Window
 from linearize.ops.state import put_back, real_tokens
 from linearize.ops.window_causal import state_after
@@ -114,7 +113,7 @@ class Launcher:
         self.sizes, self.precision = sizes, precision_of(self.v.dtype)
         self.features = HALVES[maps[0].kind] * sizes[0]
         kind, self.chunk = maps[0].kind, padded(-(-self.tokens // SEGMENTS), CHUNK)
-        self.options: dict[str, Any] = {**padded_sizes(sizes), "KIND": kind, "HALVES": HALVES[kind]}
+        self.options: Values = {**padded_sizes(sizes), "KIND": kind, "HALVES": HALVES[kind]}
         self.options |= {"PRECISION": self.precision, "CHUNK": self.chunk, "SCALED": self.scaled}
         self.width = form.size if form.causal else form.size // 2
         self.segments = -(-self.tokens // self.chunk)
@@ -154,7 +153,7 @@ class Launcher:
         width, device = sizes[2] + 1, self.q.device
         sums = torch.empty(self.rows, self.segments, self.features, width, device=device)
         levels = torch.empty(self.rows, self.segments, device=device) if self.scaled else None
-        arguments: tuple[Any, ...] = (
+        arguments: tuple[object, ...] = (
             *(self.k, self.v, self.c, self.c_weight, self.mask, self.order, *self.key_weights, sums, levels),
             *(*strides(self.k, self.v), self.scale, self.tokens, self.segments, self.key_heads),
             *(self.width if form.causal else 0, form.sinks, *sizes),

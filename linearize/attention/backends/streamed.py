@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -124,21 +124,22 @@ def parts(call: AttentionCall, features: int) -> list[AttentionCall]:
     return [one(q, k, v, call.scaling, mask, positions) for q, k, v, mask, positions in cuts]
 
 
-OfPart = Callable[[AttentionCall, State | None], Any]
+Result = TypeVar("Result")
+OfPart = Callable[[AttentionCall, State | None], Result]
 """Called with a part of the tokens and the state before it."""
 
 
-def _recomputed(function: OfPart) -> OfPart:
+def _recomputed(function: OfPart[Result]) -> OfPart[Result]:
     """Return a function that keeps only its inputs for the backward pass, which calls it again."""
     if not torch.is_grad_enabled():
         return function
 
-    def keep_inputs(call: AttentionCall, state: State | None) -> Any:
+    def keep_inputs(call: AttentionCall, state: State | None) -> Result:
         scaling, native = call.scaling, call.native
 
         def again(
             q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, *before: Tensor
-        ) -> Any:
+        ) -> Result:
             part = AttentionCall(q, k, v, scaling, mask, positions, native=native)
             return function(part, State(*before) if before else None)
 

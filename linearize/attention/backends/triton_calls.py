@@ -146,10 +146,10 @@ def absence() -> str:
     return "" if kernels() is not None else "Triton is not installed"
 
 
-_compiled: dict[Any, tuple[Any, list[Any]]] = {}
+_compiled: dict[object, tuple[Any, list[object]]] = {}
 
 
-def launch(kernel: str, grid: tuple[int, ...], args: Sequence[Any], **options: Any) -> None:
+def launch(kernel: str, grid: tuple[int, ...], args: Sequence[Any], **options: object) -> None:
     """Run a kernel, named as module.function, for a grid of programs; its first argument is a tensor on its device.
 
     Triton takes several times as long to find a compiled kernel as to launch it, so kernels are kept here, by all that

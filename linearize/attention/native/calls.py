@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from ctypes import byref
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -396,7 +395,7 @@ class Engine:
         self._run("window_step", data, byref(buffers))
         return out
 
-    def _run(self, name: str, *arguments: Any) -> int:
+    def _run(self, name: str, *arguments: object) -> int:
         """Call a function of the library.
 
         Raises:
@@ -431,7 +430,7 @@ def _summed(map: MapSpec, buffers: list[Tensor | None]) -> tuple[Tensor | None, 
     return tuple(x.sum(dim=0, keepdim=True) if shared and x is not None else x for x in sums)
 
 
-def _point(data: Any, tensors: Mapping[str, Tensor]) -> None:
+def _point(data: object, tensors: Mapping[str, Tensor]) -> None:
     """Set the fields of a structure to the addresses of tensors, which must outlive the call."""
     for name, tensor in tensors.items():
         setattr(data, name, tensor.data_ptr())

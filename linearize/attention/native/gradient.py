@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,19 +13,20 @@ from linearize.attention.native.options import NEVER, Attended, Attending, Atten
 from linearize.core.errors import ConfigError
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Mapped, Window, window_attention
-from linearize.ops.state import FLOOR, real_tokens, without_padding
+from linearize.ops.state import FLOOR, Context, real_tokens, without_padding
 
 MOST = 60.0
 """Exponent beyond which a row's kernel weights, which cannot exceed its level, are too small to matter."""
 
 Fallback = Callable[..., Tensor]
 """The same attention in PyTorch: q, k, v, log-scales -> output, with gradients for the weights too."""
+Grads = TypeVar("Grads")
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(backward: Callable[..., Grads]) -> Callable[..., Grads]:
     """Refuse second derivatives: PyTorch would leave out the op's part of them without an error."""
 
-    def once(ctx: Any, *grads: Tensor | None) -> Any:
+    def once(ctx: Context, *grads: Tensor | None) -> Grads:
         if torch.is_grad_enabled():
             raise ConfigError(
                 "got create_graph=True, but the compiled ops have no second derivative; set LINEARIZE_NATIVE=0 and "
@@ -58,7 +59,7 @@ def attend_with_gradient(
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, maps: Sequence[MapSpec], fallback: Fallback, options: AttendOptions, *tensors: Tensor | None
+        ctx: Context, maps: Sequence[MapSpec], fallback: Fallback, options: AttendOptions, *tensors: Tensor | None
     ) -> Tensor:
         """Attend; `tensors` are q, k, v, the log-scales and the weights of the maps."""
         ctx.maps, ctx.fallback, ctx.options, ctx.engine = maps, fallback, options, engine()
@@ -69,7 +70,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs, given that of the output."""
         out, kv, top, q, k, v, log_scale, *weights = ctx.saved_tensors
         size = len(MAP_WEIGHTS)
@@ -94,7 +95,7 @@ class MappedTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
+        ctx: Context, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return features and log-scales, as described above."""
         ctx.map, ctx.scale, ctx.engine = map, scale, engine()
@@ -104,7 +105,7 @@ class MappedTokens(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor, grad_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor, grad_scale: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and the weights, given those of features and log-scales."""
         x, *weights = ctx.saved_tensors
         map = ctx.map._replace(**dict(zip(MAP_WEIGHTS, weights, strict=True)))
@@ -116,7 +117,7 @@ def _differentiated(
     fallback: Fallback, inputs: tuple[Tensor | None, ...], weights: list[Tensor | None], grad: Tensor
 ) -> list[Tensor | None]:
     """Differentiate the ops in PyTorch, which can handle steep log-scales."""
-    leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    leaves: list[Tensor | None] = [None if x is None else x.detach().requires_grad_() for x in inputs]
     asked = [*leaves, *(w if w is not None and w.requires_grad else None for w in weights)]
     wanted = [x for x in asked if x is not None]
     with torch.enable_grad(), torch.autocast(device_type=grad.device.type, enabled=False):
@@ -134,7 +135,7 @@ class WindowedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, result: WindowAttended, options: AttendOptions, form: Window, *tensors: Tensor | None
+        ctx: Context, result: WindowAttended, options: AttendOptions, form: Window, *tensors: Tensor | None
     ) -> Tensor:
         """Return the output [B, H, T, V]."""
         ctx.form, ctx.engine = form, engine()
@@ -143,7 +144,7 @@ class WindowedAttention(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, features and log-scales, given that of the output."""
         q, k, v, phi_q, query_scale, phi_k, key_scale, mask, out, tops, sums, until, chosen = ctx.saved_tensors
         form, groups = ctx.form, q.shape[1] // k.shape[1]
@@ -162,7 +163,9 @@ class WindowedAttention(torch.autograd.Function):
             if key_scale is not None and bool((exponent > MOST).any()):
                 # One scale for all keys is not enough: the largest is far above the scales that an early query sees.
 
-                def fallback(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, a: Any, phi_k: Tensor, c: Any) -> Tensor:
+                def fallback(
+                    q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, a: Tensor | None, phi_k: Tensor, c: Tensor | None
+                ) -> Tensor:
                     sides = Mapped(q, phi_q, a), Mapped(k, phi_k, c)
                     return window_attention(*sides, v, form, key_padding_mask=mask)[0]
 

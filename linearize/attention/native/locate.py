@@ -19,7 +19,8 @@ import platform
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+
+from linearize.core.registry import Values
 
 SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
@@ -137,13 +138,13 @@ def _objection(place: Path, *, above: bool) -> str:
     return ""
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe(path: Path) -> Values:
     """Describe a library for its record: name, size and hash."""
     data = path.read_bytes()
     return {"file": path.name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Values:
     """Read a record.
 
     Raises:
