@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -130,7 +129,7 @@ def check_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
     raise ConfigError(f"resume: the run was started with {name}={change}{more}; {advice}")
 
 
-def _without_trained_length(values: Any) -> Any:
+def _without_trained_length(values: object) -> object:
     """Return the kernels of a fingerprint without trained lengths, which earlier versions recorded."""
     if isinstance(values, Mapping):
         return {key: _without_trained_length(value) for key, value in values.items() if key != TRAINED}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,6 +17,7 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.gguf import count_parameters, located
 from linearize.conversion.positions import current_length
 from linearize.core.errors import CheckpointError, LinearizeError, first_line
+from linearize.core.registry import ReadOnlyValues
 from linearize.modeling.config import MODEL_TYPE, PACKAGES, LinearizeConfig
 from linearize.modeling.model import check_checkpoint, kernel_parameters, saved_class
 from linearize.modeling.plan import Plan
@@ -93,7 +93,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
     if total is None and (header := read_header(name)) is not None:
         total = sum(prod(shape) for shape, _ in header.values())
     converted = values.get("model_type") == MODEL_TYPE
-    section: Mapping[str, Any] = {}
+    section: ReadOnlyValues = {}
     make: Any = AutoModel.from_config
     if converted:
         check_checkpoint(name)

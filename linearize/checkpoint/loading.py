@@ -29,6 +29,7 @@ from linearize.core.errors import (
 )
 from linearize.core.heads import HEADS, Modality, Processor, head_of_class
 from linearize.core.parsing import parse_json, read_json, user_path
+from linearize.core.registry import Values
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,7 @@ def load_model(
     return _loaded(model, name, device, revision)
 
 
-def model_loader(name: str, task: str | None, revision: str | None) -> tuple[dict[str, Any], Any, str]:
+def model_loader(name: str, task: str | None, revision: str | None) -> tuple[Values, Any, str]:
     """Return the values in a checkpoint's config, the class that loads it, and the class that its config names.
 
     Raises:
@@ -154,7 +155,7 @@ def empty_model(name: str, *, task: str | None = None, revision: str | None = No
     return model
 
 
-def timm_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def timm_options(config: Mapping[str, object]) -> Values:
     """Return options of `from_pretrained` for a folder that timm wrote: its arguments without transformers' own."""
     arguments = config.get("model_args")
     if "architecture" not in config or not isinstance(arguments, dict) or "num_classes" not in arguments:
@@ -229,7 +230,7 @@ def load_code(model: PreTrainedModel, shown: str) -> tuple[str, str]:
     return f"from transformers import {name}", f"{name}.from_pretrained({shown})"
 
 
-def check_converted(name: str) -> dict[str, Any]:
+def check_converted(name: str) -> Values:
     """Return the config of a converted checkpoint.
 
     Raises:
@@ -277,7 +278,7 @@ def check_device(name: str) -> str:
     return name
 
 
-def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
+def read_config(name: str, revision: str | None = None) -> Values:
     """Return the values in a checkpoint's config.json, or in a GGUF file.
 
     Raises:

@@ -13,10 +13,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from linearize.core.errors import CheckpointError, some
 from linearize.core.parsing import MOST_TEXT, read_json, spare_name
+from linearize.core.registry import Values
 
 MARKER = ".linearize.json"
 """The marker of a finished folder: `written_by`, `mark` and `files`, sizes in bytes by name."""
@@ -160,7 +160,7 @@ def check_links(name: str | os.PathLike[str]) -> None:
         folders[:] = [name for name in folders if not name.startswith(".")]
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> Values:
     """Return the mapping in a JSON file; {} if the file cannot be read or holds something else."""
     try:
         values = read_json(path, MOST_TEXT)

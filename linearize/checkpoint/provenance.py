@@ -23,7 +23,7 @@ from linearize.checkpoint.ownership import check_links
 from linearize.core.errors import CheckpointError
 from linearize.core.options import name_of
 from linearize.core.parsing import parse_json, read_text
-from linearize.core.registry import fits
+from linearize.core.registry import ReadOnlyValues, Values, fits
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,7 +46,7 @@ class Record:
     """
 
     def __init__(self, values: object = None) -> None:
-        self.values: Mapping[str, Any] = values if isinstance(values, Mapping) else {}
+        self.values: ReadOnlyValues = values if isinstance(values, Mapping) else {}
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -91,7 +91,7 @@ class Record:
         """Tell whether a value is true."""
         return self.values.get(name) is True
 
-    def _list(self, name: str) -> list[Any]:
+    def _list(self, name: str) -> list[object]:
         value = self.values.get(name)
         return list(value) if isinstance(value, (list, tuple)) else []
 
@@ -223,7 +223,7 @@ def without(words: Sequence[str], names: Collection[str]) -> list[str]:
     return kept
 
 
-def add_command(provenance: dict[str, Any]) -> dict[str, list[str]]:
+def add_command(provenance: Values) -> dict[str, list[str]]:
     """Return the commands that made a checkpoint, including the running one.
 
     Checkpoints are shared, so local files are recorded without their folders, and the options in `PLACES` are left out.

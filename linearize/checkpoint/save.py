@@ -31,7 +31,7 @@ from linearize.core.errors import CheckpointError, ConfigError, printable
 from linearize.core.figures import span, with_interval
 from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
-from linearize.core.registry import kernel_info
+from linearize.core.registry import Values, kernel_info
 from linearize.modeling.model import check_checkpoint, config_copied, is_linearized, kernel_parameters
 from linearize.modeling.offload import size_of_block
 from linearize.modeling.plan import Plan
@@ -99,7 +99,7 @@ def save(
     processors: Sequence[Any] = processor if isinstance(processor, (list, tuple)) else [processor]
     facts, embedder = base_facts(str(model.config.name_or_path or "")), "modules.json" in (extra_files or {})
     extended = vars(model).get("extended_positions")
-    files: dict[str, Any] = dict(extra_files or {})
+    files: Values = dict(extra_files or {})
     if extended is not None and TRANSFORMER in files:
         files = with_length(files, extended.new_length)
     with config_copied(model) as config, atomic_folder(target, overwrite=overwrite) as folder:
@@ -172,7 +172,7 @@ def model_card(model: PreTrainedModel, *, facts: Facts | None = None, name: str 
     Returns:
         Markdown.
     """
-    config: Any = model.config
+    config = model.config
     plan = Plan.from_dict(config.linearize)
     provenance = Provenance(config.linearize.get("provenance"))
     base = provenance.text("base_model") or (facts or {}).get("base_model") or config.linearize["base_architecture"]
@@ -257,7 +257,7 @@ def _card_data(
 ) -> ModelCardData:
     """Return a card's metadata for the Hub; the original's Hub name takes precedence over its card's facts."""
     head = head_of_class(auto_class(model))
-    values: dict[str, Any] = {
+    values: Values = {
         key: [_fact(text) for text in value] if isinstance(value, list) else _fact(value)
         for key, value in facts.items()
     }

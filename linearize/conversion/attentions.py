@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -260,7 +260,7 @@ def _kind_by_values(mask: Tensor) -> str | None:
     return "causal" if key_padding(mask, causal=True) is not None else None
 
 
-def _sees_far(function: Any) -> bool | None:
+def _sees_far(function: Callable[..., object]) -> bool | None:
     """Tell whether a mask function lets a token see one far before it; None if that depends on the row's tokens."""
     parts = inspect.getclosurevars(function).nonlocals.get("mask_functions") if inspect.isfunction(function) else None
     if parts is None:

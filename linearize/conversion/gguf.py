@@ -9,12 +9,13 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import CheckpointError, UnsupportedModelError, first_line, missing_package
 from linearize.core.parsing import user_path
+from linearize.core.registry import ReadOnlyValues, Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +72,7 @@ def located(name: str) -> tuple[str, dict[str, str]]:
     return (name, {}) if file is None else (str(file.parent), {"gguf_file": file.name})
 
 
-def read_config_values(name: str, revision: str | None = None) -> dict[str, Any]:
+def read_config_values(name: str, revision: str | None = None) -> Values:
     """Return the values of a checkpoint's config, with the original's class for a GGUF file.
 
     Raises:
@@ -147,7 +148,7 @@ def _body(model: PreTrainedModel) -> str:
     return "" if model.base_model is model else f"{model.base_model_prefix}."
 
 
-def _check_layers(model: PreTrainedModel, name: str, info: Mapping[str, Any], new_head: bool) -> None:
+def _check_layers(model: PreTrainedModel, name: str, info: ReadOnlyValues, new_head: bool) -> None:
     """Check that a model's layers were loaded; transformers fills in missing weights at random.
 
     Heads and poolers may be new, and with `new_head` a head may replace one of another size.
@@ -268,7 +269,7 @@ def _joined(files: tuple[tuple[Path, int, int], ...]) -> tuple[object, Path]:
 
 
 @functools.lru_cache(maxsize=8)
-def _gguf_values(path: Path, size: int, changed: int) -> dict[str, Any]:
+def _gguf_values(path: Path, size: int, changed: int) -> Values:
     from transformers import PreTrainedConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -284,7 +285,7 @@ def _gguf_values(path: Path, size: int, changed: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Any:
+def _named(path: Path) -> Iterator[None]:
     """Raise a one-line error if transformers cannot read an intact file."""
     import transformers
 

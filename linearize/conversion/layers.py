@@ -18,7 +18,7 @@ from linearize.core.kernel_options import Additions
 from linearize.core.registry import HYBRID, Hybrid, check, kernel_info, make_config, option
 from linearize.modeling.plan import SOFTMAX
 
-Choice = tuple[str, Mapping[str, Any]]
+Choice = tuple[str, Mapping[str, object]]
 """The kernel of one layer, and its arguments."""
 _LARGEST = 99_999
 """Largest layer number: anything larger is a mistake, and its range would be a huge list."""

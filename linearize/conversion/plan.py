@@ -125,7 +125,7 @@ def replan(model: PreTrainedModel, base: Plan, chosen: Mapping[int, Choice], *, 
     return base.with_layers(changed)
 
 
-def _decide(layer: LayerPlan, kernel: str, arguments: Mapping[str, Any]) -> LayerPlan:
+def _decide(layer: LayerPlan, kernel: str, arguments: Mapping[str, object]) -> LayerPlan:
     if kernel == SOFTMAX:
         return dataclasses.replace(layer, reason="kept on request")
     own = {name: value for name, value in arguments.items() if name not in HYBRID}
@@ -349,7 +349,7 @@ def _check_original(model: object) -> None:
 
 def _own_config(model: PreTrainedModel) -> None:
     """Give a model and its parts copies of their configs: the caller may build another model from the original."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, object] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
         for name, value in vars(module).items():

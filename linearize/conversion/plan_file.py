@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from transformers import PreTrainedModel
@@ -16,7 +15,7 @@ from linearize.conversion.plan import replan
 from linearize.core.errors import ConfigError
 from linearize.core.options import build, read_values
 from linearize.core.parsing import check_file, write_file
-from linearize.core.registry import HYBRID, SCALES, Hybrid
+from linearize.core.registry import HYBRID, SCALES, Hybrid, Values
 from linearize.modeling.plan import SOFTMAX, Plan
 
 FORMAT = 1
@@ -54,7 +53,7 @@ class PlannedLayer(Hybrid):
             raise ConfigError("the layer stays softmax, which takes no arguments")
 
     @property
-    def all_arguments(self) -> dict[str, Any]:
+    def all_arguments(self) -> Values:
         """The arguments, including the window and other additions."""
         additions = Hybrid(**{name: getattr(self, name) for name in HYBRID})
         values = {**(self.arguments or {}), **additions.changed}

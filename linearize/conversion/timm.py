@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from linearize.attention.redirect import form
 from linearize.conversion.inputs import Call
 from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.registry import Values
 
 
 def is_timm(model: nn.Module) -> bool:
@@ -49,7 +50,7 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
 
     source: Any = dict(model.pretrained_cfg)  # type: ignore[arg-type]
     plain = (str, int, float, bool, list, tuple, type(None))
-    facts: dict[str, Any] = {key: value for key, value in source.items() if isinstance(value, plain)}
+    facts: Values = {key: value for key, value in source.items() if isinstance(value, plain)}
     classes = int(model.num_classes)  # type: ignore[arg-type]
     arguments = {name: value for name, value in (model_args or {}).items() if name != "num_classes"}
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
@@ -89,7 +90,7 @@ _TOLD = {"global_pool": str, "dynamic_img_size": bool, "in_chans": int}
 """Arguments of `timm.create_model` that its models keep as attributes, and their types."""
 
 
-def _told(model: nn.Module) -> dict[str, Any]:
+def _told(model: nn.Module) -> Values:
     return {name: value for name, kind in _TOLD.items() if isinstance(value := getattr(model, name, None), kind)}
 
 
@@ -185,7 +186,7 @@ class _Watcher(TorchFunctionMode):
         """Note that the module that started last has run."""
         self.running.pop()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> object:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Values | None = None) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.running:
             self._note(*args, **kwargs)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from linearize.core.errors import CheckpointError
+from linearize.core.registry import Values
 from linearize.modeling.config import MODEL_TYPE, LinearizeConfig, on_config_class
 from linearize.modeling.late import when_imported
 
@@ -22,7 +23,7 @@ def register() -> None:
     guard_configs()
 
 
-_READ: Any = vars(PreTrainedConfig)["from_dict"].__func__
+_READ = vars(PreTrainedConfig)["from_dict"].__func__
 
 
 class _ConvertedError(CheckpointError):
@@ -44,7 +45,7 @@ def guard_models() -> None:
     """
     from transformers.modeling_utils import PreTrainedModel
 
-    load: Any = vars(PreTrainedModel)["from_pretrained"].__func__
+    load = vars(PreTrainedModel)["from_pretrained"].__func__
 
     @functools.wraps(load)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +78,7 @@ _READING = ("trust_remote_code", "revision", "cache_dir", "token", "local_files_
 """Arguments of `from_pretrained` that say where a config is and whether its code may run."""
 
 
-def _from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+def _from_dict(cls: type[PreTrainedConfig], config_dict: Values, **kwargs: Any) -> Any:
     """Read a config as transformers does, but refuse to read a converted model's config as the original's.
 
     Otherwise a model of the original's class would run a converted checkpoint as softmax. `GUARD` also prevents this,
@@ -127,10 +128,10 @@ _PEFT = "peft.tuners.tuners_utils"
 @functools.cache
 def _tell_peft() -> None:
     """Let peft find its default modules by the original's `model_type`: it reads `to_dict`, which may be written."""
-    tuner: Any = vars(sys.modules[_PEFT])["BaseTuner"]
+    tuner = vars(sys.modules[_PEFT])["BaseTuner"]
     read = tuner.get_model_config
 
-    def get_model_config(model: Any) -> Any:
+    def get_model_config(model: object) -> Any:
         values, found = read(model), getattr(model, "config", None)
         return {**values, "model_type": found.model_type} if isinstance(found, LinearizeConfig) else values
 

@@ -14,10 +14,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 from linearize.attention.cache import CACHE_NAMES, LinearizeCache, cache_argument, cache_name, given_cache, state_layer
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
+from linearize.core.registry import Values
 from linearize.modeling.compat import check_implementation
 from linearize.ops.state import is_tracing
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], Values]
 
 
 def make_cache(model: PreTrainedModel, crop: int = 0) -> LinearizeCache:
@@ -26,7 +27,7 @@ def make_cache(model: PreTrainedModel, crop: int = 0) -> LinearizeCache:
 
 
 def use_cache_for_generation(
-    model: PreTrainedModel, generation_config: GenerationConfig, given: object, kwargs: dict[str, Any]
+    model: PreTrainedModel, generation_config: GenerationConfig, given: object, kwargs: Values
 ) -> None:
     """Replace the cache that `generate` made, which keeps all keys, by one of constant size.
 
@@ -103,7 +104,7 @@ def add_default_caches(root: PreTrainedModel) -> None:
             part.register_forward_pre_hook(_default_cache, with_kwargs=True)  # type: ignore[arg-type]
 
 
-def hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def hand_over_cache(host: nn.Module, args: tuple[object, ...], kwargs: Values) -> None:
     """Before a host's forward, give its kernel the state for this call: the attention function never sees the cache."""
     check_implementation(host)
     cache = given_cache(kwargs)
@@ -114,7 +115,7 @@ def hand_over_cache(host: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     attention.hand_over(state_layer(cache, attention.cache_index))
 
 
-def mask_while_tracing(root: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def mask_while_tracing(root: object, args: tuple[Any, ...], kwargs: Values) -> Arguments | None:
     """While tracing, pass a mask without padding, so that transformers does not prepare for packed sequences.
 
     transformers looks for packed sequences in position_ids; while tracing it cannot read them and assumes packing.
@@ -142,7 +143,7 @@ def _is_own_cache(kind: type) -> bool:
     return issubclass(kind, DynamicCache) and kind.__module__.startswith("transformers.models.")
 
 
-def _default_cache(root: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _default_cache(root: Any, args: tuple[Any, ...], kwargs: Values) -> Arguments | None:
     """Return a forward's arguments with a cache of constant size, if it would create its own cache of all keys.
 
     If attention weights are requested, they need all keys in later steps: return None if the host's own cache has them.

@@ -23,6 +23,7 @@ from linearize.modeling.weights import BLOCKS
 HIDDEN = "hidden_states"
 """Name of a block's first argument."""
 Batch = Mapping[str, Tensor]
+Forward = Callable[..., Any]
 
 
 class Chain:
@@ -34,7 +35,9 @@ class Chain:
         hosts: for each block the name of the attention in it that was converted, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, forward: Callable[[PreTrainedModel, Batch], Any], batch: Batch) -> None:
+    def __init__(
+        self, model: PreTrainedModel, forward: Callable[[PreTrainedModel, Batch], object], batch: Batch
+    ) -> None:
         """Check, on one row of a batch, that running block after block gives the same numbers.
 
         Args:
@@ -74,8 +77,8 @@ class Chain:
         before: list[Tensor] = []
         ran: list[int] = []
 
-        def wrapped(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(number: int, forward: Forward) -> Forward:
+            def call(*args: object, **kwargs: object) -> object:
                 given, output = _hidden_of(args, kwargs), forward(*args, **kwargs)
                 if ran and given is not before[-1]:
                     raise self._error(f"changes the hidden state between blocks {number - 1} and {number}")
@@ -96,7 +99,7 @@ class Chain:
         return before[-1]
 
     @contextlib.contextmanager
-    def _calling(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    def _calling(self, wrap: Callable[[int, Forward], Forward]) -> Iterator[None]:
         """Replace the forward of every block by `wrap(number, forward)`."""
         with contextlib.ExitStack() as undo:
             for number, block in enumerate(self.blocks):
@@ -127,12 +130,12 @@ class Chain:
         """
         kept: list[Tensor] = []
 
-        def wrapped(other: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def passes(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(other: int, forward: Forward) -> Forward:
+            def passes(*args: object, **kwargs: object) -> object:
                 state, rest = _hidden_of(args, kwargs), self.rest[other]
                 return state if rest is None else (state, *[None] * rest)
 
-            def runs(*args: Any, **kwargs: Any) -> Any:
+            def runs(*args: object, **kwargs: object) -> object:
                 if hidden is not None and args:
                     args = (hidden, *args[1:])
                 elif hidden is not None:

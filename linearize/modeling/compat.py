@@ -139,7 +139,7 @@ def enter_parts(config: PreTrainedConfig) -> None:
             enter_parts(part)
 
 
-def _enter_implementations(module: Any) -> None:
+def _enter_implementations(module: object) -> None:
     for table in vars(module).values():
         if isinstance(table, dict) and "eager" in table and all(isinstance(x, type) for x in table.values()):
             for kind in IMPLEMENTATIONS:
@@ -181,5 +181,5 @@ def keep_tokens(model: nn.Module) -> None:
             setattr(module, _SLICING, functools.partial(_first, count))
 
 
-def _first(count: int, *args: Any, **kwargs: Any) -> Any:
+def _first(count: int, *args: object, **kwargs: object) -> tuple[object, ...]:
     return args[:count]

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from linearize.attention.factory import build_mixer
 from linearize.attention.parts import newest_part
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
-from linearize.core.registry import kernel_info
+from linearize.core.registry import ReadOnlyValues, Values, kernel_info
 from linearize.modeling.compat import IMPLEMENTATIONS, implementation, implementation_of, refusal, use_linear_attention
 from linearize.modeling.plan import ABSENT, Plan, damaged
 from linearize.modeling.portable import ENTRY, code_files, outside_packages, why_not
@@ -46,7 +46,7 @@ class LinearizeConfig(PreTrainedConfig):
     model_type = MODEL_TYPE
     linearize: dict[str, Any] | None = None
 
-    def __new__(cls, *args: object, **kwargs: Any) -> LinearizeConfig:
+    def __new__(cls, *args: object, **kwargs: object) -> LinearizeConfig:
         """Become the config class of the original; composite models create the configs of their parts in this way.
 
         Raises:
@@ -60,13 +60,13 @@ class LinearizeConfig(PreTrainedConfig):
         return config
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[Values, Values]:
         """Return the values of a config.json as transformers does, with the original's `model_type`."""
         values, rest = super().get_config_dict(*args, **kwargs)
         return {**values, "model_type": cls.model_type} if values.get("model_type") == MODEL_TYPE else values, rest
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: Values, **kwargs: Any) -> Any:
         """Return the config of a converted model, of the class that belongs to its original.
 
         Raises:
@@ -144,7 +144,7 @@ def _guarded(config: PreTrainedConfig) -> dict[str, str]:
     return {} if name is None else {name: json.dumps(getattr(config, name)) + GUARD}
 
 
-def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
+def _unguarded(values: Mapping[str, object]) -> Values:
     """Return the values of a config.json, including nested configs, without `GUARD`.
 
     Raises:
@@ -163,7 +163,7 @@ def _unguarded(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _with_checksum(section: dict[str, Any]) -> dict[str, object]:
+def _with_checksum(section: Values) -> dict[str, object]:
     """Return a section as written to the file, with the packages that its kernels need and a checksum."""
     section = {key: value for key, value in section.items() if key != PACKAGES}
     # The code saved with a checkpoint contains only linearize's own kernels.
@@ -182,7 +182,7 @@ def checksum(section: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_checksum(section: Mapping[str, Any]) -> None:
+def check_checksum(section: ReadOnlyValues) -> None:
     """Check that a section was not changed after it was written.
 
     Older checkpoints, which have neither a checksum nor facts about their hosts, are not checked.
@@ -206,7 +206,7 @@ _KEYS = ("format_version", "checksum", "provenance", ABSENT, PACKAGES)
 """Keys of the section other than those of the plan."""
 
 
-def check_section(section: object) -> dict[str, Any]:
+def check_section(section: object) -> Values:
     """Return the section `linearize` of a config.json if this version can read it.
 
     Raises:
@@ -261,7 +261,7 @@ def _check_kernels(packages: object, plan: Plan) -> None:
                 f"this checkpoint needs package {package}, which registers its kernel {str(kernel)[:80]!r}; install "
                 "it, and import it before loading"
             ) from None
-    checked: list[Any] = []
+    checked: list[object] = []
     for layer in plan.converted:
         if layer.mixer in checked:
             continue
@@ -384,7 +384,7 @@ def config_class(base: type[PreTrainedConfig]) -> type[LinearizeConfig]:
         return _CLASSES[base]
     # With an `_auto_class`, transformers would copy only this file and name this class in auto_map; `save_pretrained`
     # and `to_diff_dict` copy all files and name the class in the module `ENTRY`.
-    members: dict[str, Any] = {"__module__": __name__, "__annotations__": {}, "_auto_class": None}
+    members: Values = {"__module__": __name__, "__annotations__": {}, "_auto_class": None}
     members |= {"model_type": base.model_type, "__qualname__": f"{PREFIX}{base.__name__}"}
     members["__doc__"] = f"Config of a converted model; see `{base.__name__}`."
     # The order of the bases matters: our from_dict and to_diff_dict override those of a composite's config.

@@ -29,7 +29,7 @@ from linearize.attention.parts import SCALED, check_parts
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.plan import Plan
 from linearize.ops import gather_keys
-from linearize.ops.state import State, empty_state, real_tokens
+from linearize.ops.state import Context, LinearOptions, State, empty_state, real_tokens
 
 dist: Any = _dist
 """Its functions are missing where torch was built without them."""
@@ -44,7 +44,7 @@ class _Gather(torch.autograd.Function):
     """Stack the vectors of all processes; each gets the sum of what all of them make of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: object) -> Tensor:
         """Return [processes, N] of x [N]."""
         ctx.group = group
         every = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
@@ -52,7 +52,7 @@ class _Gather(torch.autograd.Function):
         return torch.stack(every)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of this process's vector."""
         total = grads[0].contiguous()
         dist.all_reduce(total, group=ctx.group)
@@ -66,13 +66,13 @@ class _After(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, every: Tensor) -> Tensor:
+    def forward(ctx: Context, out: Tensor, every: Tensor) -> Tensor:
         """Return the output."""
         ctx.save_for_backward(every)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output's gradient, and none for the rest."""
         return grads[0], torch.zeros_like(ctx.saved_tensors[0])
 
@@ -86,7 +86,7 @@ class ContextParallel:
         sent: bytes that this process has given to others so far.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: object = None) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.sent, self.first_position = 0, 0
 
@@ -120,7 +120,7 @@ class ContextParallel:
         """
         raise ConfigError(f"context parallel: got {what}, expected a plain forward; leave the block for it")
 
-    def attend(self, mixer: Any, call: AttentionCall) -> tuple[Tensor, None]:
+    def attend(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, None]:
         """Mix this part's q [B, H, T, D], k [B, K, T, D], v [B, K, T, V] with all parts -> [B, H, T, V].
 
         Raises:
@@ -162,7 +162,7 @@ class ContextParallel:
                 state["seen"] = before.float() - skipped
         call = AttentionCall(q, k, v, scaling, None if bool(real.all()) else real, None, state)
         out: Tensor = mixer(call)[0][:, :, skipped : skipped + tokens]
-        return _After.apply(out, whole), None  # type: ignore[no-untyped-call]
+        return _After.apply(out, whole), None
 
     def _gather(self, tensors: list[Tensor]) -> tuple[list[list[Tensor]], Tensor]:
         """Return the tensors of every process, with a gradient, and what they are all cut from.
@@ -171,7 +171,7 @@ class ContextParallel:
         """
         flat = torch.cat([x.float().flatten() for x in tensors])
         self.sent += flat.element_size() * flat.numel()
-        whole: Tensor = _Gather.apply(flat, self.group)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gather.apply(flat, self.group)
         cuts = [row.split([x.numel() for x in tensors]) for row in whole]
         return [[y.view(x.shape).to(x.dtype) for x, y in zip(tensors, cut, strict=True)] for cut in cuts], whole
 
@@ -197,7 +197,7 @@ class ContextParallel:
             )
         return counts[: self.rank].sum(dim=0)
 
-    def _states(self, mixer: Any, call: AttentionCall, real: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    def _states(self, mixer: FeatureMapMixer, call: AttentionCall, real: Tensor, reach: int) -> tuple[Tensor, Tensor]:
         """Return the kernel's states of the part's keys: the sums [3, B, K, F, V + 1] and their log-scales [3, B, K].
 
         They are of the keys that the process before sees near it, of those that no process does, and of those that the
@@ -212,7 +212,7 @@ class ContextParallel:
             phi, v, scale = features.phi[:, :, start:end], call.v[:, :, start:end], features.log_scale
             scale = None if scale is None else scale[..., start:end]
             if start < end:
-                more = {"key_padding_mask": real[:, start:end], "log_scale": scale}
+                more: LinearOptions = {"key_padding_mask": real[:, start:end], "log_scale": scale}
                 states.append(gather_keys(phi, v, **options | more))
             else:
                 states.append(empty_state(phi, v, scaled=scale is not None, normalize=mixer.keys.normalize))
@@ -231,7 +231,7 @@ class ContextParallel:
         return State(torch.stack([kv * torch.exp(own - level)[..., None, None] for kv, own in far]).sum(dim=0), level)
 
 
-def _reach(mixer: Any) -> tuple[int, int]:
+def _reach(mixer: FeatureMapMixer) -> tuple[int, int]:
     """Return how many tokens a window reaches to one side, and the fewest tokens of a part."""
     window, causal = mixer.window, mixer.shape.causal
     reach = 0 if window is None else window - 1 if causal else window // 2
@@ -239,7 +239,7 @@ def _reach(mixer: Any) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def context_parallel(model: PreTrainedModel, group: Any = None) -> Iterator[ContextParallel]:
+def context_parallel(model: PreTrainedModel, group: object = None) -> Iterator[ContextParallel]:
     """Inside the block, the processes of a group run a converted model together, each on its part of every row.
 
         with linearize.context_parallel(model) as parallel:

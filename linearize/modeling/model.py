@@ -24,7 +24,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.packing import find_documents, forget_documents
 from linearize.attention.redirect import REDIRECTED, redirect
 from linearize.core.errors import CheckpointError, ConfigError, some
-from linearize.core.registry import kernel_info, make_config
+from linearize.core.registry import Values, kernel_info, make_config
 from linearize.modeling.caches import (
     add_default_caches,
     check_generation,
@@ -66,7 +66,7 @@ class LinearizedModel(_Original):
     whole: type[PreTrainedModel] | None = None
     """The class of the body outside of a model with a head; None if it is this class."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
         register_interface()
         original: Any = type(self).__mro__[type(self).__mro__.index(LinearizedModel) + 1]
         if original.config_class in config.sub_configs.values() and not isinstance(config, original.config_class):
@@ -137,7 +137,9 @@ class LinearizedModel(_Original):
             finally:
                 self.__class__ = inner
 
-    def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
+    def set_attn_implementation(
+        self, attn_implementation: str | dict[str, str], *args: object, **kwargs: object
+    ) -> None:
         """Accept only linear attention: a converted model has no other.
 
         Raises:
@@ -168,7 +170,7 @@ class LinearizedModel(_Original):
         return make_cache(self, crop)
 
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
+        self, generation_config: GenerationConfig, model_kwargs: Values | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         check_generation(generation_config, getattr(self, "generation_config", None))
         if not isinstance(self, LinearizedModel):
@@ -185,7 +187,7 @@ class LinearizedModel(_Original):
 
 
 @contextlib.contextmanager
-def older_weights_replaced(folder: str | os.PathLike[str], *_: object, **options: Any) -> Iterator[None]:
+def older_weights_replaced(folder: str | os.PathLike[str], *_: object, **options: object) -> Iterator[None]:
     """After a `save_pretrained` with these arguments, delete the folder's older weights of the other form.
 
     transformers leaves an older file there when it writes shards, and then loads the older weights.
@@ -224,7 +226,7 @@ def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> tuple[set[
     return names
 
 
-def saved_class(config: Any) -> type[PreTrainedModel] | None:
+def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the model class of a converted checkpoint; None if its original is not a transformers class.
 
     The kernels of such other classes are checked after loading.
@@ -240,7 +242,7 @@ _INIT = PreTrainedModel.__init__
 
 
 @functools.wraps(_INIT)
-def _build(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+def _build(self: PreTrainedModel, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
     """Build a model as transformers does; others get the config of a converted model inside one only.
 
     Raises:

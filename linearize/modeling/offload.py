@@ -39,7 +39,7 @@ def block_list(model: nn.Module, what: str) -> str:
     Raises:
         UnsupportedModelError: if the model is an encoder-decoder, or has no such list.
     """
-    config: Any = model.config
+    config = model.config
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{other}.") for other in found):

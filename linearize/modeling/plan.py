@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from linearize.attention.parts import newest_part
 from linearize.attention.shape import HeadShape
 from linearize.core.errors import CheckpointError, ConfigError
-from linearize.core.registry import HYBRID, PLAIN, Hybrid, check, kernel_info
+from linearize.core.registry import HYBRID, PLAIN, Hybrid, ReadOnlyValues, Values, check, kernel_info
 
 SOFTMAX = "softmax"
 """The kernel name of a layer that is not converted."""
@@ -57,7 +56,7 @@ class LayerPlan:
     index: int | None
     kernel: str
     shape: HeadShape
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Values = field(default_factory=dict)
     reason: str = ""
     cache_index: int | None = None
     hybrid: Hybrid = PLAIN
@@ -74,7 +73,7 @@ class LayerPlan:
         return not self.module.startswith(OUTSIDE)
 
     @property
-    def mixer(self) -> tuple[str, dict[str, Any], HeadShape, Hybrid]:
+    def mixer(self) -> tuple[str, Values, HeadShape, Hybrid]:
         """The arguments of `build_mixer` and `LinearAttention`, which fully determine the layer's computation."""
         return self.kernel, self.arguments, self.shape, self.hybrid
 
@@ -83,7 +82,7 @@ class LayerPlan:
         return dataclasses.replace(self, kernel=kernel, arguments={}, hybrid=PLAIN, reason=reason)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LayerPlan:
+    def from_dict(cls, data: ReadOnlyValues) -> LayerPlan:
         """Build a layer from its entry in the data that `Plan.to_dict` returned.
 
         Raises:
@@ -167,7 +166,7 @@ class Plan:
         return {**({"format_version": version} if version > 1 else {}), **names, "seed": self.seed, "layers": layers}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: ReadOnlyValues) -> Plan:
         """Build a plan from the data that `to_dict` returned.
 
         Raises:
@@ -192,7 +191,7 @@ class Plan:
 CALLED, MASKED = "is_causal argument", "mask"
 """How a host states its direction if its module does not: at every call, or only by its mask."""
 
-_PLANNED: dict[str, Callable[[HeadShape, int | None], Any]] = {
+_PLANNED: dict[str, Callable[[HeadShape, int | None], object]] = {
     "is_causal": lambda shape, cache_index: shape.causal,
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads"), lambda shape, cache_index: shape.heads),
     "num_key_value_heads": lambda shape, cache_index: shape.key_heads,
@@ -218,7 +217,7 @@ def contradiction(host: nn.Module, layer: LayerPlan) -> str:
     return ""
 
 
-def _stated(host: nn.Module, name: str) -> Any:
+def _stated(host: nn.Module, name: str) -> object:
     # Modules without the attribute are bidirectional, as in transformers' own attention functions.
     return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not set")
 

@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightRenaming, revert_weight_conver
 from transformers.utils import cached_file
 
 from linearize.core.errors import CheckpointError, ConfigError, first_line, some
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.modeling.plan import ABSENT, damaged
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -90,7 +91,7 @@ def check_weights(
     return {key for key in state if renamed.get(key, key) not in unsaved}, again
 
 
-def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str]) -> None:
+def check_loaded(model: PreTrainedModel, info: ReadOnlyValues, saved: set[str]) -> None:
     """Check that all weights shared with the saved model were loaded, and as finite numbers.
 
     transformers fills in missing ones at random.
@@ -109,7 +110,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], saved: set[str
         keys = sorted(str(key) for key in info.get(problem, ()))
         if problem == "unexpected_keys":
             # A model with another head, or without some part, does not have these weights.
-            absent: Any = model.config.linearize.get(ABSENT, ())
+            absent = model.config.linearize.get(ABSENT, ())
             whole = bool(saved) and saved <= model.state_dict().keys()
             bad = [key for key in keys if whole and key not in absent]
         else:
@@ -135,7 +136,7 @@ def is_offloaded(model: torch.nn.Module) -> bool:
     return BLOCKS in vars(model)
 
 
-def stored(model: Any, name: str, tensor: Tensor) -> Tensor:
+def stored(model: torch.nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a weight of a model by its name, read from its file if it is offloaded."""
     if not (tensor.is_meta and is_offloaded(model)):
         return tensor
@@ -328,7 +329,7 @@ def read_header(name: str | os.PathLike[str], **hub: Any) -> dict[str, Stored] |
     return header
 
 
-def find_file(name: str | os.PathLike[str], file: str, hub: dict[str, Any]) -> str | None:
+def find_file(name: str | os.PathLike[str], file: str, hub: Values) -> str | None:
     """Return the path of a file in a checkpoint, downloading it if needed; None if there is no such file."""
     silent = ("gated_repo", "missing_entries", "connection_errors")
     return cached_file(name, file, **{f"_raise_exceptions_for_{what}": False for what in silent}, **hub)

@@ -11,6 +11,7 @@ from vllm.transformers_utils.config import HFConfigParser
 from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
 from linearize.attention.redirect import REDIRECTED
 from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.core.registry import Values
 from linearize.modeling.config import LinearizeConfig, base_config_class
 from linearize.modeling.model import check_checkpoint
 from linearize.modeling.plan import Plan
@@ -67,7 +68,7 @@ def original_config(config: LinearizeConfig) -> PreTrainedConfig:
     plan = Plan.from_dict(config.linearize or {})
     architecture = runner(config, plan)
     changed = {"model_type": plan.base_model_type, "architectures": [architecture]}
-    values: dict[str, Any] = {key: value for key, value in config.to_dict().items() if key not in _OWN} | changed
+    values: Values = {key: value for key, value in config.to_dict().items() if key not in _OWN} | changed
     plain: Any = base_config_class(plan.base_model_type).from_dict(values)
     plain.name_or_path, plain.linearize = config.name_or_path, config.linearize
     return plain

@@ -351,7 +351,7 @@ class EncoderLayer(_Converted, EncoderOnlyAttention):
         layer.__class__ = cls
         layer.__dict__["mixer"] = mixer
         layer.scaling, layer.prefix = scaling, replaced.layer_name
-        return layer  # type: ignore[no-any-return]
+        return layer
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Attend, query [T, H D], key [T, K D], value [T, K V] -> [1, T, H, V], for the tokens of all requests."""
