@@ -9,7 +9,7 @@ Importing only registers a hook: once transformers' Auto classes are used, they 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize._hook import install as _install
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'linearize' has no attribute {name!r}")
     try:

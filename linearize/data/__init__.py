@@ -9,7 +9,7 @@ Importing this loads nothing heavy; `datasets` and `torch` are imported when dat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.data.config import DataConfig, parse_mixture
 
@@ -23,7 +23,7 @@ __all__ = ["DataConfig", "Modality", "Source", "load_source", "parse_mixture"]
 _HOMES = {"Modality": "columns", "Source": "source", "load_source": "load"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

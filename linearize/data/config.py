@@ -93,7 +93,7 @@ class DataConfig:
         return ((self.dataset, 1.0),) if isinstance(self.dataset, str) else self.dataset
 
 
-def parse_mixture(value: Any) -> str | Mixture:
+def parse_mixture(value: object) -> str | Mixture:
     """Read ``"name"`` or ``"name=weight,name=weight"``, or weights as a mapping or a list of pairs.
 
     Args:

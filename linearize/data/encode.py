@@ -11,6 +11,7 @@ import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import Modality, Processor
+from linearize.core.registry import Values
 from linearize.data.hub import cause
 from linearize.data.records import Example
 
@@ -61,7 +62,7 @@ def tokenise(
     first: Sequence[str],
     second: Sequence[str] | None = None,
     max_length: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Values]:
     """Tokenise texts or pairs into rows of at most `max_length` tokens; None keeps them whole."""
     return [row for _, row in coded(tokenizer, first, second, max_length)]
 
@@ -72,7 +73,7 @@ def coded(
     second: Sequence[str] | None,
     max_length: int | None,
     **options: Any,
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Iterator[tuple[int, Values]]:
     """Yield the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer.
 
     Raises:
@@ -165,7 +166,7 @@ class TextEncoder:
         if keep_rest and buffer:
             yield np.array(buffer, dtype=np.int32)
 
-    def _tokenise(self, examples: Sequence[Example]) -> list[dict[str, Any]]:
+    def _tokenise(self, examples: Sequence[Example]) -> list[Values]:
         pairs = [example.pair for example in examples if example.pair is not None]
         if 0 < len(pairs) < len(examples):
             # A tokenizer takes either single texts or pairs, but this mixture has both.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
 from linearize.core.errors import DataError
+from linearize.core.registry import ReadOnlyValues
 from linearize.data.columns import in_order
 from linearize.data.hub import cause
 from linearize.data.records import Example, Records, TableRecords, bytes_digest, named_labels
@@ -107,7 +108,7 @@ class ImageTable(TableRecords):
         return (bytes_digest(raw_bytes(self.table[int(row)]["image"])) for row in rows)
 
 
-def raw_bytes(raw: Mapping[str, Any]) -> bytes:
+def raw_bytes(raw: ReadOnlyValues) -> bytes:
     """Return the bytes of an undecoded image of `datasets`, ``{"bytes": ..., "path": ...}``.
 
     Raises:

@@ -8,11 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from linearize.core.errors import FULL, DataError, some
 from linearize.core.heads import Modality
 from linearize.core.parsing import MOST_TEXT, read_json
+from linearize.core.registry import Values
 from linearize.data.hub import cause, first_rows
 from linearize.data.images import IMAGE_SUFFIXES, ImageFile, is_image, zip_images
 
@@ -30,7 +31,7 @@ SPLIT_WORDS = {
 MOST_FOLDERS = 100_000
 EXPECTED = "expected .json, .jsonl, .csv, .tsv, .txt (each also .gz) or .parquet, images, or a .zip of images"
 # A .tsv has no quoting (GLUE's lone quotes would swallow rows), and "NA" and "null" may be texts.
-READERS: dict[str, tuple[str, dict[str, Any]]] = {
+READERS: dict[str, tuple[str, Values]] = {
     "csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
     "tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t", "quoting": csv.QUOTE_NONE}),
     # Without the mark that Windows puts before the first text.

@@ -159,10 +159,10 @@ class PackedRecords(Records):
         return (bytes_digest(self.rows[row].tobytes()) for row in rows)
 
 
-def named_labels(labels: Sequence[Any], names: tuple[str, ...] | None) -> list[Any]:
+def named_labels(labels: Sequence[object], names: tuple[str, ...] | None) -> list[Any]:
     """Turn class numbers into class names, as the parts of a mixture may number their classes differently."""
 
-    def named(label: Any) -> Any:
+    def named(label: object) -> object:
         if isinstance(label, list):
             return tuple(map(named, label))
         return names[label] if names is not None and isinstance(label, int) and label >= 0 else label

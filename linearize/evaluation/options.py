@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import check, option, parse_image_sizes, parse_lengths, section
+from linearize.core.registry import Values
 
 WHAT, SIZES, HOW = "what to measure", "sizes of random inputs", "how"
-SIZE: dict[str, Any] = {"low": 1, "high": 65536}
+SIZE: Values = {"low": 1, "high": 65536}
 LENGTHS = {"attention": (512, 4096, 16384), "decode-model": (8192, 32768), "model": (128, 512, 4096)}
 """The suites, and their default lengths."""
 OF_ATTENTION = ("causal", "backward", "heads", "head_dim")

@@ -10,12 +10,13 @@ Maps of the attention itself are in `plots_maps`. matplotlib is imported when th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from linearize.checkpoint.provenance import STAGE_ONE, STAGE_TWO, Record
 from linearize.core.errors import DataError
+from linearize.core.registry import Values
 from linearize.fidelity import plots_style as style
 from linearize.fidelity.measure import Fidelity
 
@@ -77,7 +78,7 @@ def _brief(value: float) -> str:
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
 
 
-def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
+def stage_one_curves(log: Sequence[Mapping[str, object]]) -> Figure:
     """Show stage one's losses from the lines of `log.jsonl`.
 
     Raises:
@@ -101,7 +102,7 @@ def stage_one_curves(log: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = None) -> Figure:
+def stage_two_curves(log: Sequence[Mapping[str, object]], chance: float | None = None) -> Figure:
     """Show stage two's loss and score from the lines of `log.jsonl`.
 
     Args:
@@ -130,7 +131,7 @@ def stage_two_curves(log: Sequence[Mapping[str, Any]], chance: float | None = No
     return figure
 
 
-def _lines(log: Sequence[Mapping[str, Any]], stage: str) -> list[tuple[float, Record]]:
+def _lines(log: Sequence[Mapping[str, object]], stage: str) -> list[tuple[float, Record]]:
     """Return the lines of one stage that have a step, with their steps; lines without a stage belong to any."""
     mine = (Record(line) for line in log if line.get("stage", stage) == stage)
     return [(step, line) for line in mine if (step := line.number("step")) is not None]
@@ -144,7 +145,7 @@ def _points(lines: Sequence[tuple[float, Record]], key: str) -> list[tuple[float
 def _measured(axes: Axes, lines: Sequence[tuple[float, Record]], key: str, label: str | None = None) -> None:
     """Draw one figure from the lines that contain it."""
     if points := _points(lines, key):
-        look: dict[str, Any] = {"color": style.LINEAR, "linestyle": "--", "marker": "s", "markersize": 4}
+        look: Values = {"color": style.LINEAR, "linestyle": "--", "marker": "s", "markersize": 4}
         axes.plot(*zip(*points, strict=True), label=label, **look)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.cache import text_config
 from linearize.attention.feature_map import FeatureMapMixer
@@ -47,7 +47,7 @@ def run_body(model: PreTrainedModel, batch: Batch) -> Any:
     return run_module(body_of(model), model.config, batch)
 
 
-def run_module(module: Any, config: Any, batch: Batch) -> Any:
+def run_module(module: Any, config: PreTrainedConfig, batch: Batch) -> Any:
     """Run a model or its body on a batch (such as `input_ids` [B, T]), without cache, labels and unknown columns.
 
     Raises:

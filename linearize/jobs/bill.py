@@ -30,7 +30,7 @@ from linearize.attention.cache import text_config
 from linearize.attention.layer import LinearAttention
 from linearize.checkpoint.loading import MODALITIES, Loaded, empty_model
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.registry import make_config
+from linearize.core.registry import Values, make_config
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import make_plan
 from linearize.jobs.presets import AUTO
@@ -139,7 +139,7 @@ def _gb(count: int) -> str:
 class _Zeros(TorchFunctionMode):
     """Makes linear maps return zeros: the trial run of a plan needs shapes and masks only."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Values | None = None) -> object:
         if function is nn.functional.linear:
             x, weight = args[:2]
             return x.new_zeros(*x.shape[:-1], weight.shape[0])
@@ -255,7 +255,7 @@ def _inside(model: PreTrainedModel, plan: Plan, pattern: re.Pattern[str]) -> lis
 def _pass_of_block(model: PreTrainedModel, plan: Plan, blocks: str, tokens: int, device: str) -> int:
     """Return the bytes of the largest part of a block's pass in stage one."""
     width = model.dtype.itemsize
-    config: Any = text_config(model.config)
+    config = text_config(model.config)
     hidden = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or 1
     part = model.get_submodule(blocks) if blocks else model
     widest = max((m.out_features for m in part.modules() if isinstance(m, nn.Linear)), default=hidden)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import Field, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from linearize.core import kernel_options
 from linearize.core.errors import ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import MOST_SEED, check, make, option, section
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.data.config import DataConfig
 from linearize.jobs import presets
 from linearize.jobs.presets import AUTO, PRESETS, ROW_TOKENS, ROW_WINDOWS, STEP_ROWS, WINDOW
@@ -75,13 +76,13 @@ PLAN_OUT = "write the plan to a YAML file, to edit and pass to `convert --plan`"
 class Job:
     """Base class of a job's options; `of` takes them by name, like the command line and config files."""
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     def __post_init__(self) -> None:
         check(self, "options")
 
     @classmethod
-    def of(cls, **options: Any) -> Self:
+    def of(cls, **options: object) -> Self:
         """Build a job from options by name; those left out keep their defaults.
 
         Raises:
@@ -99,7 +100,7 @@ def parse_layers(text: str) -> tuple[int, ...] | str:
     return tuple(parse_indices(text, "--keep-softmax")) if text else ()
 
 
-def _folder(values: Mapping[str, Any], ending: str) -> str:
+def _folder(values: ReadOnlyValues, ending: str) -> str:
     """Return the output folder: the one given, or `<model-name>-<ending>`."""
     return values.get("output") or f"{Path(values['model']).name.removesuffix('.gguf')}-{ending}"
 
@@ -163,12 +164,12 @@ class TrainingJob(Job):
         return [self.model, *(name for name, _ in self.data.sources)]
 
     @classmethod
-    def folder(cls, values: Mapping[str, Any]) -> str:
+    def folder(cls, values: ReadOnlyValues) -> str:
         """Return the output folder for these options."""
         return _folder(values, cls.ending)
 
     @classmethod
-    def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def derive(cls, values: ReadOnlyValues) -> dict[str, Values]:
         """Return the defaults that depend on other options: state folders, rows per batch, rows as in training."""
         base = cls.folder(values).rstrip("/")
         keeps = values.get("save_every") is not None or values.get("resume") or values.get("stream_blocks")
@@ -304,13 +305,13 @@ class ConvertJob(StageOneJob):
             )
 
     @classmethod
-    def folder(cls, values: Mapping[str, Any]) -> str:
+    def folder(cls, values: ReadOnlyValues) -> str:
         """Return the output folder: the one given, or `<model-name>-<kernel>`, with "mixed" for several kernels."""
         ending = "mixed" if values.get("plan") is not None else values.get("kernel") or "mixed"
         return _folder(values, ending)
 
     @classmethod
-    def derive(cls, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def derive(cls, values: ReadOnlyValues) -> dict[str, Values]:
         """Return the defaults that depend on other options, including a preset's and the alignment's steps."""
         usual = dict(presets.preset_options(values, rows=True))
         if "distill_length" not in {**usual, **values}:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from linearize.conversion.positions import PositionReport, current_length, exten
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.options import name_of, recorded
 from linearize.core.parsing import finite
-from linearize.core.registry import kernel_info, make_config
+from linearize.core.registry import Values, kernel_info, make_config
 from linearize.fidelity.heads import POINTS, keep_heads, too_many_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
@@ -241,7 +240,7 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
     if job.chooses_windows:
         stages.open_data(context, shorter, "a number to --window")
 
-        def windows() -> dict[str, Any]:
+        def windows() -> Values:
             on_event(Started("choosing the windows"))
             plan, why, error, reference = choose_windows(loaded.model, context.source, context.plan)
             text = (
@@ -276,7 +275,7 @@ def choose_heads(context: Context) -> None:
         return
     count = job.softmax_heads(sum(layer.shape.heads for layer in context.plan.converted))
 
-    def heads() -> dict[str, Any]:
+    def heads() -> Values:
         rows, long = context.source.holdout_batches()[:HEAD_BATCHES], next(context.source.train_batches())
         model, plan = context.loaded.model, context.plan
         points = 1 if context.trial else POINTS

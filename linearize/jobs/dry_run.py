@@ -25,6 +25,7 @@ from linearize.attention.native.build import worth_building
 from linearize.checkpoint.output import check_target, free_disk
 from linearize.checkpoint.save import size_of
 from linearize.core.errors import TrainingError
+from linearize.core.registry import Values
 from linearize.evaluation.bench.memory import SHARE, free_memory, is_out_of_memory, peak_meter, resident
 from linearize.fidelity.heads import POINTS
 from linearize.fidelity.measure import measure_layers
@@ -59,7 +60,7 @@ TIMED_IN_SEARCH = 7
 """Steps of a search."""
 CHOICES = {"window": ("choosing the windows", 1), "keep_softmax_heads": ("choosing the heads", POINTS)}
 """What `stages.choose` chooses: its name in the estimate, and how much longer than the dry run the job takes for it."""
-NO_STATES: dict[str, Any] = {"save_every": None, "folder": None, "resume": False}
+NO_STATES: Values = {"save_every": None, "folder": None, "resume": False}
 ONCE = 10**6
 """Steps between evaluations; so many that there is one only after the last step."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import MODULES, check_converted, check_device, explained, pooling, sentence_files
 from linearize.core.errors import CheckpointError, UnsupportedModelError, unknown_name
 from linearize.core.parsing import parse_json, user_path
+from linearize.core.registry import Values
 from linearize.data.vectors import WHOLE, row_type
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class Embedder:
         """Return the rows of documents that run through the model together."""
         device = self.model.device
         names = self.tokenizer.pad([row.fields for row in batch], return_tensors="pt")
-        inputs: dict[str, Any] = {name: field.to(device) for name, field in names.items()}
+        inputs: Values = {name: field.to(device) for name, field in names.items()}
         features = self._encoder(dict(inputs))
         states, mask = features["token_embeddings"], features["attention_mask"]
         if self.prompt:
@@ -193,7 +194,7 @@ class Embedder:
         rows["vector"] = vector
         return rows
 
-    def _pooled(self, features: dict[str, Any]) -> Tensor:
+    def _pooled(self, features: Values) -> Tensor:
         """Return the vectors [N, size] that the other modules make of token states [N, T, D]."""
         for module in self._rest:
             features = module(features)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from linearize.checkpoint.fingerprint import MODEL, UNKNOWN_INPUTS, fingerprint, model_digest
 from linearize.checkpoint.loading import check_device, load_processor, model_type
@@ -131,7 +130,7 @@ def run_longdoc(job: LongdocJob, on_event: Callback = ignore) -> LongdocResult:
     return result
 
 
-def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Callable[..., object], Any]]:
+def steps(job: LongdocJob, work: Path, lengths: Lengths) -> list[tuple[str, str, Callable[..., object], object]]:
     """Return the steps that precede the comparison, in order: the folder, the title, the function, and its job."""
     short, long = lengths.original, lengths.linear
     distilled_at, aligned_at = min(job.distill_length or short, long), min(job.align_length or long, long)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from linearize.core.errors import CheckpointError, ConfigError, unknown_name
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.training.stage_one.config import DISTILL_LENGTH
 
 AUTO = "auto"
@@ -110,7 +110,7 @@ def check_preset(name: str | None, model: str, causal: list[bool]) -> None:
     raise ConfigError(f"preset: got {name!r}, but attention of {model!r} {sees}; use --preset {other}, or leave it out")
 
 
-def fitting(name: str | None, additions: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+def fitting(name: str | None, additions: ReadOnlyValues, tokens: int | None) -> Values:
     """Return a conversion's additions for a model that takes `tokens` tokens (None: any number).
 
     A preset suits models for short inputs as well, so it has at most as many exact keys as they take tokens. A larger
@@ -161,7 +161,7 @@ def rows_for(window: object) -> dict[str, object]:
     return {"distill_length": length, **sampled} if length > DISTILL_LENGTH else {}
 
 
-def rows_of_training(values: Mapping[str, Any], row_length: str) -> dict[str, object]:
+def rows_of_training(values: ReadOnlyValues, row_length: str) -> dict[str, object]:
     """Return the options with which a job reads rows like those that its checkpoint was trained on.
 
     Args:

@@ -19,7 +19,7 @@ from linearize.checkpoint.save import save, size_of
 from linearize.core.errors import CheckpointError, TrainingError
 from linearize.core.options import name_of
 from linearize.core.parsing import user_path
-from linearize.core.registry import kernel_info
+from linearize.core.registry import Values, kernel_info
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
@@ -78,7 +78,7 @@ class Context:
     loaded: Loaded
     plan: Plan
     on_event: Callback
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: Values = field(default_factory=dict)
     earlier: list[dict[str, object]] = field(default_factory=list)
     source: Any = None
     longest_seen: int | None = None
@@ -88,7 +88,7 @@ class Context:
     searched: SearchResult | None = None
     distillation: DistillResult | None = None
     alignment: AlignResult | None = None
-    choices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    choices: dict[str, Values] = field(default_factory=dict)
     choosing: dict[str, float] = field(default_factory=dict)
     trial: bool = False
     merit: KernelMerit | None = None
@@ -152,7 +152,7 @@ def check_states(job: TrainingJob) -> None:
         folder.check_free(overwrite=job.overwrite)
 
 
-def choose(context: Context, what: str, asked: object, now: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def choose(context: Context, what: str, asked: object, now: Callable[[], Values]) -> Values:
     """Return the choice for a part of the plan; a resumed run keeps the choice that it made before.
 
     A choice takes minutes, and another machine or number of threads can change it by rounding.
@@ -168,7 +168,7 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], dict[st
     """
     job, source = context.job, context.source
 
-    def choice() -> dict[str, Any]:
+    def choice() -> Values:
         start = time.perf_counter()
         chosen = now()
         context.choosing[what] = time.perf_counter() - start
@@ -353,18 +353,18 @@ def write(context: Context, files: Mapping[str, str | bytes]) -> None:
     wait_for_all()
 
 
-def _record(result: DistillResult | AlignResult, before: object, after: object) -> dict[str, Any]:
+def _record(result: DistillResult | AlignResult, before: object, after: object) -> Values:
     """Return a stage's figures, and its measurements before and after, which are plain data."""
     record = {name: getattr(result, name) for name in ("steps", "best_step", "stopped", "seconds")}
     return record | {"hardware": machines_used(), "before": before, "after": after}
 
 
-def distillation_record(result: DistillResult) -> dict[str, Any]:
+def distillation_record(result: DistillResult) -> Values:
     """Return the result of stage one as plain data."""
     return {"held_out_loss": result.held_out, **_record(result, result.before.to_dict(), result.after.to_dict())}
 
 
-def without_heads(record: dict[str, Any]) -> dict[str, Any]:
+def without_heads(record: Values) -> Values:
     """Return a record of stage one without the figures of every head, for the checkpoint's own config."""
     brief = dict(record)
     for side in ("before", "after"):
@@ -373,7 +373,7 @@ def without_heads(record: dict[str, Any]) -> dict[str, Any]:
     return brief
 
 
-def alignment_record(result: AlignResult, config: AlignConfig | None = None) -> dict[str, Any]:
+def alignment_record(result: AlignResult, config: AlignConfig | None = None) -> Values:
     """Return the result of an alignment as plain data, with those of its options that a checkpoint records."""
     kept = ("train", "blockwise", "learning_rate", "kernel_learning_rate", "seed") if config is not None else ()
     record = _record(result, asdict(result.before), asdict(result.after))

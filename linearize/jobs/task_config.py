@@ -9,12 +9,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from linearize.core import kernel_options
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.kernel_options import Additions
 from linearize.core.options import MOST_SEED, option, parse_names, section
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.jobs.config import DEVICES, OVERWRITE, POSITIONS, PRESET, WINDOWS, Job
 from linearize.jobs.presets import STEP_ROWS, parse_window, preset_options, rows_of
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -94,14 +94,14 @@ class TuneJob(Job):
         return [None if self.in_place else self.model, self.dataset, self.teacher]
 
     @staticmethod
-    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def derive(values: ReadOnlyValues) -> dict[str, Values]:
         """Return the defaults that depend on other options: row length, batch size and gradient accumulation."""
         from linearize.training.stage_two.load import usual_length
 
         # The model's limit, if it is small.
         most = TASKS[values["task"]].type.train_tokens if values.get("task") in TASKS else DataOptions.max_length
         length = values["max_length"] if "max_length" in values else usual_length(values["model"], most)
-        derived: dict[str, dict[str, Any]] = {"data": {"max_length": length}}
+        derived: dict[str, Values] = {"data": {"max_length": length}}
         if "batch_size" not in values:
             rows = rows_of(length, STAGE_TWO_TOKENS)
             derived["tune"] = {"batch_size": rows, "gradient_accumulation": STEP_ROWS // rows}
@@ -155,7 +155,7 @@ class EvaluateJob(Job):
             )
 
     @staticmethod
-    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def derive(values: ReadOnlyValues) -> dict[str, Values]:
         """Return the default that depends on other options: the row length."""
         from linearize.training.stage_two.load import whole_length
 
@@ -228,11 +228,11 @@ class LongdocJob(Job):
             )
 
     @staticmethod
-    def derive(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def derive(values: ReadOnlyValues) -> dict[str, Values]:
         """Return a preset's options that exist here (`convert` also gets its name), and the sizes of a quick run."""
         return {"": {**preset_options(values), **(quick_sizes(values) if values.get("quick") else {})}}
 
-    def attention(self) -> dict[str, Any]:
+    def attention(self) -> Values:
         """Return the options of the attention, in the format of `ConvertJob.of`."""
         own = {"kernel": self.kernel, "kernel_arg": self.kernel_args, "preset": self.preset}
         return own | vars(self.additions) | {"window": self.window}
@@ -253,7 +253,7 @@ _TUNING, _STAGE_ONE, _ALIGNMENT, _MEASURING = 0.5, 0.08, 0.12, 0.3
 """Shares of these operations."""
 
 
-def quick_sizes(values: Mapping[str, Any]) -> dict[str, object]:
+def quick_sizes(values: ReadOnlyValues) -> dict[str, object]:
     """Return the options of a run of `QUICK` operations; {} if there is no such model, or it cannot be read.
 
     They depend only on the model's number of parameters and its lengths, so they are the same on every machine.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from linearize.core.errors import ConfigError
 from linearize.core.parsing import write_file
+from linearize.core.registry import Values
 from linearize.fidelity import plots_style as style
 from linearize.kernel_search.candidates import Layout
 from linearize.kernel_search.costs import Costs
@@ -291,7 +292,7 @@ def write_plot(result: SearchResult, path: str) -> None:
     front = sorted((point.seconds, point.error) for point in result.points if point.efficient)
     label = "no other plan is both faster and closer"
     axes.plot(*zip(*front, strict=True), color=style.THIRD, linestyle=":", zorder=1, label=label)
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+    kinds: dict[str, tuple[str, Values]] = {
         PLAN: ("the plan", {"color": style.LINEAR, "marker": "*", "s": 160, "zorder": 3}),
         SOFTMAX: ("softmax", {"color": style.SOFTMAX, "marker": "o", "s": 40, "zorder": 2}),
         "": ("another plan", {"color": style.THIRD, "marker": "s", "s": 40, "zorder": 2}),

@@ -10,7 +10,6 @@ import copy
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -102,7 +101,7 @@ def sharded(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel
     Raises:
         ConfigError: if FSDP 2 cannot shard it.
     """
-    plugin: Any = accelerator.state.fsdp_plugin
+    plugin = accelerator.state.fsdp_plugin
     kind = type(model).__name__
     if plugin.transformer_cls_names_to_wrap is None:
         plugin.transformer_cls_names_to_wrap = block_classes(model)

@@ -59,7 +59,7 @@ class Curves:
     def __init__(self, value: str, folder: str | Path, tag: str) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        self._kinds: list[Any] = [LOGGER_TYPE_TO_CLASS[name] for name in check_report_to(value)]
+        self._kinds = [LOGGER_TYPE_TO_CLASS[name] for name in check_report_to(value)]
         self._folder, self._tag = str(folder), tag
         self._trackers: list[GeneralTracker] = []
 
@@ -126,7 +126,7 @@ def callbacks_for(value: str, folder: str | Path) -> list[TrainerCallback]:
                 curves.write({_curve(name): value for name, value in numbers.items()}, state.global_step)
 
         def on_train_end(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
         ) -> None:
             """Close the trackers."""
             curves.finish()

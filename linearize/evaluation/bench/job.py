@@ -6,7 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from linearize.attention.parts import default_scale
 from linearize.checkpoint.loading import check_device
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
-from linearize.core.registry import PLAIN, Hybrid, kernel_info, make_config
+from linearize.core.registry import PLAIN, Hybrid, Values, kernel_info, make_config
 from linearize.evaluation.bench import meter
 from linearize.evaluation.bench.memory import memory_of, out_of_memory
 from linearize.evaluation.bench.models import BERT_BASE, BenchModel, DecodeModelSuite, ModelSuite
@@ -109,7 +108,7 @@ def make_suites(options: BenchOptions, longest: int) -> Iterator[Suite]:
             more = options.additions
             scale = more.scale or default_scale(info, make_config(info, options.kernel_args), more.window)
             hybrid = Hybrid(**{**more.given, "scale": scale})
-            named: dict[str, Any] = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
+            named: Values = {name: getattr(options, name) for name in ("batch", "dtype", "device")}
             named |= {"kernel": kernel, "kernel_args": dict(options.kernel_args), "hybrid": hybrid}
             if options.suite == "attention":
                 sizes = AttentionSizes(heads=options.heads, head_dim=options.head_dim, **named)

@@ -294,7 +294,7 @@ class ModelSuite(OfModel):
         return figures if self.model.image_size is None else figures | {"image_size": float(self.model.image_size)}
 
 
-def side(model: BenchModel, variant: str) -> tuple[Any, Observer | None]:
+def side(model: BenchModel, variant: str) -> tuple[PreTrainedModel, Observer | None]:
     """Return the model and the observer that compute a variant."""
     if variant == "no attention":
         return model.linear, values_only
@@ -364,7 +364,7 @@ class DecodeModelSuite(OfModel):
 
         @torch.no_grad()
         def step() -> Tensor:
-            out: Any = model(input_ids=token, **kept, use_cache=True)
+            out = model(input_ids=token, **kept, use_cache=True)
             set_context(cache, tokens)
             return out[0]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from linearize.core.parsing import write_file
+from linearize.core.registry import Values
 from linearize.evaluation.bench.meter import Timing
 from linearize.fidelity.plots_style import LINEAR, SOFTMAX, THIRD, new_figure, tidy, to_png
 
@@ -80,7 +81,7 @@ class Row:
         """Return the speed-up of each turn's first call (median times); None if either variant did not run."""
         return ratio(*(self.timing(name, "first") for name in self.pair))
 
-    def side_by_side(self) -> dict[str, Any]:
+    def side_by_side(self) -> Values:
         """Return time and memory of the two variants that are compared, as flat plain data."""
         return {
             "tokens": self.tokens,

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.fingerprint import data_digest
@@ -19,6 +18,7 @@ from linearize.core.errors import ConfigError, repeated
 from linearize.core.events import Callback, Started, ignore
 from linearize.core.options import name_of
 from linearize.core.parsing import finite, user_path
+from linearize.core.registry import Values
 from linearize.evaluation.bench.meter import Call, Noise, in_turns
 from linearize.evaluation.bench.models import BenchModel
 from linearize.evaluation.options import CompareOptions, lengths_within
@@ -204,7 +204,7 @@ def _measure(name: str, loaded: Loaded, options: CompareOptions) -> tuple[Conver
         notes.append(OTHER_SOFTMAX)
     fidelity = measured.fidelity
     kernels = Counter(layer.kernel for layer in linear_attentions(loaded.model).values())
-    figures: dict[str, Any] = {name: fidelity.mean(name) for name in FIDELITY_FIGURES}
+    figures: Values = {name: fidelity.mean(name) for name in FIDELITY_FIGURES}
     conversion = Conversion(
         name=name,
         kernels=", ".join(f"{count} x {kernel}" for kernel, count in kernels.items()),

@@ -12,7 +12,7 @@ from typing import Any
 from linearize.core.errors import ConfigError, LinearizeError, repeated, unknown_name
 from linearize.core.options import build, kind_of, read_values
 from linearize.core.parsing import parse_yaml, user_path
-from linearize.core.registry import field_types
+from linearize.core.registry import Values, field_types
 from linearize.jobs.recipes import schema
 from linearize.jobs.recipes.schema import SOFTMAX, Column, Kernel, Recipe, Row, StageTwo
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -216,7 +216,7 @@ def _job(recipe: Recipe, name: str, column: Column, where: str) -> Job:
             make_options(column.make, column.options)
     except LinearizeError as error:
         raise ConfigError(f"{where}: {error}") from error
-    options: dict[str, Any] = {}
+    options: Values = {}
     for key in OPTIONS:
         options[key] = build(field_types(Job)[key], getattr(recipe, key) | getattr(column, key), f"{where}.{key}")
     data = column.dataset if recipe.data is None else recipe.data
@@ -238,7 +238,7 @@ def cells(recipe: Recipe) -> list[Cell]:
     return table
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a recipe, or a part of one, as plain data without empty values: the content of a run's `recipe.yaml`."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}
@@ -254,13 +254,13 @@ def plain(value: Any) -> Any:
     return {key: part for key, part in parts.items() if part is not None and part not in ({}, [], "")}
 
 
-def _section(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _section(values: Mapping[str, object], key: str) -> Values:
     """Return a key's section; {} if it is missing, or of another type, which `check` refuses."""
     value = values.get(key)
     return value if isinstance(value, dict) else {}
 
 
-def _change(values: dict[str, Any], change: str) -> None:
+def _change(values: Values, change: str) -> None:
     """Apply one `key=value`.
 
     Raises:

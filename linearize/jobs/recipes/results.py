@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from linearize.core.errors import DataError
 from linearize.core.options import read_values
 from linearize.core.parsing import parse_json, user_path, write_file
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.jobs.recipes.recipe import AVERAGE, cells, check, load_recipe, plain, recipe_names, resolve
 from linearize.jobs.recipes.schema import CHANCE, FREE, SOFTMAX, Recipe
 from linearize.training.stage_two.tasks import Task, recovery
@@ -67,7 +67,7 @@ class Table:
     changes: tuple[str, ...] = ()
 
 
-ResultRow = dict[str, Any]
+ResultRow = Values
 """A line of a run's results, one per cell; made by `linearize.jobs.recipes.run`."""
 
 
@@ -175,7 +175,7 @@ def make_table(recipe: Recipe, name: str, results: Sequence[ResultRow], damaged:
     )
 
 
-def same_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_rows(one: ReadOnlyValues, other: ReadOnlyValues) -> bool:
     """Tell whether two results were scored on the same rows; older ones record only the length of their windows."""
     if one.get("scored") and other.get("scored"):
         return bool(one["scored"] == other["scored"])
@@ -183,7 +183,7 @@ def same_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return windows[0] == windows[1]
 
 
-def share_of(task: Task, result: Mapping[str, Any], softmax: Mapping[str, Any]) -> float | None:
+def share_of(task: Task, result: ReadOnlyValues, softmax: ReadOnlyValues) -> float | None:
     """Return the share of softmax's score above chance, percent; None if it is unknown, or rows differ."""
     if not same_rows(result, softmax):
         return None

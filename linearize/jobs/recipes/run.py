@@ -11,7 +11,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,6 +19,7 @@ from linearize.checkpoint.ownership import remove_weights
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback, Event, ignore
 from linearize.core.parsing import MOST_TEXT, read_json, user_path, write_file
+from linearize.core.registry import Values
 from linearize.jobs.recipes.recipe import Cell, cells, plain, resolve
 from linearize.jobs.recipes.results import (
     RECIPE,
@@ -190,7 +190,7 @@ def _open_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
         write_file(file, "output", text.encode())
 
 
-def _jobs_of(values: dict[str, Any], key: str) -> Any:
+def _jobs_of(values: Values, key: str) -> object:
     """Return a key's value; for the tasks with the sources that are no columns, as a source may become a column."""
     value = values.get(key)
     return {**values.get("source_tasks", {}), **value} if key == "tasks" and isinstance(value, dict) else value

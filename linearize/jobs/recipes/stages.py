@@ -30,6 +30,7 @@ from linearize.core.events import Callback, Noted
 from linearize.core.heads import Processor
 from linearize.core.options import options_of
 from linearize.core.parsing import MOST_TEXT, read_json, user_path
+from linearize.core.registry import Values
 from linearize.data.columns import column_kinds, find_column
 from linearize.data.local import known_files
 from linearize.data.source import RowBatches
@@ -156,7 +157,7 @@ class Runner:
             self.on_event(Noted(UNKNOWN_INPUTS))
         self._inputs |= contents
 
-    def _record_file(self, record: dict[str, Any]) -> dict[str, str]:
+    def _record_file(self, record: Values) -> dict[str, str]:
         """Return the record of a stage as a file, with the hashes of what this run has read."""
         return {RECORD: json.dumps({**record, "inputs": self._inputs}, indent=2) + "\n"}
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class MadeSet:
         framed: whether its tokenizer begins rows with a special token.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     called: ClassVar[str]
     reads: ClassVar[str] = ""
@@ -40,7 +40,7 @@ class MadeSet:
     tokens: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check(self, self.called)  # type: ignore[arg-type]
+        check(self, self.called)
 
     def make(self, source: str = "") -> Rows:
         """Return the rows; `source` is a Hub name, file or folder."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from linearize.core.errors import ConfigError
+from linearize.core.registry import Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ def make_tokenizer(
     if size is not None and size <= len(SPECIAL) + 256 * (kind != "words"):
         raise ConfigError(f"tokenizer: got a vocabulary of {size}, expected more than its special tokens and bytes")
     trainer: trainers.Trainer
-    options: dict[str, Any] = {"special_tokens": list(SPECIAL), "show_progress": False}
+    options: Values = {"special_tokens": list(SPECIAL), "show_progress": False}
     if kind == "words":
         made = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +210,7 @@ def make_teacher(
     # Parameters of its own: the student's may be given another dtype.
     same = {name: nn.Parameter(student.get_parameter(name).detach(), requires_grad=False) for name in frozen}
     if teacher is None:
-        memo: dict[int, Any] = {id(student.get_parameter(name)): parameter for name, parameter in same.items()}
+        memo: dict[int, object] = {id(student.get_parameter(name)): parameter for name, parameter in same.items()}
         return copy.deepcopy(student, memo).eval().requires_grad_(False)
     check_teacher(student, teacher)
     converted = copy.deepcopy(teacher)

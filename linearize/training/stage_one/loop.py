@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -326,7 +326,7 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
     if accelerator.distributed_type != DistributedType.FSDP:
         move(model, accelerator.device)
         return model
-    plugin: Any = accelerator.state.fsdp_plugin
+    plugin = accelerator.state.fsdp_plugin
     check_fsdp("stage one", plugin.fsdp_version)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

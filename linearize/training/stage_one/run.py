@@ -26,6 +26,7 @@ from linearize.checkpoint.fingerprint import BATCHES, check_same, fingerprint
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.plan import fading_layers, set_trained_length
 from linearize.core.errors import ConfigError, TrainingError
+from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_one.config import RunConfig
 from linearize.training.stage_one.processes import Interrupts
@@ -52,7 +53,7 @@ class Trainer(ABC):
         interrupts: held from when a step starts to change these tensors until it ends.
     """
 
-    def __init__(self, accelerator: Accelerator, groups: list[dict[str, Any]], **options: Any) -> None:
+    def __init__(self, accelerator: Accelerator, groups: list[Values], **options: Any) -> None:
         self.accelerator, self.interrupts = accelerator, Interrupts()
         # A search may have nothing to train.
         self.optimizer = torch.optim.AdamW(groups or [{"params": []}], **options)
@@ -73,7 +74,7 @@ class Trainer(ABC):
 
     def reduce(self, values: Tensor) -> Tensor:
         """Add up values over the processes, which together compute one step."""
-        return values if self.accelerator.num_processes == 1 else self.accelerator.reduce(values, "sum")  # type: ignore[no-any-return]
+        return values if self.accelerator.num_processes == 1 else self.accelerator.reduce(values, "sum")
 
     def reduce_numbers(self, numbers: list[Any]) -> list[Any]:
         """Add up plain numbers, or lists of them, over the processes."""

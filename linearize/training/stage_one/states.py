@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +18,7 @@ from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run, read_mapping, remove_parts
 from linearize.core.errors import CheckpointError, LinearizeError, NotSavedError, first_line, interrupted_run
 from linearize.core.parsing import MOST_TEXT, read_json
+from linearize.core.registry import Values
 
 TENSORS, RECORD, CHOICES = "state.safetensors", "state.json", "choices"
 _NAME = rf"(step-\d+|block-\d+|{CHOICES})"
@@ -41,7 +41,7 @@ class RunState:
         tensors: kernels, the optimizer's moments, the best kernels so far, the sampler's random state.
     """
 
-    record: dict[str, Any]
+    record: Values
     tensors: dict[str, Tensor]
 
     @property
@@ -116,7 +116,7 @@ class StateFolder:
         with atomic_folder(self.folder / CHOICES, overwrite=True) as fresh:
             (fresh / RECORD).write_text(json.dumps(choices), encoding="utf-8")
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Values:
         """Return what `save_choices` wrote, or {}; a folder that cannot be read counts as missing."""
         return read_mapping(self.folder / CHOICES / RECORD)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
@@ -32,7 +31,9 @@ class Hooks(TrainerCallback):
         self.trainer, self.on_step, self.interrupts = trainer, on_step, Interrupts()
         self.began = False
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Note the first step, which is a later one in a resumed run; keep the start of a run that is not resumed."""
         self.first = state.global_step
         if self.first and state.best_global_step is not None:
@@ -44,18 +45,20 @@ class Hooks(TrainerCallback):
             self.trainer.keep_start()
         self.start = time.perf_counter()
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Let the epoch decide masks, crops and groups of similar length, so that a resumed run has the same ones."""
         epoch = self.trainer.data.type.epoch = int(state.epoch or 0)
         self.trainer.groups.manual_seed(args.seed + epoch)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Delay Ctrl-C during the step; several processes would have to agree on the step."""
         self.began = True
         if args.world_size == 1:
             self.interrupts.hold()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Report the step, and ask for a state if one is due."""
         step, steps = state.global_step, state.max_steps
         if self.on_step is not None:
@@ -72,6 +75,6 @@ class Hooks(TrainerCallback):
         else:
             self.interrupts.release()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Let Ctrl-C through."""
         self.interrupts.release()

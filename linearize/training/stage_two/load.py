@@ -22,6 +22,7 @@ from linearize.conversion.positions import current_length, extend_positions, ext
 from linearize.core.errors import CheckpointError, ConfigError, some, unknown_name
 from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import user_path
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.data.encode import copy_tokenizer
 from linearize.fidelity.teacher import run_module
 from linearize.modeling.model import evaluating, is_linearized
@@ -33,7 +34,7 @@ RECORD = "finetuning.json"
 """The file of a tuned checkpoint that records what it was tuned for, and how."""
 
 
-def recorded(name: str | Path) -> dict[str, Any]:
+def recorded(name: str | Path) -> Values:
     """Return a folder's record of how it was tuned; {} if it has none that can be read.
 
     Raises:
@@ -119,7 +120,7 @@ def task_of_head(name: str, task: Task) -> Task:
     return several_labels(task, list(map(str, own)))
 
 
-def _has_head(values: Mapping[str, Any], task: Task) -> bool:
+def _has_head(values: ReadOnlyValues, task: Task) -> bool:
     """Tell from a checkpoint's config whether it has a trained head for a task."""
     # timm's configs have other names, and no class of transformers if timm wrote them.
     of_timm = task.modality == "image" and values.get("architecture") and not values.get("architectures")

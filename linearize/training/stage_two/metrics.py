@@ -14,7 +14,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,14 +28,15 @@ BLOCK = 1_024
 """Queries that are compared with all texts at a time."""
 EDGES = (1, *(64 * 2**power for power in range(15)))
 """Positions where a range begins: 1 to 63 tokens before, 64 to 127, 128 to 255 and so on; the last range is open."""
+Result = TypeVar("Result")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def _of_finite(metric: Callable[..., Any]) -> Callable[..., Any]:
+def _of_finite(metric: Callable[..., Result]) -> Callable[..., Result]:
     """Return a metric that refuses arguments with NaN or infinity."""
 
     @functools.wraps(metric)
-    def checked(*arrays: np.ndarray | None) -> Any:
+    def checked(*arrays: np.ndarray | None) -> Result:
         for values in arrays:
             if values is not None:
                 check_finite(metric.__name__, values)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from linearize.core.registry import Values
 from linearize.data.encode import TOKEN_FIELDS
 from linearize.training.stage_two.config import DataOptions
 
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label that losses ignore, and transformers' padding of predictions."""
-Row = dict[str, Any]
+Row = Values
 """A row, by field name: numbers, lists of them, arrays, an image."""
-Facts = dict[str, Any]
+Facts = Values
 """Facts about the rows that are needed to read the metrics (`row_facts`); windows and questions add others."""
 Predictions: TypeAlias = "np.ndarray | tuple[np.ndarray, ...]"
 """Outputs, or labels, of all rows as the trainer gathers them."""
 Logits: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """A model's logits for a batch, alone or followed by other outputs."""
+
+
+class Outputs(Protocol):
+    """A model's outputs: its loss if it was given labels, and the logits of its head."""
+
+    loss: Tensor
+    logits: Tensor
 
 
 class RowSet(Protocol):

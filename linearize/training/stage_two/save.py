@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -26,6 +25,7 @@ from linearize.core.errors import CheckpointError, interrupted_run
 from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
+from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
 from linearize.training.stage_one.processes import machines_used, under_fsdp
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
@@ -98,7 +98,7 @@ def save_model(
     return Path(target)
 
 
-def without_scores(record: Mapping[str, Any]) -> dict[str, Any]:
+def without_scores(record: Mapping[str, object]) -> Values:
     """Return a `tuning_record` without what it says about its weights, for other weights made from them."""
     return {name: value for name, value in record.items() if name not in (*MEASURED, "above_chance", "original")}
 

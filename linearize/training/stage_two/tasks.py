@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from linearize.core.errors import ConfigError, repeated, unknown_name
+from linearize.core.registry import Values
 
 if TYPE_CHECKING:
     from linearize.core.heads import Head, Modality
@@ -147,17 +148,17 @@ _PREMISE, _MATCHED = ("premise", "hypothesis"), ("validation_matched", "validati
 _CORPORA = ("wikitext2", "wikitext103")
 _ACCURACY_F1 = ("accuracy", "f1")
 _CORRELATIONS = ("pearson", "spearman")
-_CLASSES: dict[str, Any] = {"metrics": ("accuracy", "f1_macro"), "score": ("accuracy",)}
+_CLASSES: Values = {"metrics": ("accuracy", "f1_macro"), "score": ("accuracy",)}
 
 
 def _glue(name: str, summary: str, columns: tuple[str, ...], labels: tuple[str, ...] | None, **more: Any) -> Task:
     folders = (name, name.replace("sst2", "SST-2"), name.upper())
-    values: dict[str, Any] = {"kind": "text:TextClassification", "dataset": f"nyu-mll/glue:{name}", "folders": folders}
+    values: Values = {"kind": "text:TextClassification", "dataset": f"nyu-mll/glue:{name}", "folders": folders}
     return Task(name, summary=summary, columns=columns, labels=labels, **(values | more))
 
 
 def _language(name: str, kind: str, summary: str, **more: Any) -> Task:
-    values: dict[str, Any] = {"label": None, "metrics": ("perplexity",), "lower_is_better": True, "percent": False}
+    values: Values = {"label": None, "metrics": ("perplexity",), "lower_is_better": True, "percent": False}
     return Task(name, kind, summary, **(values | more))
 
 
@@ -305,12 +306,12 @@ def task(
         raise ConfigError(f"task {name}: got the label column {label!r}, but its rows have no labels; drop it")
     if (twice := repeated(labels)) is not None:
         raise ConfigError(f"task {name}: got the class {twice!r} twice, expected different names; drop one")
-    given: dict[str, object] = {"dataset": dataset, "label": label}
+    given: Values = {"dataset": dataset, "label": label}
     given |= {"columns": tuple(columns), "labels": tuple(labels), "score": tuple(score)}
-    changes = {name: value for name, value in given.items() if value not in (None, ())}
+    changes: Values = {name: value for name, value in given.items() if value not in (None, ())}
     if validation is not None:
         changes |= {"validation": (validation,), "exact_validation": True}
-    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(known, **changes)
 
 
 MULTI_LABEL = ("f1_micro", "f1_macro", "subset_accuracy")
@@ -325,8 +326,8 @@ def several_labels(chosen: Task, head_labels: Sequence[str] = ()) -> Task:
     """
     assert chosen.several_kind is not None
     score = tuple(name for name in chosen.score if name in MULTI_LABEL) or MULTI_LABEL[:1]
-    changes = {"kind": chosen.several_kind, "metrics": ("multi_label",), "score": score}
-    return dataclasses.replace(chosen, **changes, head_labels=tuple(head_labels))  # type: ignore[arg-type]
+    changes: Values = {"kind": chosen.several_kind, "metrics": ("multi_label",), "score": score}
+    return dataclasses.replace(chosen, **changes, head_labels=tuple(head_labels))
 
 
 def recovery(

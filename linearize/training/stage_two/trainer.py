@@ -24,6 +24,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
+from linearize.core.registry import Values
 from linearize.modeling.weights import check_merged
 from linearize.training.adapters import adapter_files, add_lora, merge_lora, plain_name
 from linearize.training.alignment.pair import check_teacher, share
@@ -179,7 +180,7 @@ def _train(
             ) from error
 
 
-def _kept(trainer: Tuner) -> dict[str, Any]:
+def _kept(trainer: Tuner) -> Values:
     """Return which state of a run was kept, and how it was chosen, as fields of `TuneResult`."""
     data, state = trainer.data, trainer.state
     best_step = int(str(state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2])

@@ -29,6 +29,7 @@ from transformers.utils import ModelOutput
 
 from linearize.checkpoint.loading import quiet
 from linearize.core.errors import CheckpointError, ConfigError, TrainingError
+from linearize.core.registry import Values
 from linearize.modeling.model import kernel_parameters
 from linearize.training import sharding
 from linearize.training.alignment.objective import hidden_state_loss
@@ -58,6 +59,8 @@ class Tuner(Trainer):
         teacher: a frozen softmax model on the model's device; None for labels alone, without `data.extra`.
         on_log: called with every entry of the log.
     """
+
+    model: nn.Module
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class Tuner(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Start FSDP if it was asked for, also on CPUs, where accelerate does not."""
-        super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call]
+        super().create_accelerator_and_postprocess()
         if under_fsdp():
             sharding.start_fsdp(self.accelerator)
             self.is_fsdp_enabled = True
@@ -155,7 +158,7 @@ class Tuner(Trainer):
             rate = KERNEL_RATE
         if rate is None:
             return optimizer
-        kernels = {id(parameter) for parameter in kernel_parameters(self.model)}  # type: ignore[arg-type]
+        kernels = {id(parameter) for parameter in kernel_parameters(self.model)}
         for group in list(optimizer.param_groups):
             in_kernels = [parameter for parameter in group["params"] if id(parameter) in kernels]
             if in_kernels:
@@ -234,7 +237,7 @@ class Tuner(Trainer):
             self._parts.setdefault(name, []).append(part.detach().float())
         return (loss, outputs) if return_outputs else loss
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Values, *args: Any, **kwargs: Any) -> Tensor:
         """Do one step, and add its loss to the sum over the whole run, resumed or not."""
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         meter_of(self).total += loss.detach().float()
@@ -276,7 +279,11 @@ class Tuner(Trainer):
         return output
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Return loss, outputs and labels of a batch; its loss leaves out rows that only fill the last batch."""
         found: Any = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -380,7 +387,7 @@ class Tuner(Trainer):
         if self.is_world_process_zero() or self.shards:
             self._load_from_checkpoint(str(best))
         if self.args.world_size > 1 and not self.shards:  # Other machines may not have that folder.
-            broadcast(dict(self.model.state_dict()))  # type: ignore[union-attr]
+            broadcast(dict(self.model.state_dict()))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint; transformers would skip those with other names without warning.
@@ -393,7 +400,7 @@ class Tuner(Trainer):
             if self.shards:
                 self.shards.load(file)
             else:
-                load_model(self.model, file)  # type: ignore[arg-type]
+                load_model(self.model, file)
         except FileNotFoundError:
             raise CheckpointError(
                 f"stage two: the weights of the state {resume_from_checkpoint!r} are missing, expected them to be kept "
@@ -409,7 +416,7 @@ class Tuner(Trainer):
         if self.shards and checkpoint is not None:
             self.shards.load_moments(self.optimizer, self.lr_scheduler, Path(checkpoint))
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.optimizer is not None:
             check_moments(self.optimizer)
 
@@ -426,7 +433,7 @@ class Tuner(Trainer):
             self.shards.save(file)
         elif self.args.should_save:
             file.parent.mkdir(parents=True, exist_ok=True)
-            save_model(self.model, str(file), {"format": "pt"})  # type: ignore[arg-type]
+            save_model(self.model, str(file), {"format": "pt"})
 
 
 def losses_of(prediction: EvalPrediction) -> dict[str, float]:
@@ -434,7 +441,7 @@ def losses_of(prediction: EvalPrediction) -> dict[str, float]:
     return label_losses(np.asarray(first_output(prediction.predictions)), np.asarray(prediction.label_ids))
 
 
-def layer_states(outputs: Any) -> tuple[Tensor, ...]:
+def layer_states(outputs: object) -> tuple[Tensor, ...]:
     """Return the hidden states [B, T, C] after every layer, without the embeddings.
 
     Raises:

@@ -22,7 +22,7 @@ from linearize.data.records import Example
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.metrics import METRICS, PositionLoss
-from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Predictions, Row, RowSet, pad_with_labels
+from linearize.training.stage_two.rows import IGNORED, Facts, Logits, Outputs, Predictions, Row, RowSet, pad_with_labels
 from linearize.training.stage_two.splits import Given, View
 from linearize.training.stage_two.tasks import Kind, Task, several_labels
 
@@ -80,7 +80,7 @@ class TaskType(Kind):
     def read_labels(self, view: View) -> None:
         """Find the names of the labels; numbers have no names."""
 
-    def numbered(self, examples: Sequence[Example]) -> Sequence[Any]:
+    def numbered(self, examples: Sequence[Example]) -> Sequence[object]:
         """Return the labels of examples as numbers."""
         raise NotImplementedError
 
@@ -144,7 +144,7 @@ class TaskType(Kind):
         return ()
 
     @classmethod
-    def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def label_loss(cls, outputs: Outputs, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss on a batch's labels: the model's own; for next tokens, their mean cross-entropy."""
         if not cls.next_token:
             loss: Tensor = outputs.loss
@@ -156,7 +156,9 @@ class TaskType(Kind):
         return total / (labels != IGNORED).sum().clamp(min=1)
 
     @classmethod
-    def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
+    def teacher_loss(
+        cls, student: Outputs, teacher: Outputs, inputs: dict[str, Tensor], *, temperature: float = 1.0
+    ) -> Tensor:
         """Return how far a model's outputs are from the teacher's on a batch.
 
         Args:
@@ -330,7 +332,7 @@ class ClassLabels(TaskType):
             )
         self.task = dataclasses.replace(self.task, labels=names)
 
-    def numbered(self, examples: Sequence[Example]) -> Sequence[Any]:
+    def numbered(self, examples: Sequence[Example]) -> Sequence[object]:
         """Return the class numbers of examples.
 
         Raises:

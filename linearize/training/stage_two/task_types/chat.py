@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from linearize.core.errors import ConfigError, DataError
+from linearize.core.registry import Values
 from linearize.training.stage_two.rows import IGNORED, Row, row_facts
 from linearize.training.stage_two.splits import Given, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import TaskData
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 
-Message = dict[str, Any]
+Message = Values
 
 
 class Chat(CausalType):
@@ -105,7 +106,7 @@ def read_messages(given: object, column: str) -> list[Message]:
     return [{"content": "", **_filled(message)} for message in given]
 
 
-def read_tools(given: Any) -> list[Any] | None:
+def read_tools(given: object) -> list[object] | None:
     """Return the tools of a conversation, a list or its JSON; None without tools.
 
     Raises:
@@ -122,7 +123,7 @@ def read_tools(given: Any) -> list[Any] | None:
     return [_filled(tool) for tool in tools] if tools else None
 
 
-def _filled(value: Any) -> Any:
+def _filled(value: object) -> Any:
     """Return nested data without empty fields: a table gives every mapping the fields of all."""
     if isinstance(value, dict):
         return {name: _filled(one) for name, one in value.items() if one is not None}
@@ -130,7 +131,7 @@ def _filled(value: Any) -> Any:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[object] | None = None
 ) -> list[tuple[list[int], list[bool]]]:
     """Tokenise a conversation as its chat template writes it.
 
@@ -178,7 +179,7 @@ def encode(
     return rows
 
 
-def _check_functions(text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+def _check_functions(text: str, messages: Sequence[Message], tools: Sequence[object] | None) -> None:
     """Refuse a template that does not write the names of the tools, and of those that are called."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     for what, functions in (("tools", tools or ()), ("tool_calls", calls)):

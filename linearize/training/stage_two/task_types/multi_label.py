@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from linearize.core.errors import DataError
 from linearize.data.records import Example, Label
 from linearize.training.alignment.objective import logits_loss
 from linearize.training.alignment.pair import label_choices
-from linearize.training.stage_two.rows import Predictions
+from linearize.training.stage_two.rows import Outputs, Predictions
 from linearize.training.stage_two.splits import View
 from linearize.training.stage_two.task_types.base import (
     MOST_CLASSES,
@@ -129,7 +128,7 @@ class MultiLabel(ClassLabels):
         return known
 
     @classmethod
-    def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def label_loss(cls, outputs: Outputs, inputs: dict[str, Tensor]) -> Tensor:
         """Return the mean binary cross-entropy over the labels of rows that have them; 0 if no row has any."""
         logits, labels = outputs.logits.float(), inputs["labels"]
         known = ~labels.isnan().any(dim=1)
@@ -138,7 +137,9 @@ class MultiLabel(ClassLabels):
         return functional.binary_cross_entropy_with_logits(logits[known], labels[known])
 
     @classmethod
-    def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
+    def teacher_loss(
+        cls, student: Outputs, teacher: Outputs, inputs: dict[str, Tensor], *, temperature: float = 1.0
+    ) -> Tensor:
         """Return the divergence from the teacher, a mean over rows and labels: each label is a separate choice."""
         mine, theirs = label_choices(student.logits), label_choices(teacher.logits)
         return logits_loss(mine, theirs, temperature=temperature)

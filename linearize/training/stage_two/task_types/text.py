@@ -7,7 +7,6 @@ A text's chunks do not overlap, and each has the tokenizer's special tokens arou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from linearize.core.errors import ConfigError, DataError
 from linearize.core.heads import HEADS
 from linearize.data.encode import TOKEN_FIELDS, coded, tokenise
 from linearize.data.records import Example, paired_anew
-from linearize.training.stage_two.rows import IGNORED, Facts, Row, pad, row_facts
+from linearize.training.stage_two.rows import IGNORED, Facts, Outputs, Row, pad, row_facts
 from linearize.training.stage_two.splits import Given, open_splits
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, TaskType
 
@@ -105,7 +104,7 @@ class Reader(nn.Module):
         super().__init__()
         self.model, self.read = model, read
 
-    def forward(self, labels: Any = None, owners: Tensor | None = None, **fields: Tensor) -> dict[str, Tensor]:
+    def forward(self, labels: object = None, owners: Tensor | None = None, **fields: Tensor) -> dict[str, Tensor]:
         """Return `logits` for a batch, and a zero loss, which the trainer needs."""
         logits = self.read(self.model, owners, **fields)
         return {"loss": torch.zeros((), device=logits.device), "logits": logits}
@@ -216,7 +215,7 @@ class TextRows(Texts):
         return Reader(model, mean_logits) if self.options.chunks else model
 
     @classmethod
-    def label_loss(cls, outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def label_loss(cls, outputs: Outputs, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss on the rows that have a label; 0 if no row has one."""
         logits: Tensor = outputs.logits
         labels = inputs["labels"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from linearize.data.columns import in_order
 from linearize.data.encode import TOKEN_FIELDS, tokenise
 from linearize.training.alignment.objective import FAR_BELOW, logits_loss
 from linearize.training.stage_two.metrics import agreement, entity_counts
-from linearize.training.stage_two.rows import IGNORED, Logits, Predictions, Row, row_facts
+from linearize.training.stage_two.rows import IGNORED, Logits, Outputs, Predictions, Row, row_facts
 from linearize.training.stage_two.splits import Given, Splits, need_columns, open_splits
 from linearize.training.stage_two.task_types.base import MOST_CLASSES, TaskData, TaskType, class_numbers, first_output
 
@@ -202,7 +202,9 @@ class QuestionAnswering(TaskType):
         return data_digest(self.answers)
 
     @classmethod
-    def teacher_loss(cls, student: Any, teacher: Any, inputs: dict[str, Tensor], *, temperature: float = 1.0) -> Tensor:
+    def teacher_loss(
+        cls, student: Outputs, teacher: Outputs, inputs: dict[str, Tensor], *, temperature: float = 1.0
+    ) -> Tensor:
         """Return the mean divergence of the answers' starts and ends from the teacher's."""
         padded = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0
         losses = []
