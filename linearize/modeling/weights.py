@@ -136,7 +136,7 @@ def is_offloaded(model: torch.nn.Module) -> bool:
     return BLOCKS in vars(model)
 
 
-def stored(model: torch.nn.Module, name: str, tensor: Tensor) -> Tensor:
+def stored(model: Any, name: str, tensor: Tensor) -> Tensor:
     """Return a weight of a model by its name, read from its file if it is offloaded."""
     if not (tensor.is_meta and is_offloaded(model)):
         return tensor
