@@ -279,11 +279,7 @@ class Tuner(Trainer):
         return output
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return loss, outputs and labels of a batch; its loss leaves out rows that only fill the last batch."""
         found: Any = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
