@@ -45,7 +45,7 @@ class MapSpec(NamedTuple):
         bank: [H, L, 3 hidden + 1] scalar functions relu(c + sum_j v_j relu(s_j u + t_j)), as [s, t, v, c], or None.
             It may be computed from the kernel's parameters; then keys must not have a log-scale.
         magnitude: [H, D], for features multiplied by exp(4 tanh(magnitude . x / 4)), or None.
-        amplitude: factor of the features.
+        amplitude: factor of the features; for "relu" 1, or 0 for features that are zero whatever the input is.
         scaled: whether keys have a log-scale.
     """
 

@@ -16,8 +16,8 @@ from linearize.kernels.base import Features, FixedMap, MapSpec, NoArguments
 
 
 def nothing(heads: int, head_dim: int) -> MapSpec:
-    """Describe, for the native op, a map whose only feature is zero: relu(0 x)."""
-    return MapSpec("relu", torch.zeros(heads, 1, head_dim))
+    """Describe, for the native op, a map whose only feature is zero, whatever x is."""
+    return MapSpec("relu", torch.zeros(heads, 1, head_dim), amplitude=0.0)
 
 
 class Nothing(FixedMap):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import HEADS, KEY_HEADS, decode, make_inputs, make_mixer, run
+from support.kernel_cases import HEADS, KEY_HEADS, decode, make_inputs, make_mixer, run, stepwise
 from support.numerics_cases import ENGINES, MIXERS
 
 from linearize.attention.native.build import native_kernels
@@ -51,6 +51,29 @@ def test_inputs(switch, info, arguments, direction, window, which, native):
     bound = 0.0 if window is None else 1e-5
     torch.testing.assert_close(out[~out.isnan()], clean[~out.isnan()], rtol=bound, atol=bound)
     assert not out[0].isnan().any() and not out[1, heads[0] - 1].isnan().any()
+
+
+@ENGINES
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("hybrid", [{}, {"sinks": 2}, {"routed_blocks": 2}], ids=["", "sinks", "routed"])
+@pytest.mark.parametrize("absurd", [float("nan"), float("inf")])
+@torch.no_grad()
+def test_without_a_kernel_keys_outside_the_window_do_not_count(switch, absurd, hybrid, causal, native):
+    """They have no weight, so no number of theirs reaches a row, in decoding either."""
+    switch(native)
+    mixer = make_mixer(kernel_info("none"), causal=causal, window=5, **hybrid)
+    q, k, v = make_inputs(TOKENS)
+    clean, _ = run(mixer, q, k, v)
+    # In all channels, so that no query chooses its block.
+    k[1, 1, AT] = absurd * torch.tensor([1, -1]).repeat(k.shape[3] // 2)
+    distance = torch.arange(TOKENS) - AT
+    near = (distance >= 0) & (distance < 5) if causal else distance.abs() <= 2
+    touched = torch.zeros(clean.shape[:3], dtype=torch.bool)
+    touched[1, GROUP : 2 * GROUP] = near
+    for out in [run(mixer, q, k, v)[0], *([stepwise(mixer, q, k, v, prefill=40)[0]] if causal else [])]:
+        assert torch.equal(out.isnan().any(dim=-1), touched)
+        if "routed_blocks" not in hybrid:
+            torch.testing.assert_close(out[~touched], clean[~touched])
 
 
 @pytest.mark.parametrize(("info", "arguments", "direction", "window"), MIXERS)

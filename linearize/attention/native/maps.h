@@ -180,6 +180,9 @@ INLINE void bank_tile(const map_t *map, long head, const float *u, float *phi, l
     }
 }
 
+/* relu(x). With an amplitude of 0 there are no features: not even NaN for NaN, which would stay in a state forever. */
+INLINE vf rectified(const map_t *map, vf x) { return map->amplitude == 0.0f ? (vf){0} : larger((vf){0}, x); }
+
 INLINE void add_bias(const map_t *map, long head, float *projected, long wide) {
     if (!map->bias) return;
     for (long i = 0; i < map->rows; i++)
@@ -199,7 +202,7 @@ INLINE void activate(const map_t *map, long head, float *phi, float *other, floa
     add_bias(map, head, phi, wide);
     switch (map->kind) {
     case RELU:
-        for (long i = 0; i < n * wide; i += W) store(phi + i, larger((vf){0}, load(phi + i)));
+        for (long i = 0; i < n * wide; i += W) store(phi + i, rectified(map, load(phi + i)));
         break;
     case SOFTMAX_BOTH:
     case EXP_BOTH:

@@ -120,7 +120,7 @@ INLINE float activate_row(const map_t *map, long head, float *phi, float *other)
         bank_row(map, head, other, phi);
         return top;
     case RELU:
-        for (long i = 0; i < n; i += W) store(phi + i, larger((vf){0}, load(phi + i)));
+        for (long i = 0; i < n; i += W) store(phi + i, rectified(map, load(phi + i)));
         return top;
     case SOFTMAX_BOTH:
     case EXP_BOTH:
