@@ -284,9 +284,9 @@ class _LookUp(torch.autograd.Function):
         for rows in _steps(len(q), ctx.step):
             hidden, *inputs = _gathered(table, ctx.hidden, q, phi_q, tables, rows)
             leaves = [x.detach().float().requires_grad_() for x in inputs]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(device_type=q.device.type, enabled=False):
                 softmax, _, less, _ = _sums(hidden, *leaves)
-            found = torch.autograd.grad((softmax, less), leaves, (grads[0][rows], grads[2][rows]))
+                found = torch.autograd.grad((softmax, less), leaves, (grads[0][rows], grads[2][rows]))
             for all_rows, grad in zip(of_queries, found[:2], strict=True):
                 all_rows[rows] = grad
             index = table[rows].flatten()
