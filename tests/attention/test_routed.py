@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import linearize
 from linearize.attention.cache import cache_argument
-from linearize.attention.interface import linear_attentions
+from linearize.attention.interface import attention_forward, linear_attentions
+from linearize.attention.layer import LinearAttention
 from linearize.attention.parts import exact_tokens
 from linearize.attention.shape import HeadShape
 from linearize.conversion.plan_file import PlannedLayer
@@ -192,6 +193,38 @@ def test_half_precision_computes_in_fp32(dtype):
     assert steps.dtype == dtype
     torch.testing.assert_close(run(mixer, *inputs)[0], want, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(steps, want, rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+def test_weights_do_not_follow_autocast():
+    """The layer computes in fp32; weights in bf16 would be those of other blocks."""
+    host = torch.nn.Module()
+    host.linear_attention = LinearAttention(
+        "hedgehog", {}, HeadShape(HEADS, KEY_HEADS, DIM, DIM, True), Hybrid(**ROUTED)
+    )
+    host.linear_attention.reset_parameters(0)
+    inputs = make_inputs(TOKENS, width=DIM)
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            found.append(attention_forward(host, *inputs, None, output_attentions=True))
+    for plain, under in zip(*found, strict=True):
+        assert torch.equal(plain, under)
+
+
+def test_gradients_do_not_follow_autocast():
+    """Keys are gathered again in the backward pass, which a loop may run under autocast."""
+    draw = torch.Generator().manual_seed(0)
+    q, phi_q, k, v, phi = (torch.randn(6, width, generator=draw).requires_grad_() for width in (8, 4, 24, 9, 12))
+    found = []
+    for on in (False, True):
+        table, hidden = torch.arange(12).view(6, 2) % 5, lambda rows: torch.zeros(6, 6, dtype=torch.bool)[rows]
+        sums = routed._look_up(2, table, hidden, q, phi_q, (k, v, phi, torch.zeros(6, 3)))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            loss = sums[0].square().sum() + sums[2].square().sum()
+            found.append(torch.autograd.grad(loss, [q, phi_q, k, v, phi]))
+    for plain, under in zip(*found, strict=True):
+        assert torch.equal(plain, under)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
