@@ -19,6 +19,7 @@ import torch
 import torch.distributed as _dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from linearize.attention.call import AttentionCall, MixerState
@@ -27,6 +28,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.attention.parts import SCALED, check_parts
 from linearize.core.errors import ConfigError, UnsupportedModelError
+from linearize.modeling.model import evaluating
 from linearize.modeling.plan import Plan
 from linearize.ops import gather_keys
 from linearize.ops.state import Context, LinearOptions, State, empty_state, real_tokens
@@ -36,6 +38,8 @@ dist: Any = _dist
 HANDLED = SCALED | {"window", "sinks"}
 """The parts of a layer that are computed over several processes."""
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+STEADY = (None, "default", "linear", "yarn", "llama3", "proportional", "ntk_alpha")
+"""Types of rotary positions, as transformers names them, that do not change with the length of the row."""
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest deviation of the hidden states in the trial run, relative to their size; 0.05 for half precision."""
 
@@ -52,6 +56,7 @@ class _Gather(torch.autograd.Function):
         return torch.stack(every)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of this process's vector."""
         total = grads[0].contiguous()
@@ -89,6 +94,10 @@ class ContextParallel:
     def __init__(self, group: object = None) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.sent, self.first_position = 0, 0
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied with a model, which would still compute parts when the block is over."""
+        self.refuse("a copy of the model")
 
     def part(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this process's tokens of a model's inputs, with their positions.
@@ -292,8 +301,19 @@ def check_layers(model: PreTrainedModel, layers: Mapping[str, LinearAttention]) 
             f"context parallel: got softmax in {kept[0]}, which needs all keys, expected only converted layers; "
             "convert them all"
         )
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+            if kind not in STEADY:
+                # A short row, as it is tried, would not show it.
+                raise ConfigError(
+                    f"context parallel: got rotary positions of type {kind!r} in {name}, which change with the length "
+                    "of the row, expected those of single tokens; compute such rows in one process"
+                )
     for name, layer in layers.items():
         mixer = layer.mixer
+        if layer.across is not None:
+            layer.across.refuse("a block inside a block")
         check_parts(layer.hybrid, HANDLED, "context parallel")
         known = isinstance(mixer, FeatureMapMixer) and mixer.inputs is None and not mixer.floor
         if not known or mixer.info.positional:
@@ -306,7 +326,7 @@ def check_layers(model: PreTrainedModel, layers: Mapping[str, LinearAttention]) 
 @torch.no_grad()
 def _try(model: PreTrainedModel, layers: Mapping[str, LinearAttention], parallel: ContextParallel) -> None:
     """Compare this part of a short row with the whole of it; find out how the model numbers its first token."""
-    body, training = model.base_model, model.training
+    body = model.base_model
     least = max(_reach(layer.mixer)[1] for layer in layers.values())
     tokens, device = parallel.size * (least + 1), model.device
     draw = torch.Generator().manual_seed(0)
@@ -314,10 +334,7 @@ def _try(model: PreTrainedModel, layers: Mapping[str, LinearAttention], parallel
     size = table.num_embeddings
     ids = torch.randint(min(5, size - 1), size, (1, tokens), generator=draw).to(device)
     deviations = {}
-    model.eval()
-    try:
-        for layer in layers.values():
-            layer.across = None
+    with evaluating(model):
         whole = body(input_ids=ids)[0].float()
         for layer in layers.values():
             layer.across = parallel
@@ -329,8 +346,6 @@ def _try(model: PreTrainedModel, layers: Mapping[str, LinearAttention], parallel
             worst = (got - want).norm() / want.norm()
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=parallel.group)
             deviations[first] = float(worst)
-    finally:
-        model.train(training)
     parallel.sent = 0
     parallel.first_position = min(deviations, key=lambda first: deviations[first])
     if not deviations[parallel.first_position] <= CLOSE.get(model.dtype, 0.05):

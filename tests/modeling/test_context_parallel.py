@@ -1,12 +1,18 @@
 """Parts of one row in several processes equal the whole row in one; what is exchanged does not grow with the row."""
 
+import copy
+
 import pytest
+import torch
+import torch.distributed as dist
 from support.children import context
 from support.forks import together
-from support.tiny import converted
+from support.tiny import converted, original
 
 import linearize
+from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError
+from linearize.modeling import context_parallel
 
 MODELS = ("bert", "roberta", "gpt2", "llama")
 JOBS = [(name, hybrid) for name in MODELS for hybrid in context.HYBRIDS]
@@ -67,3 +73,58 @@ def test_what_is_not_built_is_refused_in_one_line():
 def test_one_process_alone_is_refused():
     with pytest.raises(ConfigError, match="expected those of torchrun"), linearize.context_parallel(converted("bert")):
         pass
+
+
+@pytest.fixture
+def alone():
+    """A group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_modules_keep_their_modes(alone):
+    """A frozen part in evaluation mode would otherwise drop out numbers from then on."""
+    model = converted("bert").train()
+    model.embeddings.eval()
+    before = [module.training for module in model.modules()]
+    with linearize.context_parallel(model):
+        assert [module.training for module in model.modules()] == before
+
+
+def test_a_block_inside_a_block_is_refused(alone):
+    """Its end would end the outer one as well, whose parts would then count as whole rows."""
+    model = converted("bert")
+    with linearize.context_parallel(model) as outer:
+        with pytest.raises(ConfigError, match="got a block inside a block"), linearize.context_parallel(model):
+            pass
+        assert all(layer.across is outer for layer in linear_attentions(model).values())
+
+
+def test_a_copy_is_refused(alone):
+    """It would still compute parts when the block is over."""
+    model = converted("bert")
+    with linearize.context_parallel(model), pytest.raises(ConfigError, match="got a copy of the model"):
+        copy.deepcopy(model)
+    copy.deepcopy(model)
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("kind", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **LONG}])
+def test_positions_that_change_with_the_length_are_refused(alone, kind):
+    """Of a long row, each process would turn its part by another length; the short row that is tried shows nothing."""
+    model = linearize.convert(original("llama", rope_parameters={"rope_theta": 1e4, **kind}), "hedgehog")
+    words = f"got rotary positions of type '{kind['rope_type']}' in rotary_emb"
+    with pytest.raises(ConfigError, match=words), linearize.context_parallel(model):
+        pass
+
+
+def test_a_second_derivative_is_refused(alone):
+    """It would leave out what other processes make of this part."""
+    x = torch.ones(3, requires_grad=True)
+    every = context_parallel._Gather.apply(x, None)
+    (grad,) = torch.autograd.grad(every.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
