@@ -34,7 +34,9 @@ def mask_earlier(cache: LinearStateLayer, mask: Tensor | None, new: int, key_hea
     whole = mask is None or mask.shape[1] >= cache.tokens
     own = None if mask is None else mask[:, : cache.tokens][:, -new:]
     if whole and not _unchanged(None if mask is None else mask[:, :before], cache.padding):
-        old = _padding(cache, len(next(iter((cache.state or cache.base or {}).values()))), before)
+        known = cache.padding if mask is None else mask
+        assert known is not None
+        old = _padding(cache, len(known), before)
         _follow(cache, old, torch.ones_like(old) if mask is None else mask[:, :before], key_heads, fold)
     if own is not None and not bool(own.all()):
         cache.padding = torch.cat([_padding(cache, len(own), before), own], dim=1)
@@ -57,12 +59,12 @@ def _padding(cache: LinearStateLayer, batch: int, before: int) -> Tensor:
 
 def _follow(cache: LinearStateLayer, old: Tensor, mask: Tensor, key_heads: int, fold: Fold) -> None:
     """Compute the state again with another mask [B, T] than the `old` one."""
-    recorded, device = cache.recorded, next(iter((cache.state or cache.base or {}).values())).device
+    recorded = cache.recorded
     count = 0 if recorded is None else recorded.length
     held = None
     if not bool((mask & ~old).any()):
         if recorded is not None and torch.equal(mask[:, : mask.shape[1] - count], old[:, : mask.shape[1] - count]):
-            cache.change_recorded(mask[:, mask.shape[1] - count :].to(device))
+            cache.change_recorded(mask[:, mask.shape[1] - count :].to(recorded.k.device))
             cache.padding = mask.clone()
             return
         held = held_tokens(cache.state, key_heads, old) if recorded is None and cache.state is not None else None
@@ -79,7 +81,7 @@ def _follow(cache: LinearStateLayer, old: Tensor, mask: Tensor, key_heads: int, 
         # The state holds the tokens in their order, without padding.
         place = (there.cumsum(dim=1) - 1).clamp(min=0)
         there = there & mask.gather(1, real_first(old)).gather(1, place)
-    cache.state, cache.padding = fold(None, held._replace(mask=there.to(device))), mask.clone()
+    cache.state, cache.padding = fold(None, held._replace(mask=there.to(held.k.device))), mask.clone()
 
 
 def held_tokens(state: State, key_heads: int, mask: Tensor) -> Recorded | None:

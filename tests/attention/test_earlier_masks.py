@@ -122,6 +122,16 @@ def test_a_token_behind_the_last_padding_is_hidden_later(crop):
     torch.testing.assert_close(got, whole(layer, inputs, 12, late[:, :12])[:, :, 11:], rtol=1e-3, atol=1e-4)
 
 
+def test_a_mask_changes_after_a_crop():
+    """No state holds what is left then: it is computed again from the recorded tokens."""
+    layer, inputs, (old, new) = layer_of(*STREAMED[0].values[:2], {}), make_inputs(14), masks()
+    cache = LinearStateLayer(20)
+    step(layer, cache, inputs, slice(0, 12), old[:, :12])
+    cache.crop(-2)
+    got = step(layer, cache, inputs, slice(10, 14), new)
+    torch.testing.assert_close(got, whole(layer, inputs, 14, new)[:, :, 10:], rtol=1e-3, atol=1e-4)
+
+
 def test_the_same_mask_goes_on():
     """Longer than the tokens so far, of the new tokens alone, and after crops, other orders and repetitions of rows."""
     layer, inputs, (_, new) = layer_of(*STREAMED[0].values[:2], {}), make_inputs(14), masks()
