@@ -157,3 +157,13 @@ def test_entities_are_drawn_by_the_sentence():
     for score in found:
         drawn = chance.integers(3, size=3)
         assert score == pytest.approx(entities(counts[drawn])["entity_f1"])
+
+
+def test_the_interval_of_a_perplexity_per_word_has_the_words_of_the_drawn_rows():
+    """The first window predicts all its tokens, later ones only the stride; a draw may have it three times."""
+    data = no_rows("causal-lm")
+    data.type.words, data.type.tokens = 50, 100
+    sums = np.array([[2.0 * tokens, tokens] for tokens in (60, 10, 10, 10, 10)])
+    drawn = [found["word_perplexity"] for found in resampled_metrics(data, sums, sums, resamples=50)]
+    assert drawn == pytest.approx([math.exp(200 / 50)] * 50)
+    assert data.type.metrics(sums[:, 0], sums[:, 1])["word_perplexity"] == pytest.approx(math.exp(200 / 50))

@@ -172,6 +172,8 @@ class CausalLanguage(CausalType):
         context, front = self.options.max_length, self.front
         length = self.without_front(2, "tokens are predicted from others")
         _need_tokens(description, f"a window of {context}", min(length, 2), train, valid)
+        # Every token but the first is predicted once.
+        self.tokens = len(valid) - 1
         stride = self.options.stride or length - 1
         if stride >= length:
             less = f" without {len(front)} start tokens" if front else ""
@@ -191,8 +193,8 @@ class CausalLanguage(CausalType):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def metrics(self, *units: np.ndarray) -> dict[str, float]:
-        """Return the perplexity per token, and per word."""
-        by_word = perplexity(units[0], np.array([self.words]))
+        """Return the perplexity per token, and per word: rows that an interval draws have their share of the words."""
+        by_word = perplexity(units[0], self.words * units[1] / self.tokens)
         return super().metrics(*units) | {"word_perplexity": by_word["perplexity"]}
 
 
