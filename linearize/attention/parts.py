@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from linearize.attention.shape import HeadShape
@@ -209,7 +209,14 @@ def check_parts(hybrid: Hybrid, handled: frozenset[str], where: str, error: type
     Raises:
         LinearizeError: for the first part that it does not handle.
     """
-    for name, value in hybrid.changed.items():
+    check_values(hybrid.changed, handled, where, error)
+
+
+def check_values(
+    given: Mapping[str, object], handled: frozenset[str], where: str, error: type[LinearizeError] = ConfigError
+) -> None:
+    """Do what `check_parts` does, for the parts and their values that a user gives for all layers."""
+    for name, value in given.items():
         if name not in handled:
             known = ", ".join(part.words for part in PARTS if part.name in handled) or "no additions"
             option = name.replace("_", "-")

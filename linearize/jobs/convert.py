@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from linearize.attention.parts import check_values
 from linearize.checkpoint.loading import STREAM, Loaded, load_converted, load_model, model_type, with_length
 from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, Provenance, log_file, log_lines, read_log
 from linearize.conversion.inputs import read_inputs
@@ -29,7 +30,7 @@ from linearize.jobs.events import Callback, Concluded, Findings, HeadsChosen, No
 from linearize.jobs.presets import AUTO, check_preset, fitting, width_of
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
-from linearize.kernel_search.windows import choose_windows
+from linearize.kernel_search.windows import HANDLED, choose_windows
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.loop import AlignResult
@@ -300,6 +301,8 @@ def check_kernel(job: ConvertJob) -> None:
         check_search(job)
     elif job.kernel is not None:
         make_config(kernel_info(job.kernel), job.kernel_args)
+    if job.chooses_windows:
+        check_values(job.additions.given, HANDLED, "window: auto")
     if job.chooses_windows and under_fsdp():
         raise ConfigError(
             f"window: got {job.window} under FSDP, expected one device or DDP; convert with --plan FILE.yaml"

@@ -46,6 +46,8 @@ EXACT_KEYS = (0, 0.5)
 """Exact keys to choose from in addition to the reference's, as shares of its window."""
 HELD_OUT = 8
 """Maximum number of rows for comparing choices."""
+HANDLED = NEAR | SCALED | HEADS
+"""The additions that layers may have."""
 TOKENS = 2048
 """Maximum number of tokens for fitting scales, and for comparing choices; a single longer row is allowed."""
 
@@ -95,7 +97,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
     if not layers or not held_out:
         raise ConfigError(f"window: got auto, but {'no held-out rows' if layers else 'no layer takes a window'}")
     for layer in layers.values():
-        check_parts(layer.hybrid, NEAR | SCALED | HEADS, "window: auto")
+        check_parts(layer.hybrid, HANDLED, "window: auto")
     options = {number: choices_of(layer) for number, layer in layers.items()}
     reference: Choice = tuple(next(iter(own)) for own in options.values())
     labels = list(dict.fromkeys(label for own in options.values() for label in own))

@@ -22,6 +22,8 @@ from linearize.conversion.plan_file import PlannedLayer
 from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid, kernel_info
 from linearize.fidelity.ablate import ablated
+from linearize.jobs.config import ConvertJob
+from linearize.jobs.convert import check_kernel
 from linearize.kernel_search.windows import choose_windows
 from linearize.modeling.plan import LayerPlan, Plan
 from linearize.ops import routed, window_parts
@@ -288,8 +290,12 @@ def test_a_plan_for_a_softmax_layer_is_refused():
 def test_windows_are_not_chosen_beside_it():
     layer = LayerPlan("layers.0", 0, "hedgehog", HeadShape(4, 2, 8, 8, True), hybrid=Hybrid(**ROUTED))
     plan, data = Plan("LlamaModel", "llama", (layer,)), SimpleNamespace(holdout_batches=lambda: [{}])
-    with pytest.raises(ConfigError, match=r"^window: auto: got a layer with routed-blocks=2:3, expected at most"):
+    refused = pytest.raises(ConfigError, match=r"^window: auto: got a layer with routed-blocks=2:3, expected at most")
+    with refused:
         choose_windows(original("llama"), data, plan)
+    # A job says so before the model and the data are loaded.
+    with refused:
+        check_kernel(ConvertJob.of(model="missing", window="auto", routed_blocks="2:3"))
 
 
 @torch.no_grad()
