@@ -9,15 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from support.tasks import WORDS, photos, word_tokenizer, write
 from torch.nn import functional
 
 import linearize
 from linearize.checkpoint.loading import load_processor
 from linearize.cli.main import main
+from linearize.conversion.timm import wrap
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
 from linearize.training.stage_two.load import check_processor, load_for_task, load_teacher
@@ -26,7 +29,7 @@ from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.rows import IGNORED
 from linearize.training.stage_two.tasks import TASKS, task
 from linearize.training.stage_two.trainer import finetune
-from linearize.training.stage_two.tuner import KERNEL_RATE, Tuner
+from linearize.training.stage_two.tuner import KERNEL_RATE, Tuner, layer_states
 
 SHORT = DataOptions(max_length=16)
 CONFIG = TuneConfig(learning_rate=1e-3, batch_size=8, epochs=2, eval_every=3, log_every=1)
@@ -466,3 +469,49 @@ def test_a_teacher_measured_on_other_rows_has_no_result_beside_the_students(tmp_
     assert original_result(tmp_path, "sst2", "others") is None and original_result(tmp_path, "cola", "these") is None
     (tmp_path / RECORD).write_text(json.dumps({name: record[name] for name in record if name != "scored"}))
     assert original_result(tmp_path, "sst2", "others")["score"] == 0.9
+
+
+def image_model(kind):
+    """A classifier of images, and its layers or stages."""
+    if kind == "timm":
+        timm = pytest.importorskip("timm")
+        sizes = {"img_size": 32, "depth": 3, "embed_dim": 32, "num_heads": 4}
+        model = wrap(timm.create_model("vit_tiny_patch16_224", **sizes), model_args=sizes)
+        return model, list(model.timm_model.blocks)
+    if kind == "segformer":
+        config = transformers.SegformerConfig(
+            hidden_sizes=[8, 8, 16, 24], depths=[1] * 4, num_attention_heads=[1, 1, 2, 2], num_labels=5
+        )
+        model = transformers.SegformerForImageClassification(config)
+        return model, [module for module in model.modules() if type(module).__name__ == "SegformerStage"]
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=16
+    )
+    model = transformers.ViTForImageClassification(config)
+    return model, list(model.vit.layers)
+
+
+@pytest.mark.parametrize("kind", ["vit", "timm", "segformer"])
+def test_the_error_of_hidden_states_counts_every_layer_of_an_image_model(kind):
+    """Those of timm and SegFormer are images with the channels first, without the embeddings."""
+    torch.manual_seed(0)
+    pixels, sides, losses = torch.randn(4, 3, 32, 32), [], []
+    for _ in range(2):
+        model, layers = image_model(kind)
+        outputs = []
+        for layer in layers:
+            layer.register_forward_hook(lambda module, args, output, outputs=outputs: outputs.append(output))
+        with torch.no_grad():
+            found = layer_states(model.eval()(pixel_values=pixels, output_hidden_states=True))
+        sides.append((found, outputs))
+    (mine, first), (theirs, second) = sides
+    assert len(mine) == len(first) == len(layers)
+    for x, y in zip(first, second, strict=True):
+        if kind == "timm":
+            # Without the class token, as timm returns them.
+            x, y = x[:, 1:], y[:, 1:]
+        elif kind == "segformer":
+            x, y = x.flatten(2).mT, y.flatten(2).mT
+        x, y = (side.flatten(0, 1).double() for side in (x, y))
+        losses.append(float((x - y).square().sum() / (y - y.mean(dim=0)).square().sum()))
+    assert float(hidden_state_loss(mine, theirs, None)) == pytest.approx(sum(losses) / len(losses), rel=1e-4)

@@ -438,18 +438,20 @@ def losses_of(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def layer_states(outputs: object) -> tuple[Tensor, ...]:
-    """Return the hidden states [B, T, C] after every layer, without the embeddings.
+    """Return the hidden states [B, T, C], or [B, H, W, C] of an image, after every layer, without the embeddings.
 
     Raises:
         ConfigError: if the model's outputs have no hidden states.
     """
     names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-    groups = [states[1:] for name in names if (states := getattr(outputs, name, None))]
+    groups = [states for name in names if (states := getattr(outputs, name, None))]
     if not groups:
         raise ConfigError(
             "teacher: the model gives no hidden states; set teacher_hidden_weight to 0, to learn from the logits alone"
         )
-    return tuple(state for states in groups for state in states)
+    # Images [B, C, H, W], as timm and SegFormer return them, do not begin with the embeddings, as rows of tokens do.
+    layers = [[x.movedim(1, -1) for x in states] if states[0].ndim == 4 else states[1:] for states in groups]
+    return tuple(state for states in layers for state in states)
 
 
 def training_arguments(data: TaskData, config: TuneConfig, folder: str | Path, device: str) -> TrainingArguments:
