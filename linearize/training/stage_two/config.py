@@ -117,7 +117,9 @@ class DataOptions:
         shown="as the model was tuned, else 128 (language models: 1,024) or its limit",
         low=2,
     )
-    limit: int | None = option(None, "only the first N training rows; for images, N evenly spread ones", low=1)
+    limit: int | None = option(
+        None, "only the first N training rows (texts, not their windows); for images, N evenly spread ones", low=1
+    )
     validation_limit: int | None = option(None, "the same for the rows to measure on", low=1)
     stride: int | None = option(
         None, "new tokens per window; by default all but one (perplexity), or all but 128 (long answers)", low=1
