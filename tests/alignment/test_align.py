@@ -23,7 +23,7 @@ from linearize.training.alignment import loop
 from linearize.training.alignment.config import LARGEST, WEIGHTS, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, align, trained_parameters
 from linearize.training.alignment.objective import ATTENTION, Objective, measure, pooled, size_of, summed, variance
-from linearize.training.alignment.pair import OUTPUT, find_blocks, hooked, make_teacher, run
+from linearize.training.alignment.pair import OUTPUT, channels_last, find_blocks, hooked, make_teacher, run
 from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.run import Progress
 from linearize.training.stage_one.states import StateFolder
@@ -650,3 +650,65 @@ def test_outputs_of_an_image_model_are_pooled_over_patches():
     assert state.shape == (2, 24, 2, 3) and logits.shape == (2, 5, 16, 24)
     torch.testing.assert_close(pooled(found.last, None), state.mean(dim=(2, 3)))
     assert torch.equal(found.logits["logits"], logits.permute(0, 2, 3, 1))
+
+
+def by_hand(mine, theirs):
+    """The error of states [B, C, H, W], over the spread of the vectors [C] of all patches."""
+    x, y = (state.double().permute(0, 2, 3, 1).flatten(0, 2) for state in (mine, theirs))
+    return float((x - y).square().sum() / (y - y.mean(dim=0)).square().sum())
+
+
+def test_blocks_that_have_their_channels_first():
+    """Visformer's blocks and attentions are convolutions."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    sizes = {"img_size": 64, "init_channels": 8, "embed_dim": 8, "depth": (1, 1, 1), "num_heads": 2, "group": 2}
+    plain = timm.create_model("visformer_tiny", **sizes).eval()
+    with torch.no_grad():
+        for parameter in (*plain.stage2.parameters(), *plain.stage3.parameters()):
+            parameter.mul_(8 if parameter.ndim == 4 else 1)
+    batch = {"pixel_values": torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))}
+    model = linearize.convert(wrap(plain, model_args=sizes), example_inputs=batch).eval()
+    objective = Objective(model, make_teacher(model, None, shared=True), AlignConfig())
+    blocks = objective.blocks
+    assert list(blocks.values()) == ["timm_model.stage2.0.attn", "timm_model.stage3.0.attn"]
+    seen = []
+    for observe in (None, frozen_output, lambda *_: None):
+        states = {}
+        hooks = {
+            name: lambda module, args, kwargs, output, name=name, states=states: states.update({name: output})
+            for pair in blocks.items()
+            for name in pair
+        }
+        with torch.no_grad(), hooked(model, hooks), observed(model, observe):
+            model(**batch)
+        seen.append(states)
+    student, _, teacher = seen
+    assert teacher["timm_model.stage2.0"].shape == (3, 8, 4, 4)
+    objective.measure_scales([batch])
+    with torch.no_grad():
+        terms = objective.end_to_end(batch, (1.0, 1.0))
+    for block in blocks:
+        assert float(terms[block]) == pytest.approx(by_hand(student[block], teacher[block]), rel=1e-4)
+    mine, theirs = (states[block].mean(dim=(2, 3)) for states in (student, teacher))
+    expected = float((1 - torch.nn.functional.cosine_similarity(mine, theirs)).mean())
+    assert float(terms["pooled"]) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    # The first block has the teacher's inputs in both.
+    first, attention = next(iter(blocks.items()))
+    errors = objective.blockwise(batch, (1.0, 1.0), train=False)
+    expected = sum(by_hand(student[name], teacher[name]) for name in (first, attention))
+    assert errors[first] == pytest.approx(expected, rel=1e-4)
+
+
+def test_axes_of_an_image():
+    image = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    for known in ({3}, {3, 4, 7}):
+        assert torch.equal(channels_last(image, known), image.permute(0, 2, 3, 1))
+    assert channels_last(image, {5}) is image and channels_last(image[0], {3}).shape == (3, 4, 5)
+    # Known numbers that decide nothing: the image is square.
+    for known in ((), {3, 4}):
+        assert channels_last(torch.zeros(2, 3, 4, 4), known).shape == (2, 4, 4, 3)
+        assert channels_last(torch.zeros(2, 4, 4, 3), known).shape == (2, 4, 4, 3)
+    for shape in ((2, 4, 4, 4), (2, 3, 4, 5), (2, 4, 3, 4)):
+        with pytest.raises(ConfigError, match=r"got an image of the axes \[2, \d, \d, \d\]"):
+            channels_last(torch.zeros(shape), {4} if shape[1:] != (3, 4, 5) else ())

@@ -29,7 +29,7 @@ from linearize.core.errors import DataError
 from linearize.fidelity.teacher import run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import OUTPUT, Outputs, find_blocks, first_tensor, hooked, keeper, noting, run
+from linearize.training.alignment.pair import OUTPUT, Outputs, find_blocks, hooked, keeper, noting, run, state_of
 
 Name = TypeVar("Name")
 TINY = 1e-12
@@ -315,11 +315,11 @@ class Objective:
                 if name in inside:
                     return
                 inside.add(name)
-                target, attended = first_tensor(output).detach(), kept[name]
+                target, attended = state_of(module, output).detach(), kept[name]
                 mask = masks.get(name)
                 attentions = self._attentions(student, own)
                 with unrecorded(), torch.set_grad_enabled(train), observed(module, None), attentions as mine:
-                    state = first_tensor(module(*args, **kwargs))
+                    state = state_of(module, module(*args, **kwargs))
                     error = self._error(state, target, mask, name, share)
                     if attention != name:
                         error = error + self._error(mine[name], attended, mask, ATTENTION + name, share)

@@ -142,7 +142,7 @@ def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Call
 
     def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if not (first and name in states):
-            states[name] = first_tensor(output)
+            states[name] = state_of(module, output)
 
     return hook
 
@@ -154,9 +154,9 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
     def keep_last(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         last = getattr(output, "last_hidden_state", None)
         # A model without a norm after its last block returns that block's state.
-        if torch.is_tensor(last) and not any(last is state for state in outputs.states.values()):
-            width = next(reversed(outputs.states.values())).shape[-1] if outputs.states else None
-            outputs.states[OUTPUT] = channels_last(last, width)
+        known = [(state.data_ptr(), state.numel()) for state in outputs.states.values()]
+        if torch.is_tensor(last) and (last.data_ptr(), last.numel()) not in known:
+            outputs.states[OUTPUT] = state_of(body, last)
 
     hooks = {name: keeper(outputs.states, name) for name in blocks}
     with hooked(model, hooks), hooked(body, {"": keep_last}):
@@ -170,13 +170,40 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
                     value = label_choices(value)
                 # [B, V] as [B, 1, V], which cannot be taken for logits over V tokens.
                 value = value[:, None]
-            outputs.logits[name] = channels_last(value, getattr(model.config, "num_labels", None))
+            if value.ndim == 4 and value.shape[1] == getattr(model.config, "num_labels", None) != value.shape[-1]:
+                value = value.movedim(1, -1)
+            outputs.logits[name] = value
     return outputs
 
 
-def channels_last(image: Tensor, width: int | None) -> Tensor:
-    """Return an image [B, C, H, W] as [B, H, W, C] if its second axis has `width` numbers, and its last has not."""
-    return image.movedim(1, -1) if image.ndim == 4 and image.shape[1] == width != image.shape[-1] else image
+def widths(module: nn.Module) -> set[int]:
+    """Return the sizes of a module's weights without its kernels, of which the channels of its output have one."""
+    named = module.named_parameters()
+    return {parameter.shape[0] for name, parameter in named if parameter.ndim and "linear_attention." not in name}
+
+
+def channels_last(image: Tensor, known: Collection[int]) -> Tensor:
+    """Return an image [B, C, H, W] or [B, H, W, C] with its channels last; a tensor of other axes unchanged.
+
+    Args:
+        image: the image.
+        known: numbers that its channels may have. If they decide nothing, the image is taken to be square.
+
+    Raises:
+        ConfigError: if both axes may be the channels.
+    """
+    if image.ndim != 4:
+        return image
+    _, first, middle, last = image.shape
+    moved, right = first in known, last in known
+    if moved == right:
+        moved, right = middle == last, first == middle
+    if moved == right:
+        raise ConfigError(
+            f"hidden states: got an image of the axes {list(image.shape)}, either the second or the last of which are "
+            "its channels; give images of another size, or skip the training on hidden states (--align-steps 0)"
+        )
+    return image.movedim(1, -1) if moved else image
 
 
 def label_choices(logits: Tensor) -> Tensor:
@@ -184,11 +211,15 @@ def label_choices(logits: Tensor) -> Tensor:
     return torch.stack([logits, torch.zeros_like(logits)], dim=-1).flatten(0, 1)
 
 
-def first_tensor(output: object) -> Tensor:
-    """Return the hidden state [B, T, C] in a block's output: the output itself, or the first member of a tuple."""
+def state_of(module: nn.Module, output: object) -> Tensor:
+    """Return the hidden state [B, T, C] or [B, H, W, C] in a module's output: that, or the first member of a tuple.
+
+    Raises:
+        ConfigError: as `channels_last` does.
+    """
     state = output[0] if isinstance(output, (tuple, list)) else output
     assert isinstance(state, Tensor)
-    return state
+    return channels_last(state, widths(module)) if state.ndim == 4 else state
 
 
 def make_teacher(
