@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -712,3 +713,24 @@ def test_axes_of_an_image():
     for shape in ((2, 4, 4, 4), (2, 3, 4, 5), (2, 4, 3, 4)):
         with pytest.raises(ConfigError, match=r"got an image of the axes \[2, \d, \d, \d\]"):
             channels_last(torch.zeros(shape), {4} if shape[1:] != (3, 4, 5) else ())
+
+
+def test_the_best_step_may_be_one_of_an_earlier_phase(monkeypatch, tmp_path):
+    """Also if the run is resumed in the later phase, which keeps the weights that it began with."""
+    losses = {"blockwise": [1.0, 0.5, 0.7], "end to end": [1.0, 2.0, 2.0]}
+    evaluate = AlignTrainer.evaluate
+
+    def given(trainer, held_out):
+        evaluate(trainer, held_out)
+        return losses[trainer.phase].pop(0)
+
+    monkeypatch.setattr(AlignTrainer, "evaluate", given)
+    options = {"steps": 8, "blockwise": 0.5, "eval_every": 2, "save_every": 1, "folder": str(tmp_path), "keep": 9}
+    model = sharp("bert")
+    result = align(model, Fixed(batches(model)), AlignConfig(**options))
+    assert result.best_step == 2 and result.after.loss < result.before.loss
+    for step in (7, 8):
+        shutil.rmtree(tmp_path / f"step-{step}", ignore_errors=True)
+    losses["end to end"] = [2.0]
+    model = sharp("bert")
+    assert align(model, Fixed(batches(model)), AlignConfig(**options, resume=True)).best_step == 2

@@ -267,12 +267,17 @@ def align(
 
 
 class _Run(Run):
-    """One alignment: its phases one after the other."""
+    """One alignment: its phases one after the other.
+
+    Attributes:
+        kept: the step whose weights the phases before this one kept.
+    """
 
     part_name, weights_name, report = "phase", "trained", AlignStep
     config: AlignConfig
     trainer: AlignTrainer
     objective: Objective
+    kept = 0
 
     def run(self, student: PreTrainedModel, teacher: PreTrainedModel) -> AlignResult:
         """Measure, train, measure again."""
@@ -307,10 +312,13 @@ class _Run(Run):
                             # A state has the fp32 copies of weights in half precision.
                             trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
                             trainer.factor = 0.5**self.progress.halved
+                            self.kept = int(saved.record.get("kept", done))
                         saved = None
                         self.train(held_out)
+                        if self.progress.best_step:
+                            self.kept = done + self.progress.best_step
                     done += steps
-                seconds, best_step = self.seconds, done - steps + self.progress.best_step
+                seconds, best_step = self.seconds, self.kept
                 after = measure(self.objective, held_out)
                 if not after.loss < before.loss:
                     trainer.restore(first)
@@ -362,6 +370,9 @@ class _Run(Run):
 
     def options(self) -> dict[str, object]:
         return super().options() | {"teacher weights": weights_digest(self.objective.teacher, kernel=False)}
+
+    def record(self) -> dict[str, object]:
+        return super().record() | {"kept": self.kept}
 
     def last_state(self) -> RunState | None:
         if self.number < len(self.config.phases()) - 1:
