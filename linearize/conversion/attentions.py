@@ -220,13 +220,16 @@ class _Recorder:
             # Otherwise the host made it itself.
             kind, window, _ = known or (_kind_by_values(mask) or "bias", None, None)
         altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
-        causal = bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
+        declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
+        causal = bool(declared or getattr(module, "is_causal", False))
         if mask is None and module in self.eager:
             causal = False
+        elif mask is None and declared is not None:
+            # As in SDPA. Next to a mask, hosts pass False because the mask says it.
+            causal = declared
         if kind == "local" and mask is not None:
             causal = not bool(_seen(mask).triu(1).any())
         q, k, v = (tuple(t.shape) for t in (query, key, value))
-        declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
         call.keys = key.data_ptr()
         if kind == "own" and mask is not None and mask.ndim == 4:

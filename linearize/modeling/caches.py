@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 
 from linearize.attention.cache import CACHE_NAMES, LinearizeCache, cache_argument, cache_name, given_cache, state_layer
 from linearize.attention.interface import linear_attentions
-from linearize.core.errors import ConfigError
+from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.registry import Values
 from linearize.modeling.compat import check_implementation
 from linearize.ops.state import is_tracing
@@ -105,14 +105,36 @@ def add_default_caches(root: PreTrainedModel) -> None:
 
 
 def hand_over_cache(host: nn.Module, args: tuple[object, ...], kwargs: Values) -> None:
-    """Before a host's forward, give its kernel the state for this call: the attention function never sees the cache."""
+    """Before a host's forward, give its kernel the state for this call: the attention function never sees the cache.
+
+    Raises:
+        ConfigError: if the model's config was set to softmax.
+        UnsupportedModelError: if the call, or the config, asks for the other direction.
+    """
     check_implementation(host)
+    _check_direction(host, kwargs)
     cache = given_cache(kwargs)
     if cache is None:
         # Some hosts use another name (GPT-NeoX, StarCoder, CTRL: layer_past).
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
     attention: Any = host.linear_attention
     attention.hand_over(state_layer(cache, attention.cache_index))
+
+
+def _check_direction(host: nn.Module, kwargs: Values) -> None:
+    """Refuse `is_causal` (an argument of a forward, or of a config) if it is not the direction of a host's kernel.
+
+    transformers then makes masks of the other direction, which linear attention only reads as padding.
+    """
+    attention: Any = host.linear_attention
+    asked, causal = kwargs.get("is_causal"), attention.shape.causal
+    asked = getattr(getattr(host, "config", None), "is_causal", None) if asked is None else asked
+    if asked is not None and bool(asked) != causal:
+        raise UnsupportedModelError(
+            f"{type(host).__name__}: got is_causal={bool(asked)}, expected {causal}: a kernel has the direction with "
+            "which it was converted; leave is_causal as it was, or convert the original with the other value in its "
+            "config"
+        )
 
 
 def mask_while_tracing(root: object, args: tuple[Any, ...], kwargs: Values) -> Arguments | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, _active_collector
 
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
-from linearize.core.errors import ConfigError
+from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.plan import LOCAL, OWN, SOFTMAX, Plan
 
 if TYPE_CHECKING:
@@ -62,12 +62,15 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
     """Set the attention implementation of every part of a converted model.
 
     Parts that support only eager softmax get the masks of eager softmax. Parts without a converted layer, whose
-    attention has its own code or masks, run as in the original.
+    attention has its own code or masks, or chooses its keys, run as in the original.
 
     Args:
         model: the model.
         plan: its plan.
         name: the implementation for the other parts.
+
+    Raises:
+        UnsupportedModelError: if a part has both converted layers and layers that choose their keys.
     """
     from transformers import PreTrainedModel
 
@@ -80,7 +83,14 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
         if name == IMPLEMENTATION and not part._supports_sdpa:
             set_implementation(part.config, EAGER)
     converted = [_part_of(root, layer.module, parts) for layer in plan.converted]
-    original = [_part_of(root, layer.module, parts) for layer in plan.layers if OWN in layer.host and layer.in_body]
+    choosing = [x.module for x in plan.layers if x.in_body and _chooses_keys(root, x.module)]
+    own = [x.module for x in plan.layers if x.in_body and OWN in x.host]
+    if mixed := next((x for x in choosing if _part_of(root, x, parts) in converted), None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attention {mixed!r} chooses its keys, which works only under the original's "
+            "attention implementation, but layers next to it are converted; keep these softmax"
+        )
+    original = [_part_of(root, module, parts) for module in (*own, *choosing)]
     for part in dict.fromkeys(part for part in original if part not in converted):
         config = part.config
         if any(one.config is config for one in converted):
@@ -91,6 +101,11 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
                     module.config = copied
             config = copied
         set_implementation(config, "sdpa" if part._supports_sdpa else "eager")
+
+
+def _chooses_keys(root: nn.Module, module: str) -> bool:
+    """Tell whether a host has an indexer; it hides the other keys only where the implementation is eager or SDPA."""
+    return hasattr(root.get_submodule(module), "indexer")
 
 
 def _part_of(root: nn.Module, module: str, parts: list[PreTrainedModel]) -> PreTrainedModel:

@@ -318,8 +318,8 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
             raise damaged(f"attention {layer.module!r} has a different size or direction: {why}")
         if layer.converted and not hasattr(host, "linear_attention"):
             _attach_kernel(host, layer, plan)
-        masked = MASKED in layer.host and OWN not in layer.host and layer.shape != UNKNOWN
-        if not layer.converted and (masked or not hasattr(host, "is_causal")):
+        told = not {MASKED, CALLED}.isdisjoint(layer.host) and OWN not in layer.host and layer.shape != UNKNOWN
+        if not layer.converted and (told or not hasattr(host, "is_causal")):
             # Softmax in a layer that is not converted uses this flag; eager softmax used only the mask.
             host.is_causal = layer.shape.causal  # type: ignore[assignment]
     use_implementations(model, plan, implementation(model.config))

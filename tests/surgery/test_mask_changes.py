@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from architectures.shrink import tiny_config, tiny_model
-from support.tiny import TEXT, original
+from support.tiny import TEXT, inputs_of, original
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
@@ -156,3 +156,80 @@ def test_a_direction_that_depends_on_padding_is_found():
         layer.self_attn.is_causal = False
     with pytest.raises(LinearizeError, match="without a mask it reads its tokens in both directions, else causally"):
         linearize.plan(model)
+
+
+DIRECTIONS = {"llama": "AutoModelForCausalLM", "gpt2": "AutoModelForCausalLM", "bert": "AutoModel"}
+
+
+@pytest.mark.parametrize("given", ["by the call", "in the config", "before a load"])
+@pytest.mark.parametrize("name", DIRECTIONS)
+def test_the_direction_that_a_call_asks_for_is_followed_or_refused(name, given, tmp_path):
+    """transformers reads any decoder in both directions with `is_causal=False`; the kernels went on causally."""
+    auto = getattr(transformers, DIRECTIONS[name])
+    causal = name != "bert"
+    model = linearize.convert(original(name, DIRECTIONS[name])).eval()
+    inputs = inputs_of(model)
+    expected = _outputs(model, inputs)
+    model.save_pretrained(tmp_path)
+    for asked in (causal, not causal):
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        if given == "before a load":
+            config.is_causal = asked
+        one = auto.from_pretrained(tmp_path, config=config).eval()
+        if given == "in the config":
+            one.config.is_causal = asked
+        more = {"is_causal": asked} if given == "by the call" else {}
+        if asked == causal:
+            assert torch.equal(_outputs(one, inputs | more), expected)
+            continue
+        with pytest.raises(UnsupportedModelError, match=f"got is_causal={asked}, expected {causal}: a kernel has"):
+            _outputs(one, inputs | more)
+
+
+@pytest.mark.parametrize("kept", [(), [0]], ids=["", "a layer kept"])
+def test_a_decoder_that_reads_in_both_directions_is_converted_so(kept, tmp_path):
+    """Its modules say that they are causal, and each call that they are not."""
+    model = original("llama", "AutoModelForCausalLM", is_causal=False)
+    ids = torch.arange(3, 3 + TOKENS)[None].repeat(2, 1)
+    padding = torch.ones_like(ids)
+    padding[1, :2] = 0
+    batches = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": padding}]
+    expected = [_outputs(model, batch) for batch in batches]
+    changed = _outputs(model, {"input_ids": torch.cat([ids[:, :-1], ids[:, :1]], dim=1)})
+    assert not torch.allclose(changed[:, 0], expected[0][:, 0])
+    plan = linearize.plan(model, keep_softmax=kept)
+    assert [layer.shape.causal for layer in plan.layers] == [False, False] and len(plan.converted) == 2 - len(kept)
+    linearize.convert(model, keep_softmax=kept).save_pretrained(tmp_path)
+    for one in (model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path)):
+        with observed(one.eval(), lambda *call: None):
+            for batch, want in zip(batches, expected, strict=True):
+                real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+                torch.testing.assert_close(_outputs(one, batch)[real], want[real])
+
+
+CHOOSING = {
+    "MiniMaxM3SparseForConditionalGeneration": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 2,
+        "index_topk_blocks": 5,
+    },
+    "MistralLarge4ForConditionalGeneration": {"index_topk": 10},
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_part_that_chooses_its_keys_goes_on_choosing(name, tmp_path):
+    """It asks for SDPA by name: under ours it read all keys, which shows only beyond as many as it chooses."""
+    cls = getattr(transformers, name)
+    overrides = {f"text_config.{key}": value for key, value in CHOOSING[name].items()}
+    model = tiny_model(cls, tiny_config(cls.config_class, overrides=overrides))
+    ids = torch.arange(3, 27)[None].repeat(2, 1)
+    padding = torch.ones_like(ids)
+    padding[1, -2:] = 0
+    batches = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": padding}]
+    expected = [_outputs(model, batch) for batch in batches]
+    linearize.convert(model).save_pretrained(tmp_path)
+    for one in (model, cls.from_pretrained(tmp_path)):
+        for batch, want in zip(batches, expected, strict=True):
+            real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+            torch.testing.assert_close(_outputs(one.eval(), batch)[real], want[real])
