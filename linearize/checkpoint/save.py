@@ -113,7 +113,7 @@ def save(
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             model.save_pretrained(folder, **kwargs)
         # Refuse what a load would refuse, while the model is still in memory.
-        check_checkpoint(folder)
+        check_checkpoint(folder, variant=kwargs.get("variant"))
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_files(folder, files)
         for item in (item for item in processors if item is not None):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import transformers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from linearize.attention.cache import LinearizeCache, given_cache
 from linearize.attention.interface import linear_attentions, register_interface
@@ -46,7 +45,16 @@ from linearize.modeling.compat import (
 )
 from linearize.modeling.config import MODEL_TYPE, PREFIX, LinearizeConfig, check_checksum, config_class
 from linearize.modeling.plan import ABSENT, CALLED, LOCAL, MASKED, OWN, UNKNOWN, LayerPlan, Plan, contradiction, damaged
-from linearize.modeling.weights import HUB_OPTIONS, absent_weights, check_loaded, check_weights, take_stored_names
+from linearize.modeling.weights import (
+    HUB_OPTIONS,
+    INDEX,
+    SINGLE,
+    absent_weights,
+    check_loaded,
+    check_weights,
+    take_stored_names,
+    with_variant,
+)
 
 if TYPE_CHECKING:
     _Original = PreTrainedModel
@@ -187,14 +195,21 @@ class LinearizedModel(_Original):
 
 
 @contextlib.contextmanager
-def older_weights_replaced(folder: str | os.PathLike[str], *_: object, **options: object) -> Iterator[None]:
+def older_weights_replaced(
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: object = None,
+    push_to_hub: bool = False,
+    max_shard_size: object = None,
+    variant: str | None = None,
+    *_: object,
+    **__: object,
+) -> Iterator[None]:
     """After a `save_pretrained` with these arguments, delete the folder's older weights of the other form.
 
     transformers leaves an older file there when it writes shards, and then loads the older weights.
     """
-    variant = f".{options['variant']}" if options.get("variant") else ""
-    names = (Path(folder, SAFE_WEIGHTS_NAME), Path(folder, SAFE_WEIGHTS_INDEX_NAME))
-    forms = [name.with_name(f"{name.stem}{variant}{name.suffix}") for name in names]
+    forms = [Path(save_directory, with_variant(name, variant)) for name in (SINGLE, INDEX)]
     before = {form: form.stat() for form in forms if form.is_file()}
     yield
     kept = [form for form, stat in before.items() if form.is_file() and form.stat() == stat]
@@ -220,7 +235,7 @@ def check_checkpoint(name: str | os.PathLike[str], **options: Any) -> tuple[set[
     config = LinearizeConfig.from_dict(values)
     saved = saved_class(config)
     if saved is not None and "quantization_config" not in values:
-        names = check_weights(name, saved, config, **hub)
+        names = check_weights(name, saved, config, options.get("variant"), **hub)
     # Check this last, because the checks above say more precisely what was changed.
     check_checksum(values["linearize"])
     return names

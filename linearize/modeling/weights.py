@@ -38,7 +38,11 @@ Stored = tuple[tuple[int, ...], str]
 
 
 def check_weights(
-    name: str | os.PathLike[str], model: type[PreTrainedModel], config: PreTrainedConfig, **hub: Any
+    name: str | os.PathLike[str],
+    model: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    variant: str | None = None,
+    **hub: Any,
 ) -> tuple[set[str], dict[str, str] | None]:
     """Check that the weights of a checkpoint fit the model that its config.json describes.
 
@@ -46,6 +50,7 @@ def check_weights(
         name: folder, or name on the Hub.
         model: class of the saved model.
         config: the checkpoint's own config, without the caller's changes.
+        variant: the part of the weights files' names that the caller gave to `from_pretrained`.
         **hub: those of `HUB_OPTIONS` that the caller gave to `from_pretrained`.
 
     Returns:
@@ -57,7 +62,7 @@ def check_weights(
         CheckpointError: if a file is missing or truncated, or a tensor is missing, unexpected, or has the wrong size or
             type.
     """
-    stored = read_header(name, **hub)
+    stored = read_header(name, variant, **hub)
     if stored is None:
         return set(), None
     # Before modules are built, check that config.json does not ask for more layers than the file has tensors.
@@ -287,11 +292,18 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file", unrea
         )
 
 
-def read_header(name: str | os.PathLike[str], **hub: Any) -> dict[str, Stored] | None:
+def with_variant(file: str, variant: str | None) -> str:
+    """Return the name of a weights file or an index with a variant, as transformers writes it."""
+    stem, dot, ending = file.rpartition(".")
+    return f"{stem}.{variant}{dot}{ending}" if variant else file
+
+
+def read_header(name: str | os.PathLike[str], variant: str | None = None, **hub: Any) -> dict[str, Stored] | None:
     """Return the names, shapes and types of all tensors in a checkpoint, after checking that no file is truncated.
 
     Args:
         name: folder, or name on the Hub.
+        variant: as in `check_weights`.
         **hub: those of `HUB_OPTIONS` that the caller gave to `from_pretrained`.
 
     Returns:
@@ -300,10 +312,10 @@ def read_header(name: str | os.PathLike[str], **hub: Any) -> dict[str, Stored] |
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    single = find_file(name, SINGLE, hub)
+    single = find_file(name, with_variant(SINGLE, variant), hub)
     if single is not None:
         return _file_header(single)
-    index = find_file(name, INDEX, hub)
+    index = find_file(name, with_variant(INDEX, variant), hub)
     if index is None:
         folder = os.path.join(name, hub.get("subfolder") or "")
         endings = (".safetensors", ".bin", ".index.json")

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support.checkpoints import make_text, texts
 from support.tiny import converted, inputs_of, outputs, stir
 from support.training import Fixed, batches
@@ -18,7 +19,9 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.fingerprint import check_same, fingerprint, kernels_of
 from linearize.checkpoint.loading import load_processor
 from linearize.conversion.plan import set_trained_length
+from linearize.core.errors import CheckpointError
 from linearize.core.registry import HYBRID
+from linearize.modeling.model import check_checkpoint
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DistillConfig
@@ -61,6 +64,7 @@ WAYS = {
         model, folder, None, stage={"finetuning": {"max_length": 999, "task": "sst2"}}
     ),
     "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "by keyword": lambda model, folder: model.save_pretrained(save_directory=folder),
     "in parts": lambda model, folder: model.save_pretrained(folder, max_shard_size="20KB"),
     "the body": lambda model, folder: model.base_model.save_pretrained(folder),
 }
@@ -98,12 +102,26 @@ def test_a_save_over_older_weights_is_what_is_loaded(variant, tmp_path):
         model, folder = model_of(), tmp_path / f"{before} then {after}"
         model.save_pretrained(folder, max_shard_size=forms[before], variant=variant)
         stir(model)
-        model.save_pretrained(folder, max_shard_size=forms[after], variant=variant)
+        # The same arguments by their places.
+        model.save_pretrained(folder, True, None, False, forms[after], variant)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, variant=variant).eval()
         inputs = inputs_of(model)
         assert equal(outputs(loaded, inputs), outputs(model, inputs)), (before, after)
         indices, files = (list(folder.glob(name)) for name in ("*index*.json", "*.safetensors"))
         assert (len(indices), len(files) > 1) == ((0, False) if after == "one file" else (1, True))
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+def test_the_weights_of_a_variant_are_checked(shards, tmp_path):
+    """Only those of the usual name were; of others, missing ones were drawn at random, with no more than a warning."""
+    model_of().save_pretrained(tmp_path, max_shard_size=shards, variant="fp32")
+    for file in tmp_path.glob("*.safetensors"):
+        weights = {key: tensor for key, tensor in load_file(file).items() if key != "model.norm.weight"}
+        save_file(weights, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"the weights file lacks 'model\.norm\.weight'"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp32")
+    with pytest.raises(CheckpointError, match=r"the weights file lacks 'model\.norm\.weight'"):
+        check_checkpoint(tmp_path, variant="fp32")
 
 
 @pytest.mark.sampled("values")
