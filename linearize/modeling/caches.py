@@ -129,7 +129,8 @@ def _check_direction(host: nn.Module, kwargs: Values) -> None:
     attention: Any = host.linear_attention
     asked, causal = kwargs.get("is_causal"), attention.shape.causal
     asked = getattr(getattr(host, "config", None), "is_causal", None) if asked is None else asked
-    if asked is not None and bool(asked) != causal:
+    # The attention function checks hosts that pass their direction with every call.
+    if asked is not None and bool(asked) != causal and not attention.declares_direction:
         raise UnsupportedModelError(
             f"{type(host).__name__}: got is_causal={bool(asked)}, expected {causal}: a kernel has the direction with "
             "which it was converted; leave is_causal as it was, or convert the original with the other value in its "
