@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,12 +97,12 @@ def open_local(path: Path, split: str, modality: Modality, most: int | None = No
         images = [ImageFile(path, None, PurePosixPath(path.relative_to(root)), path.stat().st_size) for path in loose]
         for file in (file for file in files if kinds[file] == "zip"):
             members = zip_images(file)
-            tops = _top_splits([image.inner for image in members])
-            images += _of_split({image: tops.get(image.inner.parts[0]) for image in members}, split, file.name)
-        if not _top_splits([image.inner for image in images]):
-            return images
+            depth, folders = _split_folders([image.inner for image in members])
+            images += _of_split({image: folders.get(image.inner.parts[depth]) for image in members}, split, file.name)
+        depth, folders = _split_folders([image.inner for image in images])
         # The folder of the split is not a class.
-        return [image._replace(inner=PurePosixPath(*image.inner.parts[1:])) for image in images]
+        begin = depth + 1 if folders else 0
+        return [image._replace(inner=PurePosixPath(*image.inner.parts[begin:])) for image in images]
     return [_table(kind, [f for f in files if kinds[f] == kind], most) for kind in dict.fromkeys(kinds.values())]
 
 
@@ -130,7 +131,7 @@ def splits_of(path: Path) -> list[str]:
     names = set(_tags(path, files).values()) if path.is_dir() else set()
     for file in files:
         if file_kind(file) == "zip":
-            names |= set(_top_splits([image.inner for image in zip_images(file)]).values())
+            names |= set(_split_folders([image.inner for image in zip_images(file)])[1].values())
     return sorted(name for name in names if name is not None)
 
 
@@ -138,16 +139,17 @@ def _tags(root: Path, files: Sequence[Path]) -> dict[Path, str | None]:
     """Return the split of each file; None if it has no split.
 
     The split of a table or zip file is in its name (``train.jsonl.gz``, ``test-0.zip``) or in a folder above it. The
-    split of images is their top folder, if all top folders are names of splits: ``train`` may also be a class.
+    split of images is their top folder, if all top folders are names of splits: ``train`` may also be a class. A
+    folder around all of them does not count.
     """
     inner = {file: PurePosixPath(file.relative_to(root)) for file in files}
-    tops = _top_splits([place for file, place in inner.items() if file_kind(file) == "image"])
+    depth, folders = _split_folders([place for file, place in inner.items() if file_kind(file) == "image"])
     named = {word: split for split, words in SPLIT_WORDS.items() for word in words}
     tags: dict[Path, str | None] = {}
     for file, place in inner.items():
         words = [*(part.lower() for part in place.parts[:-1]), *re.split(r"[^a-z]+", place.name.lower())]
         found = next((named[word] for word in words if word in named), None)
-        tags[file] = tops.get(place.parts[0]) if file_kind(file) == "image" else found
+        tags[file] = folders.get(place.parts[depth]) if file_kind(file) == "image" else found
     return tags
 
 
@@ -163,11 +165,16 @@ def _of_split(tags: Mapping[Item, str | None], split: str, name: str) -> list[It
     return [item for item, tag in tags.items() if tag == split or not known]
 
 
-def _top_splits(places: Sequence[PurePosixPath]) -> dict[str, str]:
-    """Map the top folders to splits, if all of them are names of splits."""
-    tops = {place.parts[0] if len(place.parts) > 1 else "" for place in places}
-    splits = {top: split for top in tops for split, words in SPLIT_WORDS.items() if top.lower() in words}
-    return splits if splits.keys() == tops else {}
+def _split_folders(places: Sequence[PurePosixPath]) -> tuple[int, dict[str, str]]:
+    """Return how many folders are around all splits, and the split of each folder there; {} without splits."""
+    for depth in itertools.count():
+        tops = {place.parts[depth] if len(place.parts) > depth + 1 else "" for place in places}
+        splits = {top: split for top in tops for split, words in SPLIT_WORDS.items() if top.lower() in words}
+        if splits.keys() == tops:
+            return depth, splits
+        if len(tops) > 1 or "" in tops:
+            break
+    return 0, {}
 
 
 def _saved(path: Path, split: str) -> Dataset:

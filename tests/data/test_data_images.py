@@ -132,6 +132,21 @@ def test_splits_of_image_folders(tmp_path: Path, draw: Draw, image_processor: An
     assert load_source(inside, image_processor, "image").num_train == 3
 
 
+@pytest.mark.parametrize("outer", ["photos", "photos/v2"])
+def test_splits_inside_other_folders(outer: str, tmp_path: Path, draw: Draw, image_processor: Any) -> None:
+    """Archives often hold one folder with everything; all its splits were read as one."""
+    for split, shade in (("train", 100), ("val", 200)):
+        for number in range(3):
+            draw(tmp_path / "all" / outer / split / "car" / f"{number}.png", (shade + number, 0, 0))
+    zipped(tmp_path / "all", tmp_path / "all.zip")
+    for path in (tmp_path / "all", tmp_path / "all.zip"):
+        for split, red in (("train", 100), ("validation", 200)):
+            config = DataConfig(dataset=str(path), split=split, batch_size=3, holdout=0)
+            source = load_source(config, image_processor, "image")
+            assert source.num_train == 3 and labelled(path, split=split)[0] == ("car",)
+            assert sorted(shades(source, 1)) == [(red + number, 0) for number in range(3)]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_images_in_a_table(classes: Path, tmp_path: Path, image_processor: Any, streaming: bool) -> None:
     from datasets import ClassLabel, Dataset, Features, Image
