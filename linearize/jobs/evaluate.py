@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import check_device, load_processor, move
 from linearize.core.errors import ConfigError
+from linearize.core.options import name_of
 from linearize.evaluation.bench.memory import peak_of_reading
 from linearize.evaluation.bench.meter import Call, Noise, in_turns
 from linearize.evaluation.report.paired import SideDifference, score_difference
@@ -30,7 +31,7 @@ from linearize.training.stage_two.intervals import BALANCED, Measured
 from linearize.training.stage_two.metrics import PositionLoss
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.rows import Facts
-from linearize.training.stage_two.splits import Given
+from linearize.training.stage_two.splits import NO_SPLIT, Given
 from linearize.training.stage_two.task_types.base import TaskData
 from linearize.training.stage_two.task_types.embeddings import EmbeddedPairs, pooling_of
 from linearize.training.stage_two.task_types.text import TOKENS
@@ -283,6 +284,12 @@ def _same_rows(one: Read, other: Read) -> bool:
 def _notes(name: str, model: PreTrainedModel, data: TaskData, length: int) -> str | None:
     """Return what a reader must know about a side whose rows have up to `length` tokens; None if nothing."""
     notes = [load.beyond_training(model, data.task, length), load.other_classes(name, data)]
+    tuned, seed = load.recorded(name), data.type.options.seed
+    if NO_SPLIT in data.description and tuned.get("task") == data.task.name and tuned.get("seed", seed) != seed:
+        notes.append(
+            f"{name_of(name)!r} was tuned with --seed {tuned['seed']}: if on this data, it was trained on most of the "
+            f"held-out rows, which are those of --seed {seed}."
+        )
     if data.task.modality == "text" and is_linearized(model):
         exact = exact_rows(Plan.from_dict(model.config.linearize), min(length, data.facts.get("longest_row", length)))
         # If attention is exact in all rows, no score shows what the kernel does.

@@ -156,13 +156,22 @@ class EvaluateJob(Job):
 
     @staticmethod
     def derive(values: ReadOnlyValues) -> dict[str, Values]:
-        """Return the default that depends on other options: the row length."""
-        from linearize.training.stage_two.load import whole_length
+        """Return the defaults that depend on other options: the row length, and the seed of rows that are held out.
+
+        Without a validation split, the held-out rows of another seed are rows that the model was tuned on.
+        """
+        from linearize.training.stage_two.load import recorded, whole_length
 
         # A missing model or an unknown task is refused elsewhere.
-        if "max_length" in values or values.get("task") not in TASKS:
+        if values.get("task") not in TASKS:
             return {}
-        return {"data": {"max_length": whole_length(values["model"], TASKS[values["task"]]), "auto_length": True}}
+        tuned, data = recorded(values["model"]), dict[str, Any]()
+        seed = tuned.get("seed") if tuned.get("task") == values["task"] else None
+        if type(seed) is int and 0 <= seed <= MOST_SEED:
+            data["seed"] = seed
+        if "max_length" not in values:
+            data |= {"max_length": whole_length(values["model"], TASKS[values["task"]]), "auto_length": True}
+        return {"data": data}
 
 
 CONVERSION, TUNING, OUTPUT = "conversion", "tuning, the same for both models", "output"

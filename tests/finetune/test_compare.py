@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from linearize.evaluation.bench import memory
 from linearize.evaluation.report.paired import score_difference
 from linearize.jobs import evaluate
 from linearize.jobs.evaluate import evaluate_checkpoint
-from linearize.jobs.task_config import EvaluateJob
+from linearize.jobs.task_config import EvaluateJob, TuneJob
 from linearize.training.stage_two import intervals as interval
 from linearize.training.stage_two.intervals import Measured
+from linearize.training.stage_two.splits import open_splits
 from linearize.training.stage_two.tasks import TASKS
 
 HEAD, SIZES = "AutoModelForSequenceClassification", {"vocab_size": 17, "max_position_embeddings": 12, **SMALLER}
@@ -88,6 +90,25 @@ def test_each_side_at_its_own_length(place, few_draws):
         assert one.value == pytest.approx(found.score - side.score)
         assert one.interval[0] <= one.value <= one.interval[1]
         assert one.within_noise == ("within the noise" in one.sentence)
+
+
+def test_rows_that_a_seed_was_trained_on_are_not_measured_on(place, few_draws, tmp_path):
+    """Without a validation split, models of other seeds than 0 were measured on rows that they had been trained on."""
+    write(tmp_path / "rows.jsonl", [{"text": " ".join(WORDS[n % 5 : n % 5 + 4]), "label": n % 2} for n in range(40)])
+    for name, seed in (("linear", 3), ("original", 4)):
+        shutil.copytree(place / name, tmp_path / name)
+        (tmp_path / name / "finetuning.json").write_text(json.dumps({"task": "text-classification", "seed": seed}))
+    model, rows = str(tmp_path / "linear"), {"dataset": str(tmp_path / "rows.jsonl"), "device": "cpu"}
+    tuned = TuneJob.of(model=model, task="text-classification", seed=3, **rows)
+    found = EvaluateJob.of(model=model, task="text-classification", compare=str(tmp_path / "original"), **rows)
+    train, validation, _ = open_splits(tuned.task, tuned.dataset, tuned.data)
+    measured = open_splits(found.task, found.dataset, dataclasses.replace(found.data, trains=False)).validation
+    assert measured.rows.tolist() == validation.rows.tolist() and not {*measured.rows} & {*train.rows}
+    assert EvaluateJob.of(model=model, task="text-regression", **rows).data.seed == 0
+    notes = [note for note in evaluate_checkpoint(found).notes if "was tuned with" in note]
+    assert len(notes) == 1 and notes[0].startswith(
+        "'original' was tuned with --seed 4: if on this data, it was trained"
+    )
 
 
 def test_a_model_beside_itself_is_level(place, few_draws):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 HELD_OUT = 0.1
 """Share of the training rows to measure on if a data set has no split for it."""
 MOST_HELD_OUT = 1_000
+NO_SPLIT = "held-out rows, as it has no validation split"
+"""What the description says of rows to measure on that a seed chose among the training rows."""
 
 Given: TypeAlias = "str | Mapping[str, Dataset]"
 """A data set by name or path, or tables (`datasets.Dataset`) by the name of their split."""
@@ -127,7 +129,7 @@ def open_splits(task: Task, given: Given, options: DataOptions, *, raw: bool = F
         if len(train) < 2:
             raise DataError(f"{called}: got {len(train)} row, expected at least two, to train and to measure on")
         kept, held = np.sort(order[count:]), np.sort(order[:count])
-        where = f"{count:,} held-out rows, as it has no validation split"
+        where = f"{count:,} {NO_SPLIT}"
         if not raw:
             # Tables may repeat rows on purpose, so they are counted, not dropped: the score is then too good.
             records: Records = train.records
