@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from linearize.core.errors import ConfigError, suggestion, unknown_name
-from linearize.core.options import Config, convert, make, options_of, read_values
+from linearize.core.options import Config, convert, make, options_of, parse_pairs, read_values
 from linearize.core.parsing import at_home, user_path
 from linearize.core.registry import Values
 
@@ -35,7 +35,8 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     for option in options:
         group, metadata = groups[option.group], option.metadata
         how: dict[str, Any] = {"default": argparse.SUPPRESS, "help": option.help.replace("%", "%%")}
-        how |= {key: metadata[key] for key in ("nargs", "const", "metavar") if key in metadata}
+        for key in metadata.keys() & {"nargs", "const", "metavar"}:
+            how[key] = metadata[key]
         if metadata.get("positional"):
             group.add_argument(option.name, **({} if option.required else {"nargs": "?"}) | how)
             continue
@@ -181,6 +182,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise an error instead of printing it and exiting."""
         raise ConfigError(f"{message}; see: {self.prog} --help")
+
+
+class NamedFolders(argparse.Action):
+    """Reads NAME=DIR words of a script into a mapping; a name may have equals signs."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Set the mapping.
+
+        Raises:
+            SystemExit: for a word without a name, or a name that is given twice.
+        """
+        try:
+            setattr(namespace, self.dest, parse_pairs(values, self.dest, "NAME=DIR", last=True))
+        except ConfigError as error:
+            parser.error(str(error))
 
 
 Argument = tuple[str, Values]

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import linearize  # noqa: F401  (so that Auto classes load converted models)
+from linearize.cli._options import NamedFolders
 from linearize.core.parsing import check_file
 from linearize.fidelity.maps import attention_maps
 
@@ -26,14 +27,14 @@ from linearize.fidelity.maps import attention_maps
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("converted", nargs="+", metavar="NAME=DIR", help="conversions of one encoder")
+    parser.add_argument(
+        "converted", nargs="+", metavar="NAME=DIR", action=NamedFolders, help="conversions of one encoder"
+    )
     parser.add_argument("--text", required=True, help="plain text that was not used in training")
     parser.add_argument("--length", type=int, default=128, help="tokens per row (%(default)s)")
     parser.add_argument("--rows", type=int, default=16, help="rows (%(default)s)")
     parser.add_argument("--output", required=True, help="JSON file")
     args = parser.parse_args(words)
-    if wrong := [entry for entry in args.converted if "=" not in entry]:
-        parser.error(f"converted: got {wrong[0]!r}, expected NAME=DIR")
     check_file(args.output, "--output", (".json",), overwrite=True)
     return args
 
@@ -58,7 +59,7 @@ def main(words: list[str] | None = None) -> None:
     args = parse(words)
     text = Path(args.text).read_text(encoding="utf-8")
     results: dict[str, dict[str, float]] = {}
-    for name, folder in (entry.split("=", 1) for entry in args.converted):
+    for name, folder in args.converted.items():
         model = AutoModel.from_pretrained(folder).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         rows = tokenizer(text, truncation=True, max_length=args.length, return_overflowing_tokens=True)["input_ids"]

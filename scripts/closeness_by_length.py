@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import linearize  # noqa: F401  (so that Auto classes load converted models)
 from linearize.attention.interface import observed
+from linearize.cli._options import NamedFolders
 from linearize.core.parsing import check_file
 from linearize.fidelity.teacher import exact_states
 
@@ -29,14 +30,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original", help="folder of the softmax encoder")
-    parser.add_argument("--converted", nargs="+", required=True, metavar="NAME=DIR", help="its conversions")
+    parser.add_argument(
+        "--converted", nargs="+", required=True, metavar="NAME=DIR", action=NamedFolders, help="its conversions"
+    )
     parser.add_argument("--text", required=True, help="plain text that was not used in training")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], help="in tokens")
     parser.add_argument("--rows", type=int, default=4, help="rows per length (%(default)s)")
     parser.add_argument("--output", required=True, help="JSON file")
     args = parser.parse_args(words)
-    if wrong := [entry for entry in args.converted if "=" not in entry]:
-        parser.error(f"converted: got {wrong[0]!r}, expected NAME=DIR")
     check_file(args.output, "--output", (".json",), overwrite=True)
     return args
 
@@ -60,9 +61,8 @@ def closeness(states: Tensor, softmax: Tensor) -> Tensor:
 def main(words: list[str] | None = None) -> None:
     """Measure all lengths and write the file."""
     args = parse(words)
-    folders = dict(entry.split("=", 1) for entry in args.converted)
-    softmax = reference(AutoModel.from_pretrained(args.original), next(iter(folders.values())))
-    models = {name: AutoModel.from_pretrained(folder) for name, folder in folders.items()}
+    softmax = reference(AutoModel.from_pretrained(args.original), next(iter(args.converted.values())))
+    models = {name: AutoModel.from_pretrained(folder) for name, folder in args.converted.items()}
     tokenizer = AutoTokenizer.from_pretrained(args.original)
     text = Path(args.text).read_text(encoding="utf-8")
     results: list[dict[str, Any]] = []

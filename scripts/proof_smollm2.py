@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 import linearize  # noqa: F401  (loads converted checkpoints)
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import load_model, load_processor
+from linearize.cli._options import NamedFolders
 from linearize.core.parsing import check_file
 from linearize.fidelity.ablate import ablated
 from linearize.training.stage_two.intervals import RESAMPLES, percentiles
@@ -367,7 +368,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original")
-    parser.add_argument("--converted", nargs="+", required=True, metavar="NAME=DIR", help="checkpoints by name")
+    parser.add_argument(
+        "--converted", nargs="+", required=True, metavar="NAME=DIR", action=NamedFolders, help="checkpoints by name"
+    )
     parser.add_argument("--text", required=True, help="text to measure on")
     parser.add_argument("--offset", type=int, default=0, help="first token to measure on")
     parser.add_argument("--rows", type=int, default=8, help="rows of 1,024 tokens, and passages to copy")
@@ -383,8 +386,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", required=True)
     args = parser.parse_args(words)
     names = sorted({column.folder for column in COLUMNS.values() if column.folder})
-    if wrong := [pair for pair in args.converted if "=" not in pair or pair.split("=")[0] not in names]:
-        parser.error(f"converted: got {wrong[0]!r}, expected NAME=DIR with one of the names {', '.join(names)}")
+    if wrong := [name for name in args.converted if name not in names]:
+        parser.error(f"converted: got the name {wrong[0]!r}, expected one of {', '.join(names)}")
     check_file(args.output, "--output", (".json",), overwrite=True)
     return args
 
@@ -392,7 +395,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     """Measure and write the figures; those already in the --output file are kept."""
     args = parse(words)
-    folders = dict(pair.split("=", 1) for pair in args.converted)
     # The original may be a GGUF file.
     tokenizer = load_processor(args.original, "text")
     ids = torch.tensor(tokenizer(Path(args.text).read_text(encoding="utf-8"))["input_ids"])[args.offset :]
@@ -434,10 +436,10 @@ def main(words: list[str] | None = None) -> None:
     for name, column in ((name, column) for name, column in COLUMNS.items() if name in args.columns):
         figures = table.get(name, {})
         missing = [what for what in measures if what not in figures and what in (args.only or measures)]
-        if not missing or column.folder not in {None, *folders}:
+        if not missing or column.folder not in {None, *args.converted}:
             continue
         table[name] = figures
-        folder = folders[column.folder] if column.folder else args.original
+        folder = args.converted[column.folder] if column.folder else args.original
         if folder != open_folder:
             model = None
             if column.folder is None:

@@ -107,9 +107,9 @@ def test_text_is_parsed_and_values_are_taken_as_they_are():
     typed = ConvertJob.of(model="a", kernel_arg=["activation=exp"], keep_softmax="0-2,5", dataset="a=1,b=3")
     assert (typed.kernel_args, typed.keep_softmax) == ({"activation": "exp"}, (0, 1, 2, 5))
     assert typed.data.sources == (("a", 1.0), ("b", 3.0))
-    assert ConvertJob.of(model="a", kernel_arg={"activation": "exp"}, keep_softmax=(0, 1, 2, 5)).kernel_args == (
-        typed.kernel_args
-    )
+    for kept in ((0, 1, 2, 5), [0, 1, 2, 5]):
+        plain = ConvertJob.of(model="a", kernel_arg={"activation": "exp"}, keep_softmax=kept)
+        assert (plain.kernel_args, plain.keep_softmax) == (typed.kernel_args, typed.keep_softmax)
 
 
 def test_unknown_missing_and_wrong_options_are_refused():

@@ -123,18 +123,21 @@ def options_of(config: type) -> Mapping[str, Option]:
 def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
     for outer in dataclasses.fields(config):
-        own = Section(config, outer.metadata.get("group"), only=(outer.name,) if "help" in outer.metadata else ())
-        section: Section = outer.metadata.get(_SECTION, own)
-        required = _required(section.config)
-        for name, field in section.options().items():
-            place = ("" if section is own else outer.name, field.name)
+        own = _SECTION not in outer.metadata
+        section: Section = Section(config, outer.metadata.get("group")) if own else outer.metadata[_SECTION]
+        fields = {outer.metadata.get("name", outer.name): outer} if own else section.options()
+        for name, field in fields.items() if not own or "help" in outer.metadata else ():
+            place = ("" if own else outer.name, field.name)
             if name in options:
                 # One more field that the option sets.
                 options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
                 continue
             shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
             kind = kinds_of(field_types(section.config)[field.name])[0]
-            metadata, needed = {**field.metadata, **shown}, field.name in required
+            metadata, needed = (
+                {**field.metadata, **shown},
+                field.default is MISSING and field.default_factory is MISSING,
+            )
             options[name] = Option(name, kind, field.default, metadata, section.title, (place,), needed)
     return types.MappingProxyType(options)
 
@@ -163,7 +166,11 @@ def make(config: type[Config], values: Mapping[str, object]) -> Config:
     defaults = {name: value for name, value in derived.get("", {}).items() if name in known}
     for name, value in {**defaults, **values}.items():
         parse: Callable[[object], object] | None = known[name].metadata.get("parse")
-        parsed = parse(value) if parse is not None and isinstance(value, (str, list)) else value
+        parsed = value
+        if parse is not None and isinstance(value, (str, list)):
+            # Only the texts of an option that may be repeated are a list; any other list is the value itself.
+            typed = isinstance(value, str) or "repeat" in known[name].metadata
+            parsed = parse(value) if typed else tuple(value)
         for section_name, inner in known[name].places:
             given.setdefault(section_name, {})[inner] = parsed
     fields = given.get("", {})
@@ -298,21 +305,29 @@ def without_folder(value: object) -> Any:
     return type(value)(map(without_folder, value)) if isinstance(value, list | tuple) else value
 
 
-def parse_pairs(pairs: list[str], place: str = "--kernel-arg") -> dict[str, str]:
+def parse_pairs(
+    pairs: list[str],
+    place: str = "--kernel-arg",
+    form: str = "NAME=VALUE such as activation=exp",
+    *,
+    last: bool = False,
+) -> dict[str, str]:
     """Read repeated K=V options.
 
     Args:
         pairs: the texts "K=V".
         place: name of the option in messages.
+        form: what they look like, for messages.
+        last: whether names, rather than values, may have an equals sign.
 
     Raises:
         ConfigError: if a text has no equals sign, or a name is given twice.
     """
     arguments: dict[str, str] = {}
     for pair in pairs:
-        name, equals, value = pair.partition("=")
+        name, equals, value = pair.rpartition("=") if last else pair.partition("=")
         if not equals or not name:
-            raise ConfigError(f"{place}: got {pair!r}, expected NAME=VALUE such as activation=exp")
+            raise ConfigError(f"{place}: got {pair!r}, expected {form}")
         if name in arguments:
             raise ConfigError(f"{place}: {name} is given twice; give it once")
         arguments[name] = value

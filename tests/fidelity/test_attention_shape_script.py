@@ -17,6 +17,19 @@ def test_entropy_of_known_rows():
     assert SCRIPT.entropy(rows).item() == pytest.approx(sum(expected) / 3)
 
 
+@pytest.mark.parametrize("name", ["attention_shape", "closeness_by_length"])
+def test_folders_are_named_once_and_names_may_have_equals_signs(name, tmp_path, capsys):
+    """Of two folders with one name, only the second was measured."""
+    parse, more = script(name).parse, ["--text", "a.txt", "--output", str(tmp_path / "a.json")]
+    line = ["--converted"] if name == "closeness_by_length" else []
+    more += ["bert"] * len(line)
+    found = parse([*line, "rate=0.1=runs/a", "elu=b", *more]).converted
+    assert found == {"rate=0.1": "runs/a", "elu": "b"}
+    with pytest.raises(SystemExit):
+        parse([*line, "elu=a", "elu=b", *more])
+    assert "converted: elu is given twice" in capsys.readouterr().err
+
+
 def test_order_is_that_of_the_ranks():
     scores = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0))
     softmax = scores.softmax(dim=-1)
