@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ BATCHES = 8
 """Number of training batches that are hashed from a source without a method `digest`."""
 TRAINED = "trained_length"
 """The addition that a run sets from its data, which a fingerprint already holds."""
+MODEL_WEIGHTS = "model weights"
 MODEL = "model contents"
 """Name of a `model_digest` in a record."""
 UNKNOWN_INPUTS = (
@@ -63,7 +64,7 @@ def fingerprint(
         values["data contents"] = data_digest(data)
     if model is not None:
         values["kernels"] = kernels_of(model)
-        for name, kernel in (("model weights", False), ("kernel weights", True)):
+        for name, kernel in ((MODEL_WEIGHTS, False), ("kernel weights", True)):
             values[name] = weights_digest(model, kernel)
     return values
 
@@ -76,14 +77,15 @@ def model_digest(name: str) -> str | None:
         return Path(cached).parent.name if isinstance(cached, str) else None
     # With the modules of a sentence embedder.
     files = [*path.glob("*"), *path.glob("[0-9]_*/*")] if path.is_dir() else [path]
-    return files_digest([file for file in files if file.suffix in (".json", ".safetensors", ".gguf")])
+    weights = ".safetensors" if any(file.suffix == ".safetensors" for file in files) else ".bin"
+    return files_digest([file for file in files if file.suffix in (".json", ".gguf", weights)])
 
 
 def files_digest(files: Iterable[Path]) -> str:
     """Return the hash of files' contents and names, with the folder's, which may be a class of images."""
     hashed = xxhash.xxh3_128()
     for file in sorted(files):
-        _feed(hashed, [file.parent.name, file.name, file.stat().st_size])
+        _feed(hashed, [[file.parent.name, file.name, file.stat().st_size]])
         with file.open("rb") as content:
             while block := content.read(BLOCK):
                 hashed.update(block)
@@ -169,8 +171,9 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
         kernel: True for the weights of kernels only, False for all others, None for all.
     """
     weights = sorted(model.state_dict().items())
-    chosen = (item for item in weights if kernel is None or (KERNEL in f".{item[0]}.") is kernel)
-    return _hash(chain.from_iterable((name, stored(model, name, tensor)) for name, tensor in chosen))
+    chosen = {name: tensor for name, tensor in weights if kernel is None or (KERNEL in f".{name}.") is kernel}
+    contents = map(stored, repeat(model), chosen, chosen.values())
+    return _hash(chain.from_iterable(zip(chosen, contents, strict=True)))
 
 
 def data_digest(data: object) -> str:
@@ -197,41 +200,47 @@ def spread(count: int, most: int) -> list[int]:
 
 def _hash(values: Iterable[object]) -> str:
     hashed = xxhash.xxh3_128()
-    for value in values:
-        _feed(hashed, value)
+    _feed(hashed, values)
     return hashed.hexdigest()
 
 
-def _feed(hashed: xxhash.xxh3_128, value: object) -> None:
-    """Hash a nested value; its kind and length come first, so that no two values feed the same bytes."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().to("cpu").contiguous()
-        _feed(hashed, f"{value.dtype} {list(value.shape)}")
-        hashed.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        hashed.update(f"a{value.dtype.str}{value.shape}".encode())
-        hashed.update(np.ascontiguousarray(value).data)
-    elif isinstance(value, Mapping):
-        hashed.update(b"m%d" % len(value))
-        for key in sorted(value, key=str):
-            _feed(hashed, str(key))
-            _feed(hashed, value[key])
-    elif isinstance(value, (str, bytes)):
-        content = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
-        hashed.update(b"%s%d:" % (b"b" if isinstance(value, bytes) else b"s", len(content)) + content)
-    elif isinstance(value, (list, tuple)) and value and all(type(item) is int and abs(item) < 2**63 for item in value):
-        _feed(hashed, np.array(value, dtype=np.int64))
-    elif isinstance(value, (list, tuple)):
-        hashed.update(b"l%d" % len(value))
-        for item in value:
-            _feed(hashed, item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        _feed(hashed, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    elif value is None or isinstance(value, (bool, int, float, np.generic)):
-        hashed.update(f"v{type(value).__name__} {value!r};".encode())
-    elif hasattr(value, "tobytes"):  # an image
-        _feed(hashed, f"{getattr(value, 'mode', '')} {getattr(value, 'size', '')}")
-        _feed(hashed, value.tobytes())
-    else:
-        # The text of an unknown object may hold its address, which differs in every run.
-        raise TypeError(f"got {type(value).__name__} in the data of a fingerprint, expected tensors, text and numbers")
+def _feed(hashed: xxhash.xxh3_128, values: Iterable[object]) -> None:
+    """Hash nested values; the kind and length of each come first, so that no two feed the same bytes."""
+    for outer in values:
+        # The next value is the last. Rows are many, and a call for each would take longer than hashing them.
+        left: list[Any] = [outer]
+        while left:
+            value = left.pop()
+            if isinstance(value, (list, tuple)) and set(map(type, value)) == {int} and max(map(abs, value)) < 2**63:
+                value = np.array(value, dtype=np.int64)
+            if isinstance(value, torch.Tensor):
+                value = value.detach().to("cpu").contiguous()
+                header = f"{value.dtype} {list(value.shape)}".encode()
+                hashed.update(b"s%d:" % len(header) + header)
+                hashed.update(value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
+            elif isinstance(value, np.ndarray) and value.dtype != object:
+                hashed.update(f"a{value.dtype.str}{value.shape}".encode())
+                hashed.update(np.ascontiguousarray(value).data)
+            elif isinstance(value, Mapping):
+                hashed.update(b"m%d" % len(value))
+                left += [part for key in sorted(value, key=str)[::-1] for part in (value[key], str(key))]
+            elif isinstance(value, (str, bytes)):
+                content = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+                hashed.update(b"%s%d:" % (b"b" if isinstance(value, bytes) else b"s", len(content)) + content)
+            elif isinstance(value, (list, tuple)):
+                hashed.update(b"l%d" % len(value))
+                left += reversed(value)
+            elif value is None or isinstance(value, (bool, int, float, np.generic)):
+                hashed.update(f"v{type(value).__name__} {value!r};".encode())
+            else:
+                left += _opened(value)
+
+
+def _opened(value: Any) -> list[object]:
+    """Return what an object is hashed as, the last part first."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [{field.name: getattr(value, field.name) for field in dataclasses.fields(value)}]
+    if hasattr(value, "tobytes"):  # an image
+        return [value.tobytes(), f"{getattr(value, 'mode', '')} {getattr(value, 'size', '')}"]
+    # The text of an unknown object may hold its address, which differs in every run.
+    raise TypeError(f"got {type(value).__name__} in the data of a fingerprint, expected tensors, text and numbers")

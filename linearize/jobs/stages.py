@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from linearize.attention.parts import exact_tokens
-from linearize.checkpoint.fingerprint import check_same, fingerprint
+from linearize.checkpoint.fingerprint import MODEL_WEIGHTS, check_same, fingerprint, weights_digest
 from linearize.checkpoint.loading import Loaded, move, pooling, quiet
 from linearize.checkpoint.output import check_room, check_target, claim
 from linearize.checkpoint.provenance import add_command
@@ -178,12 +178,15 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], Values]
         return choice()
     options = {what: asked, **{f"data {name}": value for name, value in source.options.items()}}
     identity = fingerprint(data=source, options={**options, "plan": context.plan.to_dict()})
+    identity[MODEL_WEIGHTS] = weights_digest(context.loaded.model, kernel=False)
     kept = states_of(job)[0].choices().get(what) if job.stage.resume else None
     # As with a file that cannot be read, a choice that is not whole is made again.
     if not isinstance(kept, dict) or not isinstance(kept.get("fingerprint"), dict) or "plan" not in kept:
         kept = {**choice(), "fingerprint": identity}
     else:
-        check_same(kept["fingerprint"], identity)
+        # Earlier versions did not record the weights.
+        known = kept["fingerprint"]
+        check_same(known, {name: value for name, value in identity.items() if name in known or name != MODEL_WEIGHTS})
     context.choices[what] = kept
     return kept
 

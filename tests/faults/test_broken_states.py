@@ -16,7 +16,7 @@ from support.training import Fixed, batches, sharp
 
 import linearize
 from linearize.checkpoint.loading import load_processor
-from linearize.core.errors import CheckpointError, LinearizeError
+from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_two.config import DataOptions, TuneConfig
@@ -163,6 +163,7 @@ def test_a_damaged_choice_is_made_again(content, tmp_path):
         job=SimpleNamespace(keeps_states=True, endings={"stage": "stage1"}, stage=stage),
         source=SimpleNamespace(options={}, digest=lambda: "x"),
         plan=SimpleNamespace(to_dict=dict),
+        loaded=SimpleNamespace(model=torch.nn.Linear(2, 2)),
         choosing={},
         choices={},
     )
@@ -170,6 +171,31 @@ def test_a_damaged_choice_is_made_again(content, tmp_path):
     (tmp_path / "choices" / "state.json").write_text(content)
     made = choose(context, "window", "auto", lambda: {"plan": {"made": "again"}})
     assert made["plan"] == {"made": "again"} and context.choices["window"] is made
+
+
+def test_a_choice_for_other_weights_is_not_kept(tmp_path):
+    """A model that was replaced between the choice and the first state kept the choice of the one before."""
+    from linearize.jobs.stages import choose, keep_choices
+
+    stage = SimpleNamespace(folder=str(tmp_path), resume=True, keep=1)
+    context = SimpleNamespace(
+        job=SimpleNamespace(keeps_states=True, endings={"stage": "stage1"}, stage=stage),
+        source=SimpleNamespace(options={}, digest=lambda: "x"),
+        plan=SimpleNamespace(to_dict=dict),
+        loaded=SimpleNamespace(model=torch.nn.Linear(2, 2)),
+        choosing={},
+        choices={},
+    )
+    choose(context, "window", "auto", lambda: {"plan": {"of": "the first"}})
+    keep_choices(context)
+    assert choose(context, "window", "auto", dict)["plan"] == {"of": "the first"}
+    context.loaded.model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="resume: the run was started with model weights="):
+        choose(context, "window", "auto", dict)
+    # A run of an earlier version did not record them.
+    del context.choices["window"]["fingerprint"]["model weights"]
+    keep_choices(context)
+    assert choose(context, "window", "auto", dict)["plan"] == {"of": "the first"}
 
 
 def test_no_temporary_folder_is_one_line(tuning, monkeypatch, capsys):

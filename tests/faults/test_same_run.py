@@ -14,7 +14,15 @@ from support.command_lines import line_of, without
 from support.tiny import converted, inputs_of, original
 
 import linearize
-from linearize.checkpoint.fingerprint import ROWS, check_same, data_digest, fingerprint, rows_digest, weights_digest
+from linearize.checkpoint.fingerprint import (
+    ROWS,
+    check_same,
+    data_digest,
+    fingerprint,
+    model_digest,
+    rows_digest,
+    weights_digest,
+)
 from linearize.checkpoint.provenance import read_log
 from linearize.core.errors import ConfigError
 from linearize.jobs import stages
@@ -82,6 +90,17 @@ def test_kernels_are_compared_by_their_sinks():
     )
     with pytest.raises(ConfigError, match=r"started with kernels="):
         check_same(first, other)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin", "gguf"])
+def test_the_weights_of_a_folder_are_hashed_in_every_format(ending, tmp_path):
+    """Other weights in a .bin file were not noticed."""
+    (tmp_path / "config.json").write_text("{}")
+    digests = set()
+    for content in (b"a", b"b"):
+        (tmp_path / f"model.{ending}").write_bytes(content)
+        digests.add(model_digest(str(tmp_path)))
+    assert len(digests) == 2
 
 
 def test_no_two_values_have_one_hash():
