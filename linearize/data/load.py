@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -64,7 +66,7 @@ def load_source(config: DataConfig, processor: Processor, modality: Modality) ->
         for own, rows in zip(records, rows_train, strict=True):
             full = list(encoder.pack(_texts(own, rows), keep_rest=False))
             packed.append(PackedRecords(full or list(encoder.pack(_texts(own, rows), keep_rest=True))))
-        texts = (text for own, rows in zip(records, rows_held, strict=True) for text in _texts(own, rows))
+        texts = chain.from_iterable(map(_texts, records, rows_held))
         together = PackedRecords(list(encoder.pack(texts, keep_rest=True)))
         train = Chosen(packed, [np.arange(len(part.sizes)) for part in packed])
         held = Chosen([together], [np.arange(len(together.sizes))])
@@ -78,16 +80,18 @@ def _open_default(config: DataConfig, modality: Modality) -> tuple[Part, bool]:
     """Open the default data set on the Hub, or the built-in data when offline; tell whether it is the built-in data."""
     name = DEFAULT_TEXT if modality == "text" else DEFAULT_IMAGES
     reason = unreachable(name.partition(":")[0])
+    options = ("text_pair_column", "text_column", "image_column", "split")
+    given = next((option for option in options if getattr(config, option) != getattr(DataConfig, option)), None)
     if reason is None:
         try:
             table = load_hub(name, config.split, config.rows_read)
             return make_part([table], config, modality, _hub_origin(name, config)), False
         except DataError as error:
-            if config.text_column or config.image_column or config.split != "train":
+            if given is not None:
                 raise
             reason = str(error)
-    if config.text_pair_column:
-        raise DataError(f"got text_pair_column, which the built-in data does not have, and {reason}; pass a dataset.")
+    if given is not None:
+        raise DataError(f"got {given}, which the built-in data does not have, and {reason}; pass a dataset.")
     because = f", as no data set is given and {reason}"
     if modality == "text":
         from datasets import Dataset
@@ -162,4 +166,4 @@ def make_part(
 
 
 def _texts(part: Records, rows: np.ndarray) -> Iterator[str]:
-    return (example.value for example in part.each(np.sort(rows).tolist()))
+    return map(attrgetter("value"), part.each(np.sort(rows).tolist()))

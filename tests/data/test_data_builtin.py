@@ -45,8 +45,9 @@ def test_text_without_a_dataset_offline(gpt_tokenizer: Any) -> None:
     assert source.description.startswith("built-in English prose (manual topics and docstrings of Python 3.")
     assert "as no data set is given and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set" in source.description
     assert next(source.train_batches())["input_ids"].shape[0] == 4
-    with pytest.raises(DataError, match="got text_pair_column, which the built-in data does not have"):
-        load_source(DataConfig(text_pair_column="label"), gpt_tokenizer, "text")
+    for option in ("text_pair_column", "text_column", "split"):
+        with pytest.raises(DataError, match=f"got {option}, which the built-in data does not have"):
+            load_source(DataConfig(**{option: "label"}), gpt_tokenizer, "text")
 
 
 def test_images_without_a_dataset_offline(image_processor: Any) -> None:
