@@ -296,6 +296,10 @@ def _discover() -> None:
                 ) from error
 
 
+LIMITS = ("low", "high", "above", "below", "multiple_of", "choices")
+"""The limits of an option, in its metadata."""
+
+
 def option(
     default: object = dataclasses.MISSING,
     help: str = "",
@@ -324,9 +328,12 @@ def option(
             `positional`; `repeat` for an option that may be given several times; `nargs` and `const` as in argparse;
             `second`, a second field, whose value is typed after a comma; `negatable`, whether --no-NAME exists too.
     """
-    limits: dict[str, object] = {"low": low, "high": high, "above": above, "below": below, "multiple_of": multiple_of}
-    limits["choices"] = choices and tuple(choices)
-    metadata = {"help": help, **{name: limit for name, limit in limits.items() if limit is not None}, **more}
+    metadata: Values = {"help": help}
+    values = (low, high, above, below, multiple_of, choices and tuple(choices))
+    for name, limit in zip(LIMITS, values, strict=True):
+        if limit is not None:
+            metadata[name] = limit
+    metadata |= more
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -385,14 +392,26 @@ def check(config: DataclassInstance, where: str) -> None:
     Raises:
         ConfigError: naming the field.
     """
-    hints = field_types(type(config))
-    for one in dataclasses.fields(config):
-        kinds, value = kinds_of(hints[one.name]), getattr(config, one.name)
-        optional = value is None and type(None) in typing.get_args(hints[one.name])
-        if optional or not KINDS.keys() >= set(kinds):
+    for name, kinds, optional, limits in _checked_fields(type(config)):
+        value = getattr(config, name)
+        if value is None and optional:
             continue
-        if not any(map(fits, itertools.repeat(value), kinds)) or not within(value, one.metadata):
-            raise ConfigError(f"{where}, {one.name}: got {value!r}, expected {allowed(kinds, one.metadata)}")
+        # A float may be infinite, and a subclass or a whole number fits as well.
+        fitting = (type(value) in kinds and type(value) is not float) or any(map(fits, itertools.repeat(value), kinds))
+        if not fitting or (limits and not within(value, limits)):
+            raise ConfigError(f"{where}, {name}: got {value!r}, expected {allowed(kinds, limits)}")
+
+
+@functools.cache
+def _checked_fields(config: Any) -> list[tuple[str, tuple[Any, ...], bool, Mapping[str, Any]]]:
+    """Return the fields of plain types: name, types, whether None is allowed, and metadata if it has limits."""
+    fields: list[tuple[str, tuple[Any, ...], bool, Mapping[str, Any]]] = []
+    for one in dataclasses.fields(config):
+        hint = field_types(config)[one.name]
+        limits = {} if one.metadata.keys().isdisjoint(LIMITS) else one.metadata
+        if KINDS.keys() >= set(kinds_of(hint)):
+            fields.append((one.name, kinds_of(hint), type(None) in typing.get_args(hint), limits))
+    return fields
 
 
 @functools.cache

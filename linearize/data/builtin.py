@@ -6,7 +6,7 @@ import ast
 import contextlib
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -109,5 +109,5 @@ class Crops(Records):
             examples.append(Example(Image.fromarray(np.ascontiguousarray(pixels[:, ::-1] if mirrored else pixels))))
         return examples
 
-    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
+    def digests(self, rows: Sequence[int]) -> Iterable[bytes]:
         return (repr(self.plans[row]).encode() for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -74,14 +74,15 @@ def coded(
     max_length: int | None,
     **options: Any,
 ) -> Iterator[tuple[int, Values]]:
-    """Yield the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer.
+    """Return the rows of `tokenise`, each with the number of its text; `options` go to the tokenizer.
 
     Raises:
         ConfigError: if the special tokens alone are more than `max_length`.
     """
     if max_length is not None:
         check_room(tokenizer, max_length, second is not None)
-    for begin in range(0, len(first), 1_000):
+
+    def rows(begin: int) -> list[tuple[int, dict[str, Any]]]:
         fields = tokenizer(
             list(first[begin : begin + 1_000]),
             None if second is None else list(second[begin : begin + 1_000]),
@@ -93,8 +94,10 @@ def coded(
         )
         names = [name for name in TOKEN_FIELDS if name in fields]
         owners = fields.get("overflow_to_sample_mapping") or range(len(fields["input_ids"]))
-        for place, owner in enumerate(owners):
-            yield begin + owner, {name: fields[name][place] for name in names}
+        values = zip(*[fields[name] for name in names], strict=True)
+        return [(begin + owner, dict(zip(names, row, strict=True))) for owner, row in zip(owners, values, strict=True)]
+
+    return chain.from_iterable(map(rows, range(0, len(first), 1_000)))
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -132,7 +135,7 @@ class TextEncoder:
             the longest row among all the examples.
         """
         rows = [{"input_ids": example.value} for example in examples] if self.packed else self._tokenise(examples)
-        width = max(len(row["input_ids"]) for row in rows)
+        width = max(map(len, [row["input_ids"] for row in rows]))
         kept: Any = rows[keep]
         padded = self.tokenizer.pad(kept, padding="max_length", max_length=width, return_tensors="pt", verbose=False)
         return dict(padded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +15,7 @@ from linearize.core.errors import DataError
 from linearize.core.registry import ReadOnlyValues
 from linearize.data.columns import in_order
 from linearize.data.hub import cause
-from linearize.data.records import Example, Records, TableRecords, bytes_digest, named_labels
+from linearize.data.records import Example, Records, TableRecords, hashed, named_labels
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,8 +64,8 @@ class ImageFiles(Records):
         labels = [file.inner.parent.name if self.names else None for file in files]
         return [Example(image, None, label) for image, label in zip(images, labels, strict=True)]
 
-    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (bytes_digest(self._read(self.files[row])) for row in rows)
+    def digests(self, rows: Sequence[int]) -> Iterable[bytes]:
+        return (hashed(self._read(self.files[row])).digest() for row in rows)
 
     def _read(self, file: ImageFile) -> bytes:
         try:
@@ -104,8 +104,8 @@ class ImageTable(TableRecords):
             for row, raw, label in zip(rows, columns["image"], labels, strict=True)
         ]
 
-    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (bytes_digest(raw_bytes(self.table[int(row)]["image"])) for row in rows)
+    def digests(self, rows: Sequence[int]) -> Iterable[bytes]:
+        return (hashed(raw_bytes(self.table[int(row)]["image"])).digest() for row in rows)
 
 
 def raw_bytes(raw: ReadOnlyValues) -> bytes:

@@ -5,8 +5,10 @@ Re-paired texts are rows without a label, to be labelled by a teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 SCAN_ROWS = 10_000
 FETCH_ROWS = 1_000
+hashed = partial(blake2b, digest_size=16)
+"""The hash of an example's bytes."""
 
 
 Label: TypeAlias = "str | float | tuple[str | float | None, ...] | None"
@@ -49,20 +53,15 @@ class Records(Protocol):
 
     def each(self, rows: Sequence[int]) -> Iterator[Example]:
         """Yield the examples with these numbers, without holding all of them in memory."""
-        for begin in range(0, len(rows), FETCH_ROWS):
-            yield from self.fetch(rows[begin : begin + FETCH_ROWS])
+        groups = (rows[begin : begin + FETCH_ROWS] for begin in range(0, len(rows), FETCH_ROWS))
+        return chain.from_iterable(map(self.fetch, groups))
 
     def labels(self, rows: Sequence[int]) -> list[Label]:
         """Return the labels of these examples."""
         return [example.label for example in self.fetch(rows)]
 
-    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        """Yield a digest of each example, equal for equal texts or image files."""
-
-
-def bytes_digest(content: bytes) -> bytes:
-    """Return a digest of bytes."""
-    return blake2b(content, digest_size=16).digest()
+    def digests(self, rows: Sequence[int]) -> Iterable[bytes]:
+        """Return a digest of each example, equal for equal texts or image files."""
 
 
 class TableRecords(Records):
@@ -133,12 +132,14 @@ class TextRecords(TableRecords):
         labels = named_labels(columns.get("label", none), self.names)
         return [Example(*row) for row in zip(columns["text"], columns.get("pair", none), labels, strict=True)]
 
-    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
+    def digests(self, rows: Sequence[int]) -> Iterable[bytes]:
+        digests = []
         for text, pair, _ in self.each(rows):
             # White space around texts does not count. The length distinguishes ("ab", "c") from ("a", "bc").
             first = text.strip().encode("utf-8", "surrogatepass")
             second = (pair or "").strip().encode("utf-8", "surrogatepass")
-            yield bytes_digest(b"%d:" % len(first) + first + second)
+            digests.append(hashed(b"%d:" % len(first) + first + second).digest())
+        return digests
 
 
 class PackedRecords(Records):
@@ -155,19 +156,15 @@ class PackedRecords(Records):
     def fetch(self, rows: Sequence[int]) -> list[Example]:
         return [Example(self.rows[row]) for row in rows]
 
-    def digests(self, rows: Sequence[int]) -> Iterator[bytes]:
-        return (bytes_digest(self.rows[row].tobytes()) for row in rows)
+    def digests(self, rows: Sequence[int]) -> Iterable[bytes]:
+        return [hashed(self.rows[row].tobytes()).digest() for row in rows]
 
 
 def named_labels(labels: Sequence[object], names: tuple[str, ...] | None) -> list[Any]:
     """Turn class numbers into class names, as the parts of a mixture may number their classes differently."""
-
-    def named(label: object) -> object:
-        if isinstance(label, list):
-            return tuple(map(named, label))
-        return names[label] if names is not None and isinstance(label, int) and label >= 0 else label
-
-    return [named(label) for label in labels]
+    if names is not None:
+        labels = [names[label] if isinstance(label, int) and label >= 0 else label for label in labels]
+    return [tuple(named_labels(label, names)) if isinstance(label, list) else label for label in labels]
 
 
 NEIGHBOURS = 6

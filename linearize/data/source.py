@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ def without_doubles(part: Records, rows: np.ndarray, known: set[bytes], sizes: n
 
 
 def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position: int = 0) -> Iterator[int]:
-    """Yield the numbers of the training examples endlessly, in the order of training.
+    """Return the numbers of the training examples, endlessly, in the order of training.
 
     An epoch has as many examples as there are in total. Each part fills its weight's share of every epoch, and is
     shuffled again for each pass over it.
@@ -114,7 +114,8 @@ def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position:
     # At least one of each, or a small part of a small mixture would never be drawn.
     shares = [1 + share for share in apportion(total - len(sizes), weights)]
     offsets = np.cumsum([0, *sizes])
-    for epoch in count(position // total):
+
+    def numbers(epoch: int) -> list[int]:
         drawn = []
         for part, (size, share) in enumerate(zip(sizes, shares, strict=True)):
             # This epoch's slice of the part's endless sequence of shuffled passes.
@@ -122,11 +123,12 @@ def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position:
             first, last = begin // size, (begin + share - 1) // size
             passes = [np.random.default_rng([seed + n, ORDER, part]).permutation(size) for n in range(first, last + 1)]
             drawn.append(offsets[part] + np.concatenate(passes)[begin - first * size :][:share])
-        numbers = drawn[0]
-        if len(drawn) > 1:
-            numbers = np.random.default_rng([seed + epoch, MIX]).permutation(np.concatenate(drawn))
-        yield from numbers[position % total :].tolist()
-        position = 0
+        if len(drawn) == 1:
+            return drawn[0].tolist()
+        return np.random.default_rng([seed + epoch, MIX]).permutation(np.concatenate(drawn)).tolist()
+
+    first = position // total
+    return chain(numbers(first)[position % total :], chain.from_iterable(map(numbers, count(first + 1))))
 
 
 class Chosen:
@@ -145,8 +147,8 @@ class Chosen:
         """Return a digest of the sizes of all examples and the contents of up to `DIGESTS` of each part."""
         parts = []
         for part, chosen in zip(self.parts, self.rows, strict=True):
-            some = [int(chosen[place]) for place in spread(len(chosen), DIGESTS)]
-            parts.append([part.sizes[chosen], list(part.digests(some)), list(part.names or ())])
+            digests = part.digests(chosen[spread(len(chosen), DIGESTS)].tolist())
+            parts.append([part.sizes[chosen], list(digests), list(part.names or ())])
         return data_digest(parts)
 
     def fetch(self, items: Sequence[int]) -> list[Example]:

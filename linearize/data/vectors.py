@@ -36,7 +36,7 @@ def check_replaceable(path: Path, option: str) -> None:
     if not path.exists():
         return
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
             ours = MARK in (parquet.read_schema(path).metadata or {})

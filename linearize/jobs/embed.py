@@ -24,7 +24,7 @@ from linearize.core.errors import CheckpointError, ConfigError, DataError, inter
 from linearize.core.options import recorded
 from linearize.core.parsing import check_file, user_path, write_file
 from linearize.data.load import open_records
-from linearize.data.records import TextRecords, bytes_digest
+from linearize.data.records import TextRecords, hashed
 from linearize.data.vectors import ENDINGS, WHOLE, check_replaceable, read_part, write_vectors
 from linearize.jobs.config import EmbedJob
 from linearize.jobs.embedder import Documents, Embedder, OnBatch, check_embedder
@@ -170,7 +170,7 @@ def embed_dataset(job: EmbedJob, on_event: Callback = ignore) -> EmbedResult:
             kept.append(part)
         on_event(Started("writing"))
         facts = {"documents": recorded(job), "normalized": any(type(m).__name__ == "Normalize" for m in embedder.model)}
-        write_vectors(kept, beside, target.suffix, facts)
+        write_vectors(kept, beside, target.suffix.lower(), facts)
         beside.replace(target)
         result = _summary(job, kept, documents, embedder.length, time.perf_counter() - start)
         with suppress(CheckpointError, OSError):
@@ -254,7 +254,7 @@ def _begin(job: EmbedJob, work: Path, documents: Documents) -> bool:
         CheckpointError: if the folder holds something else.
     """
     options = {name: value for name, value in recorded(job).items() if name not in FREE}
-    contents = [bytes_digest(text.encode("utf-8", "surrogatepass")) for _, text in documents]
+    contents = [hashed(text.encode("utf-8", "surrogatepass")).digest() for _, text in documents]
     started = fingerprint(data=contents, options=options) | {MODEL: model_digest(job.model)}
     if job.resume and (work / STARTED).exists():
         check_started(work, started)

@@ -161,12 +161,15 @@ def test_both_files_hold_what_python_returns(place, folder, opened, capsys):
     code, out, err = run(capsys, *line(folder, "vectors.parquet"))
     assert code == 0, err
     assert "9 documents and" in out and "Longer than the model reads, and cut: 1 of 9 documents." in out
-    assert run(capsys, *line(folder, "vectors.npy"))[0] == 0
-    for found in (read_parquet("vectors.parquet"), np.load("vectors.npy", allow_pickle=False)):
+    # Under a name in capital letters were the bytes of the other kind.
+    assert (
+        run(capsys, *line(folder, "vectors.NPY"))[0] == 0 == run(capsys, *line(folder, "vectors.NPY", "--overwrite"))[0]
+    )
+    for found in (read_parquet("vectors.parquet"), np.load("vectors.NPY", allow_pickle=False)):
         assert found.dtype == expected.rows.dtype
         for name in found.dtype.names:
             np.testing.assert_array_equal(found[name], expected.rows[name])
-    assert sorted(path.name for path in place.iterdir()) == ["docs.jsonl", "vectors.npy", "vectors.parquet"]
+    assert sorted(path.name for path in place.iterdir()) == ["docs.jsonl", "vectors.NPY", "vectors.parquet"]
 
 
 def test_an_interrupted_run_continues_to_the_bit(place, folder, monkeypatch, capsys):
