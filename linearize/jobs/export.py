@@ -67,6 +67,10 @@ def export_checkpoint(job: ExportJob, on_event: Callback = ignore) -> ExportResu
         for layer in linear_attentions(model).values():
             check_parts(layer.hybrid, NEAR | SCALED | HEADS, "export", UnsupportedModelError)
         graphs = graphs_of(model, last_logits=job.last_logits)
+        if job.last_logits and len(graphs) == 1:
+            raise UnsupportedModelError(
+                f"last-logits: {job.model!r} decodes nothing, so its one graph has all outputs; leave the option out"
+            )
         models = {}
         for graph in graphs:
             on_event(Started(f"writing {graph.name}.onnx"))

@@ -46,6 +46,8 @@ def init_checkpoint(job: InitJob, processor: Processor | None = None) -> Plan | 
             raise ConfigError(
                 f"num_labels: got {job.num_labels} for task {chosen.name}, whose head has no classes; leave it out"
             )
+        if job.kernel_args and job.kernel is None:
+            raise ConfigError("kernel_arg: got arguments without a kernel; name it (--kernel), or leave them out")
         if isinstance(job.config, str) and any((user_path(job.config) / name).is_file() for name in PROCESSORS):
             source = source or job.config
         if processor is None and source is not None:

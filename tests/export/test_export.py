@@ -189,6 +189,8 @@ def test_the_command_line_refuses_before_it_works(tmp_path, capsys):
     linearize.save(converted("bert"), tmp_path / "bert")
     code, _, err = run(capsys, "export", tmp_path / "bert", "--output", tmp_path / "out", "--time", "16")
     assert code == 2 and "unknown option '--time'" in err
+    code, _, err = run(capsys, "export", tmp_path / "bert", "--output", tmp_path / "out", "--last-logits")
+    assert code == 2 and "so its one graph has all outputs" in err and not (tmp_path / "out").exists()
     code, _, err = run(capsys, "export", tmp_path, "--output", tmp_path / "out", "--format", "tflite")
     assert code == 2 and "tflite" in err and "onnx" in err
 

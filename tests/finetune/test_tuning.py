@@ -750,10 +750,12 @@ def test_init_takes_the_tokenizer_of_the_configs_folder(bert, tmp_path):
     assert not (tmp_path / "bare" / "tokenizer.json").exists()
 
 
-def test_init_refuses_labels_for_a_head_without_classes(bert, tmp_path):
+def test_init_refuses_labels_and_arguments_that_nothing_reads(bert, tmp_path):
     """They were ignored."""
     with pytest.raises(ConfigError, match="num_labels: got 3 for task causal-lm, whose head has no classes"):
         init_checkpoint(InitJob(bert, str(tmp_path / "new"), num_labels=3))
+    with pytest.raises(ConfigError, match="kernel_arg: got arguments without a kernel"):
+        init_checkpoint(InitJob(bert, str(tmp_path / "new"), layers="0-1=elu", kernel_args={"activation": "exp"}))
     init_checkpoint(InitJob(bert, str(tmp_path / "new"), task="text-classification", num_labels=3))
     assert len(json.loads((tmp_path / "new" / "config.json").read_text())["id2label"]) == 3
 
