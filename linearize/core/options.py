@@ -134,10 +134,8 @@ def _options_of(config: type) -> Mapping[str, Option]:
                 continue
             shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
             kind = kinds_of(field_types(section.config)[field.name])[0]
-            metadata, needed = (
-                {**field.metadata, **shown},
-                field.default is MISSING and field.default_factory is MISSING,
-            )
+            metadata = {**field.metadata, **shown}
+            needed = field.default is MISSING and field.default_factory is MISSING
             options[name] = Option(name, kind, field.default, metadata, section.title, (place,), needed)
     return types.MappingProxyType(options)
 

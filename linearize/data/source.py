@@ -123,9 +123,11 @@ def endless(sizes: Sequence[int], weights: Sequence[float], seed: int, position:
             first, last = begin // size, (begin + share - 1) // size
             passes = [np.random.default_rng([seed + n, ORDER, part]).permutation(size) for n in range(first, last + 1)]
             drawn.append(offsets[part] + np.concatenate(passes)[begin - first * size :][:share])
-        if len(drawn) == 1:
-            return drawn[0].tolist()
-        return np.random.default_rng([seed + epoch, MIX]).permutation(np.concatenate(drawn)).tolist()
+        order = drawn[0]
+        if len(drawn) > 1:
+            order = np.random.default_rng([seed + epoch, MIX]).permutation(np.concatenate(drawn))
+        found: list[int] = order.tolist()
+        return found
 
     first = position // total
     return chain(numbers(first)[position % total :], chain.from_iterable(map(numbers, count(first + 1))))

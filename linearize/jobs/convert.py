@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -131,12 +131,7 @@ def distill_checkpoint(job: DistillJob, on_event: Callback = ignore) -> ConvertR
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
-    with stages.reserved(job):
-        context = open_converted(job, on_event)
-        stages.make_room(context)
-        with stages.finished_kept(context):
-            stages.run_stage_one(context, job.distill)
-        return save_result(context)
+    return _continue(job, on_event, lambda context: stages.run_stage_one(context, job.distill))
 
 
 def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResult:
@@ -145,11 +140,15 @@ def align_checkpoint(job: AlignJob, on_event: Callback = ignore) -> ConvertResul
     Raises:
         LinearizeError: a subclass of it, for everything the user can correct; nothing is written then.
     """
+    return _continue(job, on_event, lambda context: stages.run_alignment(context, job.align))
+
+
+def _continue(job: DistillJob | AlignJob, on_event: Callback, train: Callable[[Context], None]) -> ConvertResult:
     with stages.reserved(job):
         context = open_converted(job, on_event)
         stages.make_room(context)
         with stages.finished_kept(context):
-            stages.run_alignment(context, job.align)
+            train(context)
         return save_result(context)
 
 
