@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch

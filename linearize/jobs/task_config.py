@@ -165,7 +165,8 @@ class EvaluateJob(Job):
         # A missing model or an unknown task is refused elsewhere.
         if values.get("task") not in TASKS:
             return {}
-        tuned, data = recorded(values["model"]), dict[str, Any]()
+        tuned = recorded(values["model"])
+        data: Values = {}
         seed = tuned.get("seed") if tuned.get("task") == values["task"] else None
         if type(seed) is int and 0 <= seed <= MOST_SEED:
             data["seed"] = seed

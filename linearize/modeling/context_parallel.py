@@ -26,6 +26,7 @@ from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
+from linearize.attention.mixer import Mixer
 from linearize.attention.parts import SCALED, check_parts
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.modeling.model import evaluating
@@ -240,9 +241,9 @@ class ContextParallel:
         return State(torch.stack([kv * torch.exp(own - level)[..., None, None] for kv, own in far]).sum(dim=0), level)
 
 
-def _reach(mixer: FeatureMapMixer) -> tuple[int, int]:
+def _reach(mixer: Mixer) -> tuple[int, int]:
     """Return how many tokens a window reaches to one side, and the fewest tokens of a part."""
-    window, causal = mixer.window, mixer.shape.causal
+    window, causal = mixer.hybrid.window, mixer.shape.causal
     reach = 0 if window is None else window - 1 if causal else window // 2
     return reach, max(2, (1 if causal else 2) * reach + mixer.hybrid.sinks)
 
