@@ -133,7 +133,7 @@ def _check_direction(host: nn.Module, kwargs: Values) -> None:
     if asked is not None and bool(asked) != causal and not attention.declares_direction:
         raise UnsupportedModelError(
             f"{type(host).__name__}: got is_causal={bool(asked)}, expected {causal}: a kernel has the direction with "
-            "which it was converted; leave is_causal as it was, or convert the original with the other value in its "
+            "which it was converted; leave is_causal unchanged, or convert the original with the other value in its "
             "config"
         )
 

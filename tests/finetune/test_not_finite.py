@@ -78,7 +78,7 @@ def outputs_of(kind):
 def test_every_task_refuses_a_model_whose_outputs_are_not_finite(name, bad):
     data = no_rows(name, **({"labels": ("O", "B-A")} if TASKS[name].label and not TASKS[name].labels else {}))
     kind = data.type
-    kind.words, kind.front = 5, []
+    kind.words, kind.tokens, kind.front = 5, 5, []
     kind.measured = [{"owner": row, "offsets": [(n, n + 1) for n in range(6)]} for row in range(ROWS)]
     kind.texts, kind.answers = ["letter"] * ROWS, [["t"]] * ROWS
     logits, labels = outputs_of(type(kind))

@@ -278,7 +278,7 @@ def run_python(block, name, patch):
             for key, value in alone.items():
                 own.setenv(key, value)
         try:
-            exec(compile(block, name, "exec"), {"__name__": "document"})
+            exec(compile(block, name, "exec", dont_inherit=True), {"__name__": "document"})
         finally:
             if several:
                 torch.distributed.destroy_process_group()

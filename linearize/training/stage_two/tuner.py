@@ -79,11 +79,10 @@ class Tuner(Trainer):
         self.order = by_length(data.validation)
         validation: Any = data.validation if self.order is None else Chosen(data.validation, self.order)
         extra: Any = data.extra if teacher is not None else None
-        self.on_log = on_log
+        self.on_log, self.tokens = on_log, 0
         # An epoch seeds it (`Hooks`): transformers' groups of similar length depend on all random numbers before them.
         self.groups = torch.Generator()
         self._parts: dict[str, list[Tensor]] = {}
-        self.tokens = 0
         stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
         # Under FSDP the given model stays on the host.
         device = own_device("auto") if under_fsdp() else next(model.parameters()).device.type
