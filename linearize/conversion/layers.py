@@ -220,7 +220,8 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
     """Return kernel and arguments for each of `count` layers, without additions.
 
     Raises:
-        ConfigError: for a layer that does not exist, has no kernel, or is both named and kept; or an unknown kernel.
+        ConfigError: for a layer that does not exist, has no kernel, or is both named and kept; an unknown kernel; or
+            arguments for no layer.
     """
     named = parse_layers(config.layers) if isinstance(config.layers, str) else dict(config.layers or {})
     kept = kept_layers(config.keep_softmax, count)
@@ -229,6 +230,11 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
             raise _no_layer(index, count)
     if both := sorted(set(named) & set(kept)):
         raise ConfigError(f"layer {both[0]} is in layers and in keep_softmax; name it in one of them")
+    if config.kernel_args and len({*named, *kept}) == count:
+        raise ConfigError(
+            f"kernel_args: got {sorted(config.kernel_args)}, but layers and keep_softmax name every layer; give "
+            "each layer its own arguments"
+        )
     rest = [] if config.kernel is None else expand(count, config.kernel, config.kernel_args or {})
     chosen: list[Choice] = []
     for index in range(count):

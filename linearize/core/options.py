@@ -163,11 +163,14 @@ def make(config: type[Config], values: Mapping[str, object]) -> Config:
     given: dict[str, dict[str, object]] = {}
     defaults = {name: value for name, value in derived.get("", {}).items() if name in known}
     for name, value in {**defaults, **values}.items():
-        parse: Callable[[object], object] | None = known[name].metadata.get("parse")
+        metadata = known[name].metadata
+        parse: Callable[[object], object] | None = metadata.get("parse")
+        # Of an option that may be repeated, one text is a list of one.
+        value = [value] if "repeat" in metadata and isinstance(value, str) else value
         parsed = value
         if parse is not None and isinstance(value, (str, list)):
             # Only the texts of an option that may be repeated are a list; any other list is the value itself.
-            typed = isinstance(value, str) or "repeat" in known[name].metadata
+            typed = isinstance(value, str) or "repeat" in metadata
             parsed = parse(value) if typed else tuple(value)
         for section_name, inner in known[name].places:
             given.setdefault(section_name, {})[inner] = parsed

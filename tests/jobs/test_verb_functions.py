@@ -8,9 +8,10 @@ from support.checkpoints import WORDS, make_original, make_text
 import linearize.core.options
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError, MissingPackageError, UnknownNameError
-from linearize.core.options import by_name, options_of
+from linearize.core.options import by_name, make, options_of
 from linearize.evaluation.options import BenchOptions
 from linearize.jobs import verbs
+from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import ConvertResult
 from linearize.modeling.plan import Plan
 
@@ -39,6 +40,14 @@ def test_a_function_gives_the_result_of_its_verb(tmp_path, monkeypatch):
     assert isinstance(found, ConvertResult) and seen and (tmp_path / "out" / "config.json").is_file()
     info = verbs.inspect("out")
     assert isinstance(info.plan, Plan) and {layer.kernel for layer in info.plan.layers} == {"elu"}
+
+
+def test_one_text_is_a_list_of_one_where_an_option_may_be_repeated():
+    assert make(BenchOptions, {"kernel": "elu"}).kernels == ("elu",)
+    for config in (BenchOptions, ConvertJob):
+        given = {} if config is BenchOptions else {"model": "bert", "output": "out", "kernel": "hedgehog"}
+        one, other = (make(config, {**given, "kernel_arg": value}) for value in ("a=1", ["a=1"]))
+        assert one.kernel_args == other.kernel_args == {"a": "1"}
 
 
 def test_bad_input(tmp_path, monkeypatch):

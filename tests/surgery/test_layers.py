@@ -107,6 +107,13 @@ def test_plans_that_miss_repeat_or_exceed(layers, kept, kernel, message):
     assert "\n" not in str(caught.value)
 
 
+def test_arguments_for_no_layer_are_refused():
+    layers = {0: "elu", 1: ("hedgehog", {})}
+    assert assign(3, ConversionConfig("t2r", {"features": 8}, layers=layers))[2][1] == {"features": 8}
+    with pytest.raises(ConfigError, match=r"kernel_args: got \['features'\], but layers and keep_softmax name"):
+        assign(3, ConversionConfig("t2r", {"features": 8}, layers=layers, keep_softmax=[2]))
+
+
 def test_heads_that_are_no_lists_are_refused():
     with pytest.raises(ConfigError, match=r"softmax_heads: got \{0: 1\}, expected lists of heads by layer number"):
         ConversionConfig("elu", softmax_heads={0: 1})
