@@ -41,12 +41,12 @@ class ConfigParser(HFConfigParser):
         return values, config
 
 
-WRITTEN = {"architectures", "model_type", "linearize"}
-"""Values of config.json that choose the class that runs the model."""
+WRITTEN = {"architectures", "model_type", "linearize", "is_causal"}
+"""Values of config.json that choose the class that runs the model, and the direction, which a kernel has."""
 
 
 def check_overrides(overrides: object) -> None:
-    """Refuse changes of config.json (`--hf-overrides`) by which vLLM would run the original's softmax.
+    """Refuse changes of config.json (`--hf-overrides`) by which vLLM would run something else.
 
     Raises:
         UnsupportedModelError: for such a change, or a function, whose changes cannot be known.
@@ -54,7 +54,7 @@ def check_overrides(overrides: object) -> None:
     if callable(overrides):
         raise _option("hf_overrides", "a function", "a dict")
     if isinstance(overrides, dict) and (names := sorted(WRITTEN & overrides.keys())):
-        raise _option("hf_overrides", names, f"none of {', '.join(sorted(WRITTEN))}: vLLM would run softmax")
+        raise _option("hf_overrides", names, f"none of {', '.join(sorted(WRITTEN))}: they choose what runs")
 
 
 def original_config(config: LinearizeConfig) -> PreTrainedConfig:

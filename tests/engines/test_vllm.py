@@ -288,9 +288,13 @@ def test_options_under_which_states_would_be_wrong_are_refused(option):
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"architectures": ["LlamaForCausalLM"]}, {"linearize": None}, {"model_type": "llama"}, lambda x: x]
+    "overrides",
+    [
+        *({"architectures": ["LlamaForCausalLM"]}, {"linearize": None}, {"model_type": "llama"}, {"is_causal": False}),
+        lambda x: x,
+    ],
 )
-def test_overrides_by_which_softmax_would_run_are_refused(tmp_path, overrides):
+def test_overrides_by_which_something_else_would_run_are_refused(tmp_path, overrides):
     """A kernel without weights would leave no trace of it."""
     model = linearize.convert(tiny.original("llama", "AutoModelForCausalLM", **LLAMA), "elu")
     with pytest.raises(UnsupportedModelError, match=r"^vLLM: got hf_overrides=.* for a converted model, expected"):
