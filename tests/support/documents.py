@@ -44,8 +44,8 @@ FOLDERS = {
     "roberta-base": ("roberta", "AutoModelForMaskedLM", {"max_position_embeddings": 140}),
     "bert-base-uncased": ("bert", "AutoModelForMaskedLM", {}),
     "my-bert": ("bert", "AutoModelForMaskedLM", {}),
-    # Lines of recipes read chunks of 512 tokens.
-    "MINILM": ("bert", "AutoModel", {"max_position_embeddings": 512}),
+    # Lines of recipes read chunks of 512 tokens, and name two layers beside a kernel for the others.
+    "MINILM": ("bert", "AutoModel", {"max_position_embeddings": 512, "num_hidden_layers": 3}),
     "LLAMA": ("llama", "AutoModelForCausalLM", {}),
     "SMOLLM2": ("llama", "AutoModelForCausalLM", {}),
     "llama-linear": ("llama", "AutoModelForCausalLM", {}),
